@@ -1,0 +1,60 @@
+"""Every error of distruntime. The class says whose fault it is; the text says got, expected, what to do.
+
+DistruntimeError
+├── UsageError                  the calling code asked for something that cannot be
+│   ├── PlacementError          operands live on different places, or a place does not exist
+│   ├── SessionClosed           a proxy or a call needs a session that has ended (or belongs to another process)
+│   ├── NotSupportedError       a remote tensor cannot do this; the text names what can
+│   └── ConfigurationError      a setting, key or address is unusable
+├── RemoteError                 an operation failed on a worker (its first cause is chained, in its original class where that is known)
+├── NodeFailed                  a worker died or cannot be reached
+├── ConnectionFailed            no session came about: nothing answers, wrong key, wrong version, not in time
+├── ProtocolError               the other side sent what the protocol does not allow
+└── InternalError               a defect of distruntime: please report it
+"""
+
+from __future__ import annotations
+
+
+class DistruntimeError(Exception):
+    """Base of every error that distruntime defines."""
+
+
+class UsageError(DistruntimeError, RuntimeError):
+    """The calling code asked for something that cannot be."""
+
+
+class PlacementError(UsageError):
+    """Operands live on different places, or a place does not exist."""
+
+
+class SessionClosed(UsageError):
+    """The session that this needs has ended, or belongs to another process."""
+
+
+class NotSupportedError(UsageError, NotImplementedError):
+    """A remote tensor cannot do this; the text names what can."""
+
+
+class ConfigurationError(UsageError, ValueError):
+    """A setting, key or address is unusable."""
+
+
+class RemoteError(DistruntimeError, RuntimeError):
+    """An operation failed on a worker; the original exception, rebuilt, is its cause."""
+
+
+class NodeFailed(DistruntimeError, RuntimeError):
+    """A worker died or cannot be reached; what lived there is lost."""
+
+
+class ConnectionFailed(DistruntimeError, ConnectionError):
+    """No session came about: nothing answers, the key or the version is wrong, or time ran out."""
+
+
+class ProtocolError(DistruntimeError):
+    """The other side sent what the protocol does not allow."""
+
+
+class InternalError(DistruntimeError):
+    """A defect of distruntime: please report it."""

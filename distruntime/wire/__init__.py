@@ -1,0 +1,1 @@
+"""Messages, their bytes and the sockets that carry them: shared by the master and the workers."""

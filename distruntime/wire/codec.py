@@ -1,0 +1,146 @@
+"""Messages, operator arguments and tensors to bytes and back. What comes in is checked before anyone uses it."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import torch
+
+from ..errors import ProtocolError
+from .messages import MESSAGES, Message
+
+Buffer = bytes | bytearray | memoryview
+
+_NUMBER = {cls: number for number, cls in enumerate(MESSAGES)}
+
+
+def _accepted(annotation: Any) -> tuple[type, ...]:
+    """The classes that a field's value may have once it is unpacked; empty means anything."""
+    if annotation is Any:
+        return ()
+    if isinstance(annotation, types.UnionType):
+        return tuple(cls for part in typing.get_args(annotation) for cls in _accepted(part))
+    return (typing.get_origin(annotation) or annotation,)
+
+
+_FIELDS = {
+    cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls)) for cls in MESSAGES
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return the first frame of `message`; raise `ValueError` or `OverflowError` for what cannot travel."""
+    cls = type(message)
+    packed: bytes = msgpack.packb([_NUMBER[cls], *(getattr(message, name) for name, _ in _FIELDS[cls])])
+    return packed
+
+
+def decode(frame: Buffer) -> Message:
+    """Return the message in `frame`; raise `ProtocolError` unless it is a known message with fields of the right classes."""
+    try:
+        body = msgpack.unpackb(frame, strict_map_key=True)
+    except Exception as error:
+        raise ProtocolError(f"a frame of {len(frame)} bytes is not a message: {type(error).__name__}") from None
+    if not isinstance(body, list) or not body or type(body[0]) is not int or not 0 <= body[0] < len(MESSAGES):
+        raise ProtocolError("a frame does not start with the number of a message")
+    cls = MESSAGES[body[0]]
+    expected = _FIELDS[cls]
+    if len(body) != len(expected) + 1:
+        raise ProtocolError(f"{cls.__name__} has {len(expected)} fields, got {len(body) - 1}")
+    for value, (name, accepted) in zip(body[1:], expected):
+        if accepted and not isinstance(value, accepted):
+            raise ProtocolError(f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}")
+    return cls(*body[1:])
+
+
+# -- operator arguments: plain values travel as they are, everything else as a list that starts with its tag --------------------
+
+OPERAND = ["operand"]  # stands where an operand word of the instruction goes
+
+
+def pack_constant(value: Any) -> Any:
+    """Return the msgpack form of one constant argument; raise `TypeError` for what has none."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else ["int", str(value)]
+    if kind is float:
+        return ["float", value.hex()]
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind in (list, tuple, torch.Size):
+        return ["list", *map(pack_constant, value)]
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
+        return [kind.__name__, str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    raise TypeError(f"an argument of class {kind.__module__}.{kind.__qualname__} cannot travel to a worker")
+
+
+def unpack_constant(value: Any) -> Any:
+    """Return the argument that `pack_constant` packed; raise `ProtocolError` for anything else."""
+    if not isinstance(value, list):
+        return value
+    match value:
+        case ["list", *items]:
+            return [unpack_constant(item) for item in items]
+        case ["float", str(text)]:
+            return float.fromhex(text)
+        case ["int", str(text)]:
+            return int(text)
+        case ["complex", real, imag]:
+            return complex(real, imag)
+        case ["dtype" | "memory_format" | "layout" as kind, str(name)]:
+            found = getattr(torch, name, None)
+            if isinstance(found, getattr(torch, kind)):
+                return found
+        case ["device", str(name)]:
+            return torch.device(name)
+    raise ProtocolError(f"not an argument: {str(value)[:80]}")
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for `torch.float32`."""
+    return str(dtype)[6:]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return `torch.float32` for "float32"; raise `ProtocolError` for an unknown name."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ProtocolError(f"not a dtype: {name[:40]!r}")
+    return found
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous; the view keeps the memory alive."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:
+    """Return a tensor over `data` (writable buffers are shared, read-only ones copied); raise `ProtocolError` if they do not fit."""
+    kind = dtype_named(dtype)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ProtocolError(f"not sizes: {str(sizes)[:80]}")
+    count = 1
+    for n in sizes:
+        count *= n
+    view = memoryview(data)
+    if view.nbytes != count * kind.itemsize:
+        raise ProtocolError(f"{view.nbytes} bytes for a tensor of {count * kind.itemsize}")
+    if not count:
+        return torch.empty(sizes, dtype=kind)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return torch.frombuffer(view, dtype=kind).view(sizes)

@@ -1,0 +1,149 @@
+"""Every message of the command channel: one frozen dataclass each, in the order of a session's life.
+
+`docs/protocol.md` has one row for each. A message travels as one frame (its class's place in `MESSAGES`, then its fields) followed by
+the payload frames of large tensors, if any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PROTOCOL = 1  # the contract between master and worker: a change of any message or opcode changes this number
+
+# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
+# FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
+CHECK = 0  # CHECK, number, [spec, ...], then an instruction: run it, report in `Done` where its results differ from the predicted specs
+LEARN = 1  # LEARN, request, then an instruction: run it, reply with the specs of its results (what is not a tensor is replied itself)
+UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, payload: a tensor from bytes, or from the segment's payload frame of that number
+FORGET = 3  # FORGET: drop every template; their numbers start again
+FIRST_TEMPLATE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Worker to master: a worker that dials in asks for a place in the session."""
+
+    node: int | None
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Master to worker: open a session."""
+
+    protocol: int
+    session: str
+    torch: str
+    python: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Worker to master: the session is open; this is who I am and what I have.
+
+    `devices` is a list of [name, description, total bytes, free bytes]; `simulated` says that the GPUs are CPU tensors.
+    """
+
+    protocol: int
+    torch: str
+    python: str
+    host: str
+    pid: int
+    boot: str
+    devices: list[Any]
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Worker to master: no session, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Master to worker: consecutive instructions of the log.
+
+    `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in the log names an
+    instruction. `templates` are those that the worker has not seen: [number, operator, arguments, keyword arguments, results].
+    """
+
+    seq: int
+    start: int
+    templates: list[Any]
+    words: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Worker to master: the segment ran. Carries new failures and the check numbers whose predicted specs were wrong."""
+
+    seq: int
+    failures: list[Any]
+    corrections: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Master to worker: reply with a value, once the log has run up to position `after` (its last writer).
+
+    `form` is "tensor" (its bytes), "item" (a Python number) or "text" (as torch prints it, with `options` its print options).
+    """
+
+    request: int
+    ref: int
+    after: int
+    form: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Master to worker: reply about the worker itself, at once: "info", "memory", or "status" (what it is computing)."""
+
+    request: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Worker to master: the answer to a request; a tensor is [dtype, sizes, bytes or None when it fills the payload frame]."""
+
+    request: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Worker to master: what was requested is poisoned, and by which failure."""
+
+    request: int
+    failure: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Either way: the session is over; the worker drops its values and waits for the next master."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first cause of a poisoned value, as the worker saw it. Not a message: it travels inside `Done` and `Failed`."""
+
+    seq: int
+    position: int
+    kind: str  # the exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never unpickled
+    text: str
+    traceback: str
+    op: str
+    operands: str
+
+
+MESSAGES = (Join, Hello, Welcome, Refused, Segment, Done, Fetch, Ask, Reply, Failed, Goodbye)
+Message = Join | Hello | Welcome | Refused | Segment | Done | Fetch | Ask | Reply | Failed | Goodbye

@@ -1,0 +1,1 @@
+"""The worker daemon: owns the real tensors and runs what the master's log says."""

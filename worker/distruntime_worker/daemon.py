@@ -1,0 +1,218 @@
+"""The worker's sockets and threads: one reader, one thread that runs segments, one master at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.channel import Channel, PeerGone
+from distruntime.wire.codec import Buffer, decode, encode
+from distruntime.wire.messages import (
+    PROTOCOL, Ask, Fetch, Goodbye, Hello, Join, Message, Refused, Reply, Segment, Welcome,
+)
+
+from .config import WorkerConfig
+from .devices import Devices
+from .executor import Executor
+
+log = logging.getLogger("distruntime.worker")
+
+_SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
+_MASTER = b"master"
+
+
+def boot_id() -> str:
+    """Return what identifies this boot of this machine: equal on two processes exactly if they share memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()}-{platform.machine()}"
+
+
+class _Master:
+    """The session of one master: its executor, its queue of segments, and the thread that runs them."""
+
+    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel) -> None:
+        self.peer, self.name = peer, name
+        self._channel = channel
+        self.executor = Executor(devices, self.send)
+        self._segments: queue.SimpleQueue[tuple[Segment, Sequence[Buffer]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="executor", daemon=True)
+        self.broken: str | None = None
+        self.thread.start()
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Send to the master, from any thread; a master that has gone meanwhile is no error here."""
+        try:
+            if payload is None:
+                self._channel.send(self.peer, [encode(message)])
+            else:
+                self._channel.send(self.peer, [encode(message), payload], copy=False)
+        except PeerGone:
+            log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (item := self._segments.get()) is not None:
+                try:
+                    self.executor.run(*item)
+                except ProtocolError as error:
+                    self.broken = str(error)
+                    self._channel.wake()
+                    return
+
+    def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
+        """Queue a segment in order; one that came before is dropped, so that sending again is safe."""
+        if segment.seq <= self.executor.received:
+            return
+        if segment.seq != self.executor.received + 1:
+            raise ProtocolError(f"segment {segment.seq} came after {self.executor.received}")
+        self.executor.received = segment.seq
+        self._segments.put((segment, payloads))
+
+    def close(self) -> None:
+        """Let the thread end after what it is running; its values go with it."""
+        self._segments.put(None)
+
+
+class Daemon:
+    """Serves one master after another on one channel until told to stop."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._devices = Devices(config.devices, config.simulate_cuda)
+        self._channel = Channel(listen=config.listen, keys=config.keys)
+        self._master: _Master | None = None
+        if config.listen is not None:
+            log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
+        else:
+            assert config.master is not None
+            log.info("dialling %s, offering %s", config.master, ", ".join(self._devices.names))
+            self._channel.connect(config.master, _MASTER)
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        while not stop.is_set():
+            arrived = self._channel.receive(0.2)
+            for peer, frames in arrived:
+                self._handle(peer, frames)
+            self._watch()
+        if self._master is not None:
+            self._master.send(Goodbye("the worker was stopped"))
+            self._leave("stopped")
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._channel.close()
+
+    def _watch(self) -> None:
+        for event in self._channel.events():
+            if event.kind == "connected" and self._config.master is not None:
+                join = Join(self._config.node, os.getpid(), socket.gethostname())
+                try:
+                    self._channel.send(_MASTER, [encode(join)])
+                except PeerGone:
+                    log.warning("the master at %s went away before it could be joined", self._config.master)
+            elif event.kind == "disconnected":
+                if self._master is not None and (event.peer == self._master.peer or self._config.master is not None):
+                    self._leave("connection closed")
+            elif event.kind in ("auth_failed", "handshake_failed"):
+                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
+        if self._master is not None and self._master.broken is not None:
+            self._drop(self._master.peer, self._master.broken)
+
+    def _leave(self, why: str) -> None:
+        if self._master is not None:
+            log.info("session of master %s ended (%s)", self._master.name, why)
+            self._master.close()
+            self._master = None
+
+    def _drop(self, peer: bytes, why: str) -> None:
+        log.warning("dropped a peer: %s", why)
+        if self._master is not None and peer == self._master.peer:
+            self._master.send(Goodbye(why))
+            self._leave("protocol error")
+
+    def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
+        buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
+        try:
+            if not buffers:
+                raise ProtocolError("a message without frames")
+            self._receive(peer, decode(buffers[0]), buffers[1:])
+        except ProtocolError as error:
+            self._drop(peer, str(error))
+
+    def _receive(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
+        master = self._master
+        if master is not None and peer == master.peer:
+            match message:
+                case Segment():
+                    master.put(message, payloads)
+                case Fetch():
+                    master.executor.fetch(message)
+                case Ask():
+                    master.send(Reply(message.request, self._about(message.what)))
+                case Hello():
+                    self._leave("a new session on the same connection")
+                    self._welcome(peer, message)
+                case Goodbye():
+                    self._leave(message.reason)
+                case _:
+                    raise ProtocolError(f"a master does not send {type(message).__name__}")
+        elif isinstance(message, Hello):
+            self._welcome(peer, message)
+        elif isinstance(message, Goodbye):
+            pass  # of a master that is no longer ours
+        else:
+            raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
+
+    def _welcome(self, peer: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            reason = f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
+        elif self._master is not None:
+            reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
+        else:
+            self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
+            log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
+            version = platform.python_version()
+            simulated = self._devices.simulated
+            self._master.send(
+                Welcome(PROTOCOL, torch.__version__, version, socket.gethostname(), os.getpid(), boot_id(), self._devices.info(), simulated)
+            )
+            return
+        log.warning("refused a master on %s: %s", hello.host, reason)
+        self._channel.send(peer, [encode(Refused(reason))])
+
+    def _about(self, what: str) -> Any:
+        assert self._master is not None
+        executor, thread = self._master.executor, self._master.thread.ident
+        if what == "status":
+            return executor.status(thread)
+        if what == "info":
+            return self._devices.info()
+        if what == "memory":
+            return [len(executor.slots), executor.executed]
+        raise ProtocolError(f"nothing is known about {what[:40]!r}")
+
+
+def serve(config: WorkerConfig, stop: threading.Event) -> None:
+    """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
+    sys.setswitchinterval(_SWITCH)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    daemon = Daemon(config)
+    try:
+        daemon.run(stop)
+    finally:
+        daemon.close()

@@ -1,0 +1,55 @@
+"""The devices that a worker offers: its CPU, its GPUs, or GPUs that are simulated by CPU tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from distruntime.errors import ConfigurationError
+
+
+def memory(keys: tuple[str, ...] = ("MemTotal", "MemAvailable")) -> list[int]:
+    """Return total and available bytes of main memory."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return [found[key] for key in keys]
+    except (OSError, KeyError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return [total, total]
+
+
+class Devices:
+    """Names on the wire ("cpu", "cuda:1") and the torch devices behind them."""
+
+    def __init__(self, only: tuple[str, ...] = (), simulate_cuda: int = 0) -> None:
+        self.simulated = simulate_cuda > 0
+        count = simulate_cuda or torch.cuda.device_count()
+        have = ["cpu", *(f"cuda:{k}" for k in range(count))]
+        unknown = [name for name in only if name not in have]
+        if unknown:
+            raise ConfigurationError(f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has {', '.join(have)}")
+        self.names = [name for name in have if not only or name in only]
+
+    def real(self, named: torch.device) -> torch.device:
+        """Return where tensors of the device `named` really live; raise `RuntimeError` if this worker does not offer it."""
+        if str(named) not in self.names:
+            if named.type == "meta":
+                return named
+            raise RuntimeError(f"this worker has no device {named}; it has {', '.join(self.names)}")
+        return torch.device("cpu") if self.simulated else named
+
+    def info(self) -> list[list[Any]]:
+        """Return [name, description, total bytes, free bytes] of every device."""
+        rows: list[list[Any]] = []
+        for name in self.names:
+            if name == "cpu":
+                rows.append([name, f"{torch.get_num_threads()} threads", *memory()])
+            elif self.simulated:
+                rows.append([name, "simulated", *memory()])
+            else:
+                free, total = torch.cuda.mem_get_info(name)
+                rows.append([name, torch.cuda.get_device_name(name), total, free])
+        return rows

@@ -1,0 +1,86 @@
+"""Operations of a worker that are not torch operators: random state, and composites that are recorded here with their backward.
+
+Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# In the executing thread autograd is off; what is recorded here turns it on for one call.
+
+
+def manual_seed(device: torch.device, seed: int) -> None:
+    """Seed the generator of one device."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """Return a snapshot of one device's random state, a byte tensor on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set one device's random state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+class Tape:
+    """A recorded composite: what its backward needs. Lives in a slot like any value, freed like any value."""
+
+    __slots__ = ("inputs", "outputs")
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.inputs, self.outputs = inputs, outputs
+
+
+def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
+    """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
+
+    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted.
+    """
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    wanted = iter(differentiable)
+    inputs: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, list):
+            return [leaf(item) for item in value]
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if next(wanted):
+                inputs.append(value.requires_grad_())
+        return value
+
+    with torch.enable_grad():
+        results = call(*[leaf(a) for a in args])
+    outputs = list(results) if isinstance(results, (list, tuple)) else [results]
+    return [*(o.detach() for o in outputs), Tape(inputs, outputs)]
+
+
+def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the gradients of a recorded composite's differentiable inputs; zeros where one was not used."""
+    pairs = [(o, g) for o, g in zip(tape.outputs, grads) if g is not None and o.requires_grad]
+    found = torch.autograd.grad([o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(tape.inputs, found)]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::manual_seed": manual_seed,
+    "distruntime::get_rng_state": get_rng_state,
+    "distruntime::set_rng_state": set_rng_state,
+    "distruntime::record": record,
+    "distruntime::replay_backward": replay_backward,
+}

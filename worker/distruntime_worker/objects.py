@@ -1,0 +1,91 @@
+"""What a ref can stand for on a worker: a tensor, or the failure that kept it from existing."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from distruntime.wire.codec import dtype_name, tensor_bytes
+from distruntime.wire.messages import Failure
+
+INLINE_BYTES = 1 << 14  # up to here a tensor rides inside the message; above, in a payload frame of its own
+
+_printing = threading.Lock()  # torch's print options are one global
+
+
+class Poisoned:
+    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without running."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name that the master rebuilds the exception from: "IndexError", "torch.OutOfMemoryError"."""
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def failure(error: BaseException, *, seq: int, position: int, op: str, operands: str) -> Failure:
+    """Return `error` as the value that poisons results."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return Failure(seq, position, class_name(error), str(error)[:4000], "".join(lines)[-8000:], op, operands)
+
+
+def described(values: list[Any]) -> str:
+    """Return shapes and dtypes of operands, for an error's text."""
+    return ", ".join(f"{tuple(v.shape)} {dtype_name(v.dtype)}" if isinstance(v, torch.Tensor) else repr(v) for v in values)
+
+
+def spec_fields(tensor: torch.Tensor) -> list[Any]:
+    """Return a tensor's metadata in the order of the wire: sizes, strides, offset, dtype, conjugate and negative bits."""
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(f"the result has layout {tensor.layout}; remote tensors are strided only. Use .to_dense(), or fetch the operands and compute locally")
+    bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
+    return [list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), dtype_name(tensor.dtype), bits]
+
+
+def render(value: torch.Tensor, options: dict[str, Any]) -> str:
+    """Return the body of torch's `tensor(...)` text; large tensors are summarised before they leave the device."""
+    with _printing, torch.no_grad():
+        indent = int(options.pop("indent", 0))
+        with torch._tensor_str.printoptions(**options):
+            text: str = torch._tensor_str._tensor_str(value, indent)
+    return text
+
+
+def wire_value(value: Any, form: str, options: dict[str, Any]) -> tuple[Any, memoryview | None]:
+    """Return what a fetch of `value` replies: the reply's value and the payload frame, if it needs one."""
+    if form == "item":
+        return plain(value.item()), None
+    if form == "text":
+        return render(value, dict(options)), None
+    with torch.no_grad():
+        # A clone, because later instructions may write the original while the socket still sends it.
+        here = value.detach().to("cpu").resolve_conj().resolve_neg()
+        small = here.numel() * here.element_size() <= INLINE_BYTES
+        data = tensor_bytes(here if small or here is not value else here.clone(memory_format=torch.contiguous_format))
+    head = [dtype_name(here.dtype), list(here.shape)]
+    return ([*head, bytes(data)], None) if small else ([*head, None], data)
+
+
+def plain(value: Any) -> Any:
+    """Return a result that is not a tensor in its wire form."""
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return ["list", *map(plain, value)]
+    raise TypeError(f"a result of class {type(value).__name__} cannot travel to the master")
+
+
+def failure_fields(cause: Failure) -> list[Any]:
+    """Return a failure in its wire form."""
+    return list(astuple(cause))

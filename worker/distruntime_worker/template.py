@@ -1,0 +1,105 @@
+"""Templates: an operator with its argument pattern, compiled once to a function that runs one instruction.
+
+This is the worker's hot path. The function's source holds only positions (`p[i+1]`) and names of closure variables; every
+constant, and the operator itself, comes in by closure, so nothing that came over the wire is ever source code.
+An instruction is [template, operand words..., result refs...]; the compiled function returns the index of the word after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.codec import OPERAND, unpack_constant
+
+Slots = dict[int, Any]
+Run = Callable[[Slots, list[Any], int], int]
+Fail = Callable[["Template", Slots, list[Any], int, BaseException], None]
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """Return the operator that `name` ("aten::add.Tensor") names here; one that raises if this torch does not have it."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    except (AttributeError, RuntimeError):
+
+        def missing(*_: Any, **__: Any) -> None:
+            raise NotImplementedError(f"{name} does not exist in torch {torch.__version__} on this worker")
+
+        return missing
+    return found
+
+
+class Template:
+    """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results."""
+
+    __slots__ = ("length", "mutates", "name", "reads", "run", "writes")
+
+    def __init__(
+        self, name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], results: Any,
+        device: Callable[[torch.device], torch.device], fail: Fail,
+    ) -> None:
+        self.name = name
+        self.reads: list[int] = []
+        self.mutates: list[int] = []
+        schema = getattr(call, "_schema", None)
+        written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write} if schema else set()
+        names = [a.name for a in schema.arguments] if schema else []
+        closure: dict[str, Any] = {"call": call, "fail": fail, "template": self}
+        offset = 1
+
+        def word(pattern: Any, mutated: bool) -> str:
+            nonlocal offset
+            if pattern == OPERAND or pattern == ["number"]:
+                text = f"slots[p[i+{offset}]]" if pattern == OPERAND else f"p[i+{offset}]"
+                if pattern == OPERAND:
+                    self.reads.append(offset)
+                    if mutated:
+                        self.mutates.append(offset)
+                offset += 1
+                return text
+            if isinstance(pattern, list) and pattern and pattern[0] == "list":
+                return "[" + ", ".join(word(item, mutated) for item in pattern[1:]) + "]"
+            constant = unpack_constant(pattern)
+            if isinstance(constant, torch.device):
+                constant = device(constant)
+            name = f"c{len(closure)}"
+            closure[name] = constant
+            return name
+
+        words = [word(pattern, k < len(names) and names[k] in written) for k, pattern in enumerate(args)]
+        for name_, pattern in kwargs.items():
+            if not name_.isidentifier():
+                raise ProtocolError(f"not an argument's name: {name_[:40]!r}")
+            words.append(f"{name_}={word(pattern, name_ in written)}")
+        first = offset
+        lines: list[str] = []
+
+        def store(pattern: Any, source: str) -> None:
+            nonlocal offset
+            if isinstance(pattern, list):
+                for k, item in enumerate(pattern):
+                    store(item, f"{source}[{k}]")
+            elif pattern == 1:
+                lines.append(f"slots[p[i+{offset}]] = {source}")
+                offset += 1
+            elif pattern != 0:
+                raise ProtocolError(f"not a pattern of results: {pattern!r}")
+
+        store(results, "out")
+        expression = f"call({', '.join(words)})"
+        if results == 1:
+            lines = [f"slots[p[i+{first}]] = {expression}"]
+        else:
+            lines = [f"out = {expression}", *lines]
+        self.writes = list(range(first, offset))
+        self.length = offset
+        source = "def run(slots, p, i):\n    try:\n" + "".join(f"        {line}\n" for line in lines)
+        source += f"    except Exception as error:\n        fail(template, slots, p, i, error)\n    return i + {offset}\n"
+        exec(compile(source, f"<{name}>", "exec"), closure)
+        self.run: Run = closure["run"]

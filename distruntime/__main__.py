@@ -1,0 +1,78 @@
+"""`python -m distruntime demo` and `python -m distruntime repl`: the first things to try, with or without a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import code
+import importlib
+import importlib.util
+import runpy
+import sys
+
+import torch
+
+import distruntime
+
+_HELLO = """\
+torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="train a small network on a worker of this machine")
+    repl = commands.add_parser("repl", help="an interactive Python with a session (IPython where it is installed)")
+    repl.add_argument("workers", nargs="*", metavar="ADDRESS", help="running workers, such as tcp://gpu1:29400; none: start some here")
+    repl.add_argument("--world-size", type=int, metavar="N", help="how many to start here, or to wait for with --listen (default: 2)")
+    repl.add_argument("--listen", metavar="ADDRESS", help="wait here for workers that dial in")
+    repl.add_argument("--simulate-cuda", type=int, default=0, metavar="N", help="workers started here offer N GPUs that are CPU tensors")
+    repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    repl.add_argument("--insecure", action="store_true", help="no encryption and no authentication: who reaches a port owns that machine")
+    return parser
+
+
+def _demo() -> int:
+    """Run the example `02_digits.py`; `demo.py` beside this file is a link to it, and a copy in the wheel."""
+    missing = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"the demo needs {', '.join(missing)} as well:  pip install 'distruntime[demo]'", file=sys.stderr)
+        return 1
+    runpy.run_module("distruntime.demo", run_name="__main__")
+    return 0
+
+
+def _repl(options: argparse.Namespace) -> int:
+    try:
+        session = distruntime.init_master_worker(
+            backend="zmq",
+            world_size=options.world_size,
+            workers=options.workers or None,
+            listen=options.listen,
+            simulate_cuda=options.simulate_cuda,
+            key=options.key,
+            insecure=options.insecure,
+        )
+    except distruntime.DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    names = {"torch": torch, "dr": distruntime, "session": session}
+    try:
+        if importlib.util.find_spec("IPython") is None:
+            code.interact(_HELLO, local=names, exitmsg="")
+        else:  # not imported at the top: it is optional, and takes half a second
+            print(_HELLO, end="")
+            importlib.import_module("IPython").start_ipython(argv=["--no-banner"], user_ns=names)
+    finally:
+        distruntime.shutdown()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    options = _parser().parse_args(arguments)
+    return _demo() if options.command == "demo" else _repl(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+../examples/02_digits.py

@@ -1,0 +1,116 @@
+"""Who may import whom. A module, or an import, that is missing from the table fails: a new one is a decision."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "worker" / "distruntime_worker"}
+
+# From the bottom up: a module imports only modules of the rows above it, so there is no cycle.
+MASTER = {
+    "errors": "",
+    "wire": "",
+    "wire.messages": "",
+    "wire.keys": "errors",
+    "wire.codec": "errors wire.messages",
+    "spec": "wire.codec",
+}
+WORKER: dict[str, str] = {}
+WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's side; with everything below them
+
+# Who may touch what reaches outside; a prefix stands for all below it.
+OUTSIDE = {
+    "zmq": {"distruntime.wire.channel", "distruntime.wire.keys"},
+    "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
+    "cloudpickle": set[str](),
+    "weakref": set[str](),  # Module.to swaps parameters in place and refuses objects that have weak references
+}
+WIRE_WITH_TORCH = {"distruntime.wire.codec"}
+
+Import = tuple[str, int, bool]  # module, line, inside a function
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(module: str) -> list[Import]:
+    """Every import of `module`, as the module that it names: `from .wire import codec` is `distruntime.wire.codec`."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[Import] = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: 1 - node.level or None]) if node.level else ""
+            name = ".".join(part for part in (base, node.module) if part)
+            deeper = [f"{name}.{alias.name}" for alias in node.names if f"{name}.{alias.name}" in MODULES]
+            found.extend((target, node.lineno, inside) for target in deeper or [name])
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return found
+
+
+def _ours(module: str) -> set[str]:
+    return {name for name, _, _ in _imports(module) if name.split(".")[0] in SOURCES}
+
+
+def _full(package: str, table: dict[str, str]) -> dict[str, set[str]]:
+    def name(short: str) -> str:
+        return f"{package}.{short}" if short else package
+
+    return {name(row): {name(target) for target in targets.split()} for row, targets in table.items()}
+
+
+TABLE = {**_full("distruntime", MASTER), **_full("distruntime_worker", WORKER)}
+
+
+def test_the_table_has_every_module_and_no_other() -> None:
+    assert set(TABLE) == set(MODULES)
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_a_module_imports_what_its_row_says(module: str) -> None:
+    package = module.split(".")[0]
+    own = {name for name in _ours(module) if name.split(".")[0] == package}
+    rows = list(TABLE)
+    assert own == TABLE[module]
+    assert all(rows.index(name) < rows.index(module) for name in own), "imports run downwards only"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_worker_knows_the_wire_and_the_errors_only_and_the_master_does_not_know_the_worker(module: str) -> None:
+    package = module.split(".")[0]
+    foreign = {name for name in _ours(module) if name.split(".")[0] != package}
+    assert not foreign or package == "distruntime_worker"
+    assert all(any(f"{name}.".startswith(f"{allowed}.") for allowed in WORKER_MAY_USE) for name in foreign)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_inside_a_function(module: str) -> None:
+    assert [f"{name}, line {line}" for name, line, inside in _imports(module) if inside] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_reaches_outside_stays_in_its_place(module: str) -> None:
+    roots = {name.split(".")[0] for name, _, _ in _imports(module)}
+    assert [name for name, allowed in OUTSIDE.items() if name in roots and module not in allowed] == []
+    if module.startswith("distruntime.wire"):
+        assert "torch" not in roots or module in WIRE_WITH_TORCH

@@ -1,0 +1,178 @@
+"""The key of a cluster: one CURVE key pair that the master and every worker hold.
+
+Whoever holds the key file is both a legitimate master and a legitimate worker, and may run code on every worker (as with munge's key or
+Erlang's cookie). The file has zmq.auth's certificate format, mode 0600.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+import zmq.utils.z85
+
+from distruntime.errors import ConfigurationError
+
+_BANNER = """\
+#   distruntime cluster key, in the format of zmq.auth: a CURVE **secret** certificate.
+#   Whoever can read it may run code on every worker. Copy it to each machine of the cluster (mode 0600) and to nobody else.
+metadata
+curve
+    public-key = "{public}"
+    secret-key = "{secret}"
+"""
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair, each half 40 characters of Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @staticmethod
+    def generate() -> KeyPair:
+        """Return a new key pair."""
+        public, secret = zmq.curve_keypair()
+        return KeyPair(public, secret)
+
+    def save(self, path: Path) -> None:
+        """Write the key to `path` (mode 0600), its directory made (0700) where missing; never overwrites.
+
+        Raises:
+            ConfigurationError: `path` exists or cannot be written.
+        """
+        text = _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+            try:
+                with os.fdopen(handle, "w", encoding="ascii") as file:
+                    file.write(text)
+                os.link(temporary, path)  # appears whole or not at all, and never replaces another's key
+            finally:
+                os.unlink(temporary)
+        except FileExistsError:
+            raise ConfigurationError(
+                f"got a key path that is taken, {path}: a key is never overwritten, since workers may still use it. "
+                "Give another path, or delete the file first."
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(f"the key cannot be written to {path}: {error.strerror}. Give a path that can be written.") from error
+
+    @staticmethod
+    def load(path: Path) -> KeyPair:
+        """Read the key that `save` or `distruntime-worker keygen` wrote.
+
+        Raises:
+            ConfigurationError: no such file, others may read it, or it holds no key pair.
+        """
+        try:
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigurationError(f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen {path}")
+            if mode & 0o077:
+                raise ConfigurationError(
+                    f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. "
+                    f"Do: chmod 600 {path}"
+                )
+            public, secret = zmq.auth.load_certificate(path)
+        except FileNotFoundError:
+            raise ConfigurationError(
+                f"got no key file at {path}, expected the key that the master and all workers share. "
+                f"Make one with `distruntime-worker keygen {path}` and copy it to each machine."
+            ) from None
+        except OSError as error:
+            raise ConfigurationError(f"the key file {path} cannot be read: {error.strerror}. It must be readable by you alone.") from error
+        except ValueError:
+            public, secret = b"", None
+        if not _is_key(public) or secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
+            raise ConfigurationError(
+                f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` writes. "
+                "Copy the cluster's key to it again, or make a new key for all."
+            )
+        return KeyPair(public, secret)
+
+
+def default_path() -> Path:
+    """Return where the cluster's key is looked for: $DISTRUNTIME_KEY, or ~/.config/distruntime/key (XDG_CONFIG_HOME is honoured)."""
+    named = os.environ.get("DISTRUNTIME_KEY")
+    if named:
+        return Path(named).expanduser()
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "distruntime" / "key"
+
+
+def needs_key(address: str) -> bool:
+    """Return whether peers at `address` must prove themselves: all but those of a socket file in a directory private to its owner."""
+    return not _is_private(address)
+
+
+def choose(address: str, *, path: Path | None = None, insecure: bool = False) -> KeyPair | None:
+    """Return the key to use at `address`, or None where none is needed.
+
+    A named key file is always used. Without one, loopback addresses use the default key, made on first use; other addresses use the default
+    key if it exists.
+
+    Args:
+        path: the key file the user named, if any.
+        insecure: the user accepts that whoever reaches `address` may run code.
+
+    Raises:
+        ConfigurationError: the address needs a key and there is none.
+    """
+    if path is not None:
+        return KeyPair.load(path)
+    if insecure or not needs_key(address):
+        return None
+    default = default_path()
+    if default.exists():
+        return KeyPair.load(default)
+    if not is_local(address):
+        raise ConfigurationError(
+            f"got {address} without a key, expected a key for every address that other machines can reach: workers run code for whoever may "
+            f"talk to them. Make one with `distruntime-worker keygen` and copy {default} to each machine, or accept the risk with --insecure "
+            "(in Python: insecure=True)."
+        )
+    try:
+        KeyPair.generate().save(default)
+    except ConfigurationError:
+        if not default.exists():  # another process on its own first use was faster otherwise: use its key
+            raise
+    return KeyPair.load(default)
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine can reach `address`. A host name other than localhost counts as not local."""
+    if address.startswith(("ipc://", "inproc://")):
+        return True
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_private(address: str) -> bool:
+    if not address.startswith("ipc://") or address.startswith("ipc://@"):  # Linux's abstract sockets have no file and so no owner
+        return False
+    try:
+        status = Path(address[len("ipc://") :]).parent.stat()
+    except OSError:
+        return False  # choose() cannot vouch for what is not there; binding there fails on its own
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _is_key(text: bytes) -> bool:
+    try:
+        return len(text) == 40 and len(zmq.utils.z85.decode(text)) == 32
+    except (ValueError, KeyError):
+        return False

@@ -127,6 +127,8 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
     Raises:
         ConfigurationError: the address needs a key and there is none.
     """
+    if not address.startswith(("tcp://", "ipc://")):
+        raise ConfigurationError(f"got address {address!r}, expected tcp://host:port or ipc://path")
     if path is not None:
         return KeyPair.load(path)
     if insecure or not needs_key(address):
@@ -136,14 +138,14 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
         return KeyPair.load(default)
     if not is_local(address):
         raise ConfigurationError(
-            f"got {address} without a key, expected a key for every address that other machines can reach: workers run code for whoever may "
-            f"talk to them. Make one with `distruntime-worker keygen` and copy {default} to each machine, or accept the risk with --insecure "
-            "(in Python: insecure=True)."
+            f"got {address} without a key, expected a key for every address that other machines can reach: workers run code for whoever "
+            f"may talk to them. Make one with `distruntime-worker keygen` and copy {default} to each machine, or accept the risk with "
+            "--insecure (in Python: insecure=True)."
         )
     try:
         KeyPair.generate().save(default)
     except ConfigurationError:
-        if not default.exists():  # another process on its own first use was faster otherwise: use its key
+        if not default.exists():  # if it does, another process was faster on its own first use: share its key
             raise
     return KeyPair.load(default)
 

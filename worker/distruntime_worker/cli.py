@@ -1,0 +1,163 @@
+"""The command line of the worker."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from distruntime.errors import ConfigurationError
+from distruntime.wire.keys import KeyPair, choose, default_path, is_local
+
+from . import daemon
+from .config import WorkerConfig
+
+log = logging.getLogger("distruntime.worker")
+
+_GRACE = 3.0  # seconds that a worker whose master died may take to stop by itself; a kernel that hangs must not outlive it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `distruntime-worker`; return its exit code: 0 after SIGTERM or Ctrl-C, 2 where the settings are unusable."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["keygen"]:
+            return _keygen(_keygen_parser().parse_args(arguments[1:]))
+        return _serve(_parser().parse_args(arguments))
+    except ConfigurationError as error:
+        print(f"distruntime-worker: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distruntime-worker",
+        description="Hold tensors and run operations for a distruntime master.",
+        epilog="`distruntime-worker keygen [FILE]` makes the key that the master and all workers share.",
+        allow_abbrev=False,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--listen", metavar="ADDRESS", help="wait for masters here: tcp://host:port (port 0: any free one) or ipc://path")
+    where.add_argument("--master", metavar="ADDRESS", help="dial the master that listens there")
+    parser.add_argument("--node", type=_count, metavar="K", help="the node number to ask that master for")
+    parser.add_argument("--devices", type=_names, default=(), metavar="D,D", help="offer these only, as cpu,cuda:0; default: all there are")
+    parser.add_argument("--simulate-cuda", type=_count, default=0, metavar="N", help="offer N GPUs that are CPU tensors in truth")
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="the cluster's key; default: $DISTRUNTIME_KEY or ~/.config/distruntime/key"
+    )
+    parser.add_argument("--insecure", action="store_true", help="use no key: whoever reaches the address may run code here")
+    parser.add_argument("--threads", type=_count, default=0, metavar="N", help="threads of torch's kernels; default: as torch chooses")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    # For launch.py: started by the master with this process id, which writes the key to stdin and keeps stdin open for as long as it lives.
+    parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
+    return parser
+
+
+def _keygen_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distruntime-worker keygen", description="Make the key that the master and all workers of a cluster share."
+    )
+    parser.add_argument("file", type=Path, nargs="?", help="default: $DISTRUNTIME_KEY or ~/.config/distruntime/key")
+    return parser
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    path = options.file or default_path()
+    KeyPair.generate().save(path)
+    print(f"{path}: made. Copy it to the master and to every worker (mode 0600), and to nobody else.")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    logging.basicConfig(stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    config = configure(options)
+    if options.local is not None:
+        threading.Thread(target=_follow, args=(options.local, stop), name="follow-master", daemon=True).start()
+    daemon.serve(config, stop)
+    return 0
+
+
+def configure(options: argparse.Namespace) -> WorkerConfig:
+    """Check the options and fetch the key.
+
+    Raises:
+        ConfigurationError: they contradict each other, or the address needs a key and there is none.
+    """
+    address = options.listen or options.master
+    if options.node is not None and options.master is None:
+        raise ConfigurationError(
+            f"got --node {options.node} with --listen: a listening worker is numbered by its master. Leave --node out."
+        )
+    if options.local is not None:
+        keys = _key_from_master()
+    else:
+        if options.insecure and options.key is not None:
+            raise ConfigurationError("got both --key and --insecure: with a key only its holders are let in. Leave one out.")
+        keys = choose(address, path=options.key, insecure=options.insecure)
+        if options.insecure and not is_local(address):
+            log.warning("--insecure: nobody has to prove who they are at %s; whoever reaches it may run code as this user", address)
+    return WorkerConfig(
+        listen=options.listen,
+        master=options.master,
+        node=options.node,
+        devices=options.devices,
+        simulate_cuda=options.simulate_cuda,
+        keys=keys,
+        threads=options.threads,
+    )
+
+
+def _key_from_master() -> KeyPair | None:
+    # Unbuffered, so that _follow sees all that comes after; a key never travels in argv, which every user of the machine can read.
+    words = bytearray()
+    while not words.endswith(b"\n"):
+        read = os.read(0, 1)
+        if not read:
+            raise ConfigurationError("got no key on stdin: the master that started this worker is gone")
+        words += read
+    halves = words.split()
+    return KeyPair(bytes(halves[0]), bytes(halves[1])) if len(halves) == 2 else None
+
+
+def _follow(master: int, stop: threading.Event) -> None:
+    """Stop when the master that started this worker is gone, however it ended: stdin ends, or we have another parent.
+
+    Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is not signalled.
+    """
+    while os.getppid() == master:
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 4096):
+            break
+    log.info("the master that started this worker is gone: stopping")
+    stop.set()
+    threading.Event().wait(_GRACE)
+    os._exit(1)  # still here: something hangs, and nobody is left to wait for it
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one ends a worker that hangs
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {value}, expected 0 or more")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -6,7 +6,7 @@ DistruntimeError
 │   ├── SessionClosed           a proxy or a call needs a session that has ended (or belongs to another process)
 │   ├── NotSupportedError       a remote tensor cannot do this; the text names what can
 │   └── ConfigurationError      a setting, key or address is unusable
-├── RemoteError                 an operation failed on a worker (its first cause is chained, in its original class where that is known)
+├── RemoteError                 an operation failed on a worker (raised as a class that is also the original: IndexError, OutOfMemoryError)
 ├── NodeFailed                  a worker died or cannot be reached
 ├── ConnectionFailed            no session came about: nothing answers, wrong key, wrong version, not in time
 ├── ProtocolError               the other side sent what the protocol does not allow
@@ -40,8 +40,8 @@ class ConfigurationError(UsageError, ValueError):
     """A setting, key or address is unusable."""
 
 
-class RemoteError(DistruntimeError, RuntimeError):
-    """An operation failed on a worker; the original exception, rebuilt, is its cause."""
+class RemoteError(DistruntimeError):
+    """An operation failed on a worker. What is raised is also of the original exception's class; its cause is the worker's traceback."""
 
 
 class NodeFailed(DistruntimeError, RuntimeError):

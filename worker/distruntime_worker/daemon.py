@@ -196,9 +196,9 @@ class Daemon:
 
     def _about(self, what: str) -> Any:
         assert self._master is not None
-        executor, thread = self._master.executor, self._master.thread.ident
+        executor = self._master.executor
         if what == "status":
-            return executor.status(thread)
+            return executor.status()
         if what == "info":
             return self._devices.info()
         if what == "memory":

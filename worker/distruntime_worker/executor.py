@@ -48,12 +48,13 @@ class Executor:
         self._waiting: list[Fetch] = []
         self._gate = threading.Lock()  # guards who takes a fetch out of _waiting
         self._started = 0.0
+        self._thread: int | None = None  # the executing thread
 
     # -- segments (the executing thread) -----------------------------------------------------------------------------------------
 
     def run(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
         """Run one segment and send its `Done`; raise `ProtocolError` where its words make no sense."""
-        self._segment, self._payloads, self._started = segment, payloads, time.monotonic()
+        self._segment, self._payloads, self._started, self._thread = segment, payloads, time.monotonic(), threading.get_ident()
         for fields in segment.templates:
             self._add(*fields)
         words, slots, templates, waiting, start = segment.words, self.slots, self._templates, self._waiting, segment.start
@@ -185,7 +186,7 @@ class Executor:
         if self.executed < fetch.after:
             with self._gate:
                 self._waiting.append(fetch)
-            if self.executed < fetch.after:
+            if self.executed < fetch.after and self.status()[0] < fetch.after:
                 return
             with self._gate:  # the log got there meanwhile: one of the two threads takes the fetch out
                 if fetch not in self._waiting:
@@ -202,6 +203,9 @@ class Executor:
             self._answer(fetch)
 
     def _answer(self, fetch: Fetch) -> None:
+        if fetch.form == "done":
+            self._send(Reply(fetch.request, None), None)
+            return
         value = self.slots.get(fetch.ref)
         if isinstance(value, Poisoned):
             self._send(Failed(fetch.request, failure_fields(value.failure)), None)
@@ -217,21 +221,24 @@ class Executor:
             return
         self._send(Reply(fetch.request, reply), payload)
 
-    def status(self, thread: int | None) -> list[Any]:
+    def status(self) -> list[Any]:
         """Return [position, operator that is running or None, seconds since its segment started], read off the executing thread's frame.
 
         Looking from outside costs the hot path nothing; keeping a note per instruction would cost it 30 ns.
         """
-        frame = sys._current_frames().get(thread) if thread is not None else None
+        frame = sys._current_frames().get(self._thread) if self._thread is not None else None
         while frame is not None and frame.f_code is not Executor.run.__code__:
             frame = frame.f_back
         if frame is None:
             return [self.executed, None, 0.0]
         names = frame.f_locals
-        i, words = names.get("i"), names.get("words")
-        if i is None or words is None or i >= len(words):
+        i, words, start = names.get("i"), names.get("words"), names.get("start")
+        if i is None or words is None or start is None:
             return [self.executed, None, 0.0]
+        position = start + i
+        if i >= len(words):
+            return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
         info = self._info[words[i]] if 0 <= words[i] < len(self._info) else None
-        return [self._segment.start + i, info.name if info else "upload", time.monotonic() - self._started]
+        return [position, info.name if info else "upload", time.monotonic() - self._started]

@@ -13,13 +13,13 @@ import torch
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
 
-def manual_seed(device: torch.device, seed: int) -> None:
+def manual_seed(device: torch.device, seed: str) -> None:
     """Seed the generator of one device."""
     if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(int(seed))
     else:
         with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+            torch.cuda.manual_seed(int(seed))
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,35 @@
+"""Remote PyTorch tensors: one process drives many workers that own the real ones. See README.md.
+
+Importing changes nothing; `init_master_worker` opens a session.
+"""
+
+from __future__ import annotations
+
+from .connect import init_master_worker, is_initialized, shutdown
+from .errors import (
+    ConfigurationError, ConnectionFailed, DistruntimeError, InternalError, NodeFailed, NotSupportedError, PlacementError, ProtocolError,
+    RemoteError, SessionClosed, UsageError,
+)
+from .factories import (
+    BFloat16Tensor, BoolTensor, ByteTensor, CharTensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor, ShortTensor, arange,
+    empty, eye, full, linspace, logspace, ones, rand, randint, randn, randperm, tensor, zeros,
+)
+from .fetch import Fetched, fetch, fetch_async, synchronize
+from .handle import Place
+from .placing import device, node, on, place, set_place
+from .random import manual_seed
+from .session import Session
+from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+from .table import NodeInfo, nodes
+from .tensor import DistributedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "ConfigurationError", "ConnectionFailed", "DistributedTensor",
+    "DistruntimeError", "DoubleTensor", "Fetched", "FloatTensor", "HalfTensor", "IntTensor", "InternalError", "LongTensor", "NodeFailed",
+    "NodeInfo", "NotSupportedError", "Place", "PlacementError", "ProtocolError", "RemoteError", "Session", "SessionClosed", "ShortTensor",
+    "Stall", "UsageError", "arange", "device", "empty", "eye", "fetch", "fetch_async", "full", "get_sync_debug_mode", "init_master_worker",
+    "is_initialized", "linspace", "logspace", "manual_seed", "node", "nodes", "on", "ones", "place", "rand", "randint", "randn", "randperm",
+    "set_place", "set_sync_debug_mode", "shutdown", "stalls", "synchronize", "tensor", "zeros",
+]

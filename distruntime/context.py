@@ -1,0 +1,78 @@
+"""Where new tensors go: the current node and device, per thread and per asyncio task."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .errors import PlacementError
+from .handle import Place
+
+current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
+current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
+
+DeviceLike = str | int | torch.device
+
+
+def device_name(device: DeviceLike) -> str:
+    """Return "cpu" or "cuda:k" for a device as users spell it: -1 is the CPU, k is `cuda:k`, "cuda" the current GPU."""
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise PlacementError(f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}')
+    if isinstance(device, int):
+        return "cpu" if device == -1 else f"cuda:{device}"
+    text = str(device)
+    kind, _, index = text.partition(":")
+    if kind == "cpu" and index in ("", "0"):
+        return "cpu"
+    if kind == "cuda" and (not index or index.isdigit()):
+        return f"cuda:{int(index)}" if index else current_gpu()
+    raise PlacementError(f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {text!r}')
+
+
+def current_gpu() -> str:
+    """Return the GPU that "cuda" means: the context's, or the first."""
+    device = current_device.get()
+    return device if device is not None and device.startswith("cuda") else "cuda:0"
+
+
+class _Set:
+    """Sets context variables for the length of a `with` block. May be entered again, also by several threads."""
+
+    def __init__(self, node: int | None, device: str | None, default: bool) -> None:
+        self._node, self._device, self._default = node, device, default
+        self._entered: list[tuple[Token[int | None] | None, Token[str | None] | None, Any]] = []
+
+    def __enter__(self) -> None:
+        mode = torch.device("remote") if self._default else None
+        node = current_node.set(self._node) if self._node is not None else None
+        device = current_device.set(self._device) if self._device is not None else None
+        if mode is not None:
+            mode.__enter__()
+        self._entered.append((node, device, mode))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        node, device, mode = self._entered.pop()
+        if mode is not None:
+            mode.__exit__(kind, error, trace)
+        if device is not None:
+            current_device.reset(device)
+        if node is not None:
+            current_node.reset(node)
+
+
+def node_context(node: int, device: str | None, default: bool = False) -> _Set:
+    """Return the context that makes `node` (and `device`, and with `default` torch's default device) current."""
+    return _Set(node, device, default)
+
+
+def device_context(device: str) -> _Set:
+    """Return the context that makes `device` the current device of whichever node is current."""
+    return _Set(None, device, False)
+
+
+def describe(place: Place, host: str) -> str:
+    """Return "node 1 cuda:0 (gpubox)"."""
+    return f"{place} ({host})"

@@ -1,0 +1,92 @@
+"""`torch.remote`: the device module that torch asks about the device type "remote".
+
+It answers that no accelerator is available: then code for local tensors (pinned loaders, optimizers of torch 2.15) does not take the
+workers for an accelerator of this machine. Factories, checkpointing and seeds work all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from .context import node_context
+from .errors import NotSupportedError
+from .handle import Residence
+from .random import get_rng_state, manual_seed, set_rng_state
+from .session import active, active_session
+from .tensor import DeviceIndex, DistributedTensor
+
+Where = int | str | torch.device | None
+
+
+def _residence(device: Where) -> Residence:
+    session = active_session()
+    if isinstance(device, DeviceIndex):
+        return session.residence(device.place)
+    if isinstance(device, (str, torch.device)):
+        return session.numbered(torch.device(device).index)
+    return session.numbered(device)
+
+
+class RemoteModule:
+    """The functions of `torch.remote`, named as those of `torch.cuda`."""
+
+    __name__ = "torch.remote"
+    _initialized = True  # checkpointing saves random state only of modules that say so
+
+    def is_available(self) -> bool:
+        """False: there is no accelerator *here*."""
+        return False
+
+    def is_initialized(self) -> bool:
+        """Whether there is a session."""
+        return bool(active)
+
+    def _is_in_bad_fork(self) -> bool:
+        return bool(active) and active[0].foreign
+
+    def device_count(self) -> int:
+        """1 with a session (the current place), else 0. `distruntime.nodes()` lists the places."""
+        return 1 if active and active[0].closed is None else 0
+
+    def current_device(self) -> int:
+        """Return the number of the current place."""
+        return active_session().current().number
+
+    def device(self, device: Where) -> Any:
+        """Return the context that makes a place current."""
+        place = _residence(device).place
+        return node_context(place.node, place.device)
+
+    def set_device(self, device: Where) -> None:
+        """Make a place the one that new tensors go to."""
+        place = _residence(device).place
+        active_session().default = (place.node, place.device)
+
+    def synchronize(self, device: Where = None) -> None:
+        """Block until a node has done everything issued so far."""
+        active_session().synchronize(_residence(device).node)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the workers."""
+        manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the workers; `torch.manual_seed` calls this."""
+        if active and active[0].closed is None and not active[0].foreign:
+            manual_seed(seed)
+
+    def get_rng_state(self, device: Where = None) -> DistributedTensor:
+        """Return a snapshot of a place's random state. Return at once."""
+        return get_rng_state(_residence(device))
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Where = None) -> None:
+        """Set a place's random state. Return at once."""
+        set_rng_state(new_state, _residence(device))
+
+    def get_amp_supported_dtype(self) -> NoReturn:
+        """Refuse autocast, which would have no effect on remote operations: better said than silent."""
+        raise NotSupportedError(
+            'torch.autocast("remote") does not reach remote operations yet; convert instead: model.to(torch.bfloat16), x.to(torch.bfloat16)'
+        )

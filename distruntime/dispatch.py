@@ -1,0 +1,122 @@
+"""The hot path: from an operator on proxies to one instruction in the command log.
+
+`dispatch` is what torch calls for every operator below autograd. A call whose signature has been seen costs one pass over its
+arguments, one dictionary hit, one wrapper and one append; everything else goes to `first.first_time`. Measured on 2 shared cores
+(torch 2.13): see docs/benchmarks.md, "floor". `tests/test_plain_twin.py` holds it against a plain version of itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from .first import HUGE, Entry, emit, first_time
+from .handle import Handle, Residence, Storage, next_ref
+from .line import USERS, user_line
+from .node import BATCH, WINDOW
+from .special import SPECIAL
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_strided = torch.strided
+_getframe = sys._getframe
+
+
+def _scan(cls: type, value: Any, key: list[Any], words: list[Any], place: Residence | None) -> Residence | None:
+    """Add one argument that is a list, or stands in the keyword arguments, to the signature; return the place, or None if they differ."""
+    kind = type(value)
+    if kind is cls:
+        handle = value._handle
+        key.append(handle.spec)
+        words.append(handle.ref)
+        if place is None:
+            return handle.place
+        return place if handle.place is place else MIXED
+    if kind is float:
+        key.append(float)
+        words.append(value)
+    elif kind is list or kind is tuple:
+        if value and type(value[0]) is int:
+            key.append(tuple(value))
+        else:
+            key.append(len(value))
+            for item in value:
+                place = _scan(cls, item, key, words, place)
+            return place
+    else:
+        key.append(kind)
+        key.append(value)
+    return place
+
+
+class _Mixed:
+    """Stands for the place of operands that do not share one; its empty cache sends the call to the slow path."""
+
+    def __init__(self) -> None:
+        self.cache: dict[Any, Any] = {}
+
+
+MIXED: Any = _Mixed()
+
+
+def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Turn one operator call into one instruction; return its proxies at once."""
+    key: list[Any] = [id(func)]  # an OpOverload's own hash is a Python function; the entry keeps `func` alive, so the id stays its own
+    words: list[Any] = [0]
+    place: Any = None
+    for a in args:
+        kind = type(a)
+        if kind is cls:
+            handle = a._handle
+            key.append(handle.spec)
+            words.append(handle.ref)
+            if handle.place is not place:
+                place = handle.place if place is None else MIXED
+        elif kind is float:  # travels as an operand: a learning rate that changes must not make a new template
+            key.append(float)
+            words.append(a)
+        elif kind is list:
+            if a and type(a[0]) is int:
+                key.append(tuple(a))
+            else:
+                place = _scan(cls, a, key, words, place)
+        else:
+            key.append(kind)  # 1 == True in Python
+            key.append(a)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            place = _scan(cls, a, key, words, place)
+    signature = tuple(key)
+    try:
+        entry: Entry | None = place.cache.get(signature)
+    except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
+        entry = None
+    if entry is None:
+        return first_time(cls, func, args, kwargs or {}, signature, SPECIAL)
+    template, spec, alias, _, _ = entry
+    if spec is None:
+        return emit(cls, entry, words, args, kwargs, place, user_line())
+    ref = next_ref()
+    words[0] = template
+    words.append(ref)
+    handle = Handle(ref, spec, place, Storage() if alias is None else args[alias]._handle.storage)
+    out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, _strided, place.lazy, storage_size=HUGE)
+    out._handle = handle
+    frame = _getframe(1)
+    code = frame.f_code
+    line = (0, code, frame.f_lasti) if code in USERS else user_line()
+    node = place.node
+    with node.lock:
+        freed, log = node.freed, node.log
+        while freed:
+            log.append(-freed.pop())
+        log += words
+        handle.made = end = node.base + len(log)
+        node.lines.append((end, line[1], line[2]))
+        if not node.flights or len(log) > BATCH:
+            node.flush()
+    if len(node.flights) >= WINDOW:
+        node.throttle(node)
+    return out

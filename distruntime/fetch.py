@@ -1,0 +1,107 @@
+"""Reading values: `fetch` waits for a whole tree, `fetch_async` gives a future for it, `synchronize` waits for the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .failure import remote_error
+from .requests import Request
+from .session import active_session
+from .stall import note_wait
+from .tensor import DistributedTensor
+from .transfer import request, tensor_from
+
+
+class Fetched(concurrent.futures.Future[Any]):
+    """A future of local values. `result()` blocks, `await` does not block the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: list[Request] = []
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
+        # The waiting thread reads the socket itself: handing over from another would cost half a round trip more.
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for reply in self._pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not reply.done and not reply.node.session.result(reply, left):
+                break
+        return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+
+def fetch_async(tree: Any) -> Fetched:
+    """Start reading every remote tensor in `tree`; return a future of the tree with local ones. Return at once.
+
+    The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and their like are opened.
+    """
+    leaves, shape = tree_flatten(tree)
+    future = Fetched()
+    replies: dict[int, Request] = {}  # by identity, so that tied tensors stay tied
+    for leaf in leaves:
+        if isinstance(leaf, DistributedTensor) and id(leaf) not in replies:
+            replies[id(leaf)] = request(leaf._handle, "tensor")
+    specs = {id(leaf): leaf._handle.spec for leaf in leaves if isinstance(leaf, DistributedTensor)}
+    params = {id(leaf): leaf.requires_grad for leaf in leaves if isinstance(leaf, DistributedTensor) and getattr(leaf, "_is_param", False)}
+    keys = [id(leaf) if isinstance(leaf, DistributedTensor) else None for leaf in leaves]
+    rest = [None if key is not None else leaf for key, leaf in zip(keys, leaves)]
+    future._pending = list(replies.values())
+    left = [len(replies)]
+
+    def finish() -> None:
+        bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
+        if bad is not None:
+            future.set_exception(remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
+            return
+        local: dict[int, Any] = {}
+        for key, reply in replies.items():
+            tensor = tensor_from(reply, specs[key])
+            local[key] = torch.nn.Parameter(tensor, requires_grad=params[key]) if key in params else tensor
+        future.set_result(tree_unflatten([leaf if key is None else local[key] for key, leaf in zip(keys, rest)], shape))
+
+    def arrived(_: Request) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            finish()
+
+    if not replies:
+        finish()
+    for reply in list(replies.values()):
+        reply.then = arrived
+        if reply.done:  # it came before `then` was there
+            reply.then = None
+            arrived(reply)
+    return future
+
+
+def fetch(tree: Any) -> Any:
+    """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
+
+    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one.
+    """
+    started = time.perf_counter()
+    values = fetch_async(tree).result()
+    note_wait("explicit fetch", started)
+    return values
+
+
+def synchronize(node: int | None = None) -> None:
+    """Block until a node, or every node, has run everything issued so far; raise the first failure that nobody has read."""
+    session = active_session()
+    if node is not None:
+        session.devices(node)
+    for candidate in session.nodes:
+        if node is None and candidate.failed is not None:
+            continue
+        if node is None or candidate.index == node:
+            session.synchronize(candidate)

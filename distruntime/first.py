@@ -1,0 +1,382 @@
+"""The slow path: a call whose signature is new, or that never has one.
+
+It finds out what the call returns, gives it a template, remembers both under its signature, and issues it. Operators that do not
+travel as they are stand in `special.SPECIAL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .errors import InternalError, NotSupportedError, PlacementError
+from .handle import Handle, Residence, Storage, next_ref
+from .line import user_line
+from .node import Line
+from .propagate import LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
+from .session import active_session
+from .spec import Spec, spec_from_wire
+from .stall import before_wait
+from .transfer import upload
+from .wire.codec import OPERAND, pack_constant
+from .wire.messages import CHECK, LEARN
+
+HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
+
+# template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
+# None; the whole outcome; the operator, kept alive because the signature holds its id
+Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+# Operators that take index tensors from anywhere, as CUDA's do.
+_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"}
+
+
+def wrap(cls: type, handle: Handle) -> Any:
+    """Return a new proxy that owns `handle`."""
+    spec, place = handle.spec, handle.place
+    out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy, storage_size=HUGE)
+    if spec.bits:
+        torch._C._set_conj(out, bool(spec.bits & 1))
+        torch._C._set_neg(out, bool(spec.bits & 2))
+    out._handle = handle
+    return out
+
+
+def reshape_wrapper(proxy: Any, spec: Spec) -> None:
+    """Give a proxy other metadata, below Python dispatch."""
+    proxy._handle.spec = spec
+    torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
+
+
+def pattern(value: Any, cls: type, place: Residence, words: list[Any]) -> Any:
+    """Return an argument's part of a template, appending its operand words."""
+    if type(value) is cls:
+        words.append(value._handle.ref)
+        return OPERAND
+    if type(value) is float:
+        words.append(value)
+        return ["number"]
+    if isinstance(value, (list, tuple)):
+        return ["list", *(pattern(item, cls, place, words) for item in value)]
+    if isinstance(value, torch.device):
+        if value.type in ("lazy", "remote"):
+            return ["device", active_session().numbered(value.index).place.device]
+        return ["device", str(value)]
+    if isinstance(value, torch.Generator):
+        raise NotSupportedError(
+            "a torch.Generator lives in this process and cannot drive draws on a worker: leave the argument out and seed with "
+            "torch.manual_seed(...) or dr.manual_seed(...), which reach the workers"
+        )
+    try:
+        return pack_constant(value)
+    except TypeError as error:
+        raise NotSupportedError(f"{error}; remote operators take tensors, numbers, strings, dtypes, devices and lists of them") from None
+
+
+def _results_pattern(results: list[Result], single: bool) -> Any:
+    shape = [_results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results]
+    return shape[0] if single else shape
+
+
+def template(
+    func: Any, cls: type, args: Sequence[Any], kwargs: dict[str, Any], results: Any, place: Residence, name: str | None = None
+) -> tuple[int, list[Any]]:
+    """Return the number of the template for this call on the worker of `place`, and the operand words of the call."""
+    words: list[Any] = []
+    packed_args = [pattern(a, cls, place, words) for a in args]
+    packed_kwargs = {k: pattern(a, cls, place, words) for k, a in kwargs.items()}
+    if name is None:
+        schema = func._schema
+        name = f"{schema.name}.{schema.overload_name or 'default'}"
+    fields = [name, packed_args, packed_kwargs, results]
+    with place.node.lock:
+        return place.node.template(msgpack.packb(fields), fields), words
+
+
+def _flat(results: list[Result]) -> list[Result]:
+    return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
+
+
+def entry_for(func: Any, cls: type, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
+    """Return what the signature cache keeps for a call."""
+    spec, alias = None, None
+    only = outcome.results[0] if outcome.single else None
+    if isinstance(only, New) and not only.spec.bits and not outcome.written and not outcome.reshaped:
+        spec = only.spec
+        if only.alias is not None:
+            operands = [k for k, a in enumerate(args) if type(a) is cls]
+            before = args[: operands[only.alias]] if only.alias < len(operands) else ()
+            if only.alias >= len(operands) or any(isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before):
+                spec = None  # the operand stands inside a list: the general way finds it
+            else:
+                alias = operands[only.alias]
+    return number, spec, alias, outcome, func
+
+
+def emit(cls: type, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+    """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
+    number, _, _, outcome, _ = entry
+    operands: list[Any] = [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
+    words[0] = number
+    fresh: list[Handle] = []
+
+    def build(result: Result) -> Any:
+        if isinstance(result, New):
+            storage = Storage() if result.alias is None else operands[result.alias]._handle.storage
+            handle = Handle(next_ref(), result.spec, place, storage)
+            words.append(handle.ref)
+            fresh.append(handle)
+            return wrap(cls, handle)
+        if isinstance(result, Same):
+            return operands[result.operand]
+        if isinstance(result, list):
+            return [build(item) for item in result]
+        return None
+
+    built = [build(result) for result in outcome.results]
+    issue(words, fresh, [operands[k] for k in outcome.written], place, line)
+    if outcome.rebased is not None:
+        target, source = outcome.rebased
+        operands[target]._handle.storage = operands[source]._handle.storage
+    for k, spec in outcome.reshaped:
+        reshape_wrapper(operands[k], spec)
+    if outcome.single:
+        return built[0]
+    return tuple(built) if built else None
+
+
+def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: Residence, line: Line) -> None:
+    """Append one instruction and note which values it makes and which storages it changes."""
+    node = place.node
+    with node.lock:
+        end = node.append(words, line)
+        for handle in fresh:
+            handle.made = end
+        for proxy in written:
+            proxy._handle.storage.written = end
+    if node.busy:
+        node.throttle(node)
+
+
+def first_time(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], signature: tuple[Any, ...], specials: Any) -> Any:
+    """Issue a call that the signature cache does not know."""
+    special = specials.get(func._schema.name)
+    if special is not None:
+        done = special(cls, func, args, kwargs)
+        if done is not NotImplemented:
+            return done
+    place = common_place(cls, func, args, kwargs)
+    target = kwargs.get("device")
+    if target is not None:
+        moved = _elsewhere(cls, func, args, kwargs, place, target)
+        if moved is not NotImplemented:
+            return moved
+    local = [t for t in tensors_of(args, kwargs) if type(t) is not cls]
+    if local:
+        args, kwargs = send_along(cls, func, args, kwargs, place)
+        return func(*args, **kwargs)
+    remember = target is None or target.index == place.number
+    return call(cls, func, args, kwargs, place, signature if remember else None)
+
+
+def call(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None) -> Any:
+    """Propagate, remember and issue a call whose operands are all on `place`."""
+    line = user_line()
+    try:
+        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+    except NeedsWorker:
+        return learn(cls, func, args, kwargs, place, signature, line)
+    node = place.node
+    with node.lock:
+        number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), place)
+        words.insert(0, number)
+        entry = entry_for(func, cls, args, number, outcome)
+        fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
+        if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
+            place.cache[signature] = entry
+            if fresh and all(r.alias is None for r in fresh):
+                words[:0] = [CHECK, node.check(_corrector(place, signature, cls, func, args)), [r.spec.wire() for r in fresh]]
+                return _emit_checked(cls, entry, words, args, kwargs, place, line)
+        return emit(cls, entry, words, args, kwargs, place, line)
+
+
+def _emit_checked(cls: type, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+    """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
+    return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)  # CHECK is 0, the word that emit writes first
+
+
+def _corrector(place: Residence, signature: tuple[Any, ...], cls: type, func: Any, args: Sequence[Any]) -> Callable[[int, list[Any]], None]:
+    """Return what puts the real metadata of a result into the cache. It holds no proxy: only which arguments were."""
+    shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
+
+    def correct(result: int, fields: list[Any]) -> None:
+        entry = place.cache.get(signature)
+        if entry is None:
+            return
+        number, _, _, outcome, _ = entry
+        position = iter(range(1 << 30))
+
+        def mend(r: Result) -> Result:
+            if isinstance(r, New):
+                return New(spec_from_wire(fields), r.alias) if next(position) == result else r
+            return [mend(item) for item in r] if isinstance(r, list) else r
+
+        mended = Outcome([mend(r) for r in outcome.results], outcome.single, outcome.written, outcome.reshaped, outcome.rebased)
+        place.cache[signature] = entry_for(func, _Placeholder, shape, number, mended)
+
+    return correct
+
+
+class _Placeholder:
+    """Stands for a proxy in a remembered argument list."""
+
+
+def learn(
+    cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
+) -> Any:
+    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
+    before_wait(f"{func} (its results depend on data)")
+    node, session = place.node, place.node.session
+    schema = func._schema
+    _, written, shared = aliases(func, args, kwargs)
+    operands = tensors_of(args, kwargs)
+    if any(str(r.type) == "List[Tensor]" for r in schema.returns):
+        raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
+    count = len(schema.returns)
+    with node.lock:
+        number, words = template(func, cls, args, kwargs, 1 if count == 1 else [1] * count, place)
+        request = session.requests.new(node)
+        refs = [next_ref() for _ in range(count)]
+        handles = [Handle(ref, _PENDING, place, Storage()) for ref in refs]
+        issue([LEARN, request.number, number, *words, *refs], handles, [operands[k] for k in written], place, line)
+        node.flush()
+    described = session.value(request)
+    if not isinstance(described, list) or len(described) != count:
+        raise InternalError(f"a worker described {func} by {described!r}")
+    out: list[Any] = []
+    results: list[Result] = []
+    for handle, fields, argument, alias in zip(handles, described, schema.returns, shared):
+        if not isinstance(fields, list) or not fields or isinstance(fields[0], str):
+            out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
+            results.append(None)
+            continue
+        handle.spec = spec_from_wire(fields)
+        if argument.alias_info is not None and argument.alias_info.is_write and alias is not None:
+            target = operands[alias]
+            if target._handle.spec is not handle.spec:
+                reshape_wrapper(target, handle.spec)
+            out.append(target)
+            results.append(Same(alias))
+            continue
+        if alias is not None:
+            handle.storage = operands[alias]._handle.storage
+        out.append(wrap(cls, handle))
+        results.append(New(handle.spec, alias))
+    if signature is not None and schema.name in LIARS and not written:  # deterministic: only the meta kernel was wrong
+        outcome = Outcome(results, count == 1, (), ())
+        with node.lock:
+            number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), place)
+            place.cache[signature] = entry_for(func, cls, args, number, outcome)
+    return out[0] if count == 1 else tuple(out)
+
+
+_PENDING = Spec()
+_PENDING.size, _PENDING.stride, _PENDING.offset, _PENDING.dtype, _PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
+
+
+def create(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Issue a factory: a call without tensors whose device is remote."""
+    place = active_session().numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
+    place.node.session.require_open()
+    place.node.require_alive()
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    kwargs["device"] = place.lazy
+    signature = (id(func), *(tuple(a) if isinstance(a, list) else a for a in args), *((k, type(v), v) for k, v in kwargs.items()))
+    entry = place.cache.get(signature)
+    if entry is None:
+        return call(cls, func, args, kwargs, place, signature)
+    words: list[Any] = [0, *(a for a in args if type(a) is float), *(v for v in kwargs.values() if type(v) is float)]
+    return emit(cls, entry, words, args, kwargs, place, user_line())
+
+
+def common_place(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
+    """Return the place that all remote operands share; raise `PlacementError` if they do not, or the session's own error."""
+    remote = [(name, t) for name, t in named_tensors(func, args, kwargs) if type(t) is cls]
+    first_name, first = remote[0]
+    place: Residence = first._handle.place
+    place.node.session.require_open()
+    for name, t in remote[1:]:
+        other: Residence = t._handle.place
+        other.node.session.require_open()
+        if other is not place:
+            raise PlacementError(_different(func, first_name, place, name, other, t._handle.spec))
+    place.node.require_alive()
+    return place
+
+
+def _different(func: Any, one: str, here: Residence, two: str, there: Residence, moved: Spec) -> str:
+    apart = here.node is not there.node
+    hosts = f" ({here.node.host})", f" ({there.node.host})"
+    return (
+        f"{func}: operands live on different {'nodes' if apart else 'devices'}: `{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
+        f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
+    )
+
+
+def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the tensors of a call with the names that the operator's schema gives them, list members as `tensors[2]`."""
+    found: list[tuple[str, Any]] = []
+    names = [a.name for a in func._schema.arguments]
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append((name, value))
+        elif isinstance(value, (list, tuple)):
+            for k, item in enumerate(value):
+                look(f"{name}[{k}]", item)
+
+    for k, value in enumerate(args):
+        look(names[k] if k < len(names) else f"argument {k}", value)
+    for name, value in kwargs.items():
+        look(name, value)
+    return found
+
+
+def send_along(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> tuple[Any, Any]:
+    """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional ones and indices."""
+    written = set(aliases(func, args, kwargs)[1])
+    for k, (name, t) in enumerate(named_tensors(func, args, kwargs)):
+        if type(t) is cls:
+            continue
+        indexed = func._schema.name in _INDEXED and name.startswith("indices")
+        if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
+            what = "is written by this call" if k in written else "is local"
+            raise PlacementError(
+                f"{func}: `{name}` is a local tensor {tuple(t.shape)} on {t.device} and {what}, other operands live on {place.place} ({place.node.host})\n"
+                f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
+            )
+    sent: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda t: t if type(t) is cls else wrap(cls, upload(t, place)), (list(args), dict(kwargs)))
+    return sent
+
+
+def _elsewhere(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
+    """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
+    if target.type in ("remote", "lazy"):
+        there = active_session().numbered(target.index)
+        if there is place:
+            if target == place.lazy:
+                return NotImplemented
+            return func(*args, **{**kwargs, "device": place.lazy})
+        twin = lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=there.lazy)  # noqa: E731
+        kwargs = {**kwargs, "device": there.lazy}
+    else:
+        twin = lambda t: t._handle.spec.meta()  # noqa: E731
+    margs, mkwargs = tree_map_only(cls, twin, (list(args), dict(kwargs)))
+    return func(*margs, **mkwargs)

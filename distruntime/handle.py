@@ -1,0 +1,82 @@
+"""What a proxy owns: the ref of a value, the place where it lives, and its storage as the log knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from .node import Node
+from .spec import Spec
+
+next_ref = count(1).__next__  # atomic; the master alone hands out refs, so creating a value needs no reply
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lives: the number of a node and the name of one of its devices ("cpu", "cuda:0")."""
+
+    node: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} {self.device}"
+
+
+class Residence:
+    """A place that is in use: its number as a torch device, and the signatures that have run there.
+
+    Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's signature to its
+    template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path.
+    """
+
+    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "lazy", "node", "number", "place")
+
+    def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
+        self.place, self.node, self.number = place, node, number
+        self.lazy = torch.device("lazy", number)  # what the wrapper's C++ side claims: see docs/design.md
+        self.device = torch.device("remote", number)
+        self.free = node.freed.append
+        self.cache: dict[tuple[Any, ...], Any] = {}
+        self._released = released
+
+    def __del__(self) -> None:
+        self._released(self.number)
+
+    def __repr__(self) -> str:
+        return f"Residence({self.place}, remote:{self.number})"
+
+
+class Storage:
+    """The memory that a tensor and its views share: the position in its node's log of the last instruction that changes it."""
+
+    __slots__ = ("written",)
+
+    def __init__(self) -> None:
+        self.written = 0
+
+
+class Handle:
+    """Owns a ref: when the last holder lets go, the value is freed in the log's order.
+
+    A proxy's own `__del__` would not do: autograd may resurrect the tensor. And the collector may run this inside any lock, so it
+    only appends.
+    """
+
+    __slots__ = ("made", "place", "ref", "spec", "storage")
+
+    made: int  # position in the node's log after the instruction that creates the value
+
+    def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
+        self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
+
+    @property
+    def ready_at(self) -> int:
+        """The position in the node's log from which the value is what a read issued now must see."""
+        return max(self.made, self.storage.written)
+
+    def __del__(self) -> None:
+        self.place.free(self.ref)

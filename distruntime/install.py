@@ -1,0 +1,143 @@
+"""What a session changes in torch, once per process and never at import: the device type "remote" and what crosses to it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.optim import optimizer as _optimizer
+
+from .context import device_name
+from .device_module import RemoteModule
+from .dispatch import dispatch
+from .first import create, wrap
+from .handle import Place
+from .session import active, active_session
+from .tensor import DistributedTensor
+from .transfer import upload
+
+_aten = torch.ops.aten
+_library: list[torch.library.Library] = []
+_kept: list[Any] = []
+
+
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined, misc]
+    """Only answers "which index has a bare 'remote'": C++ asks in `.to("remote")`.
+
+    Tensors never claim this device type (proxies claim lazy), so autograd never enters the guard, whose calls into Python from
+    backward would end the process if anything raised there (tried: see docs/design.md).
+    """
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def install() -> None:
+    """Make "remote" a device of torch. Does its work once; nothing changes for local tensors."""
+    if _library:
+        return
+    key = torch._C._get_privateuse1_backend_name()
+    if key == "privateuseone":
+        torch.utils.rename_privateuse1_backend("remote")
+        torch._register_device_module("remote", RemoteModule())
+        _kept.append(_Guard())
+        torch._C._acc.register_python_privateuseone_device_guard(_kept[0])  # type: ignore[attr-defined]
+    _library.append(torch.library.Library("aten", "IMPL"))
+    for backend in ("Lazy", "PrivateUse1"):
+        for op in (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default):
+            _implement(op, _factory(op), backend)
+        _implement(_aten._copy_from.default, _copy_from, backend)
+        _implement(_aten._local_scalar_dense.default, _read, backend)
+    _optimizer._foreach_supported_types.append(DistributedTensor)
+    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign, assignment]
+    torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
+    torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _implement(op: Any, function: Any, backend: str) -> None:
+    name = op._schema.name.removeprefix("aten::") + ("" if op._overloadname == "default" else "." + op._overloadname)
+    _library[0].impl(name, function, backend)
+
+
+def _factory(op: Any) -> Any:
+    # Its special key is lost below dispatch: a ZeroTensor travels as zeros.
+    target = _aten.zeros.default if op is _aten._efficientzerotensor.default else op
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if target is _aten.zeros.default:
+            return target(*args, **kwargs)
+        return create(DistributedTensor, target, args, kwargs)
+
+    return make
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
+
+
+def _read(proxy: torch.Tensor) -> Any:
+    return dispatch(DistributedTensor, _aten._local_scalar_dense.default, (), (proxy,), {})
+
+
+def dist_send(self: torch.Tensor) -> DistributedTensor:
+    """Send a copy of a local tensor to the current node's CPU, or to the current device. Return when its memory may be written again."""
+    place = active_session().current(like_torch=False)
+    return wrap(DistributedTensor, upload(self.detach(), place))  # type: ignore[no-any-return]
+
+
+# Module.to() must swap parameters in place when it crosses the border: then tied weights stay tied and optimizers keep theirs, in both
+# directions. The flag for that is process-wide and makes conversions of local modules fail where something holds a weak reference to a
+# parameter, so it is on only while a conversion crosses.
+_apply = torch.nn.Module._apply
+_to = torch.nn.Module.to
+
+
+def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    future = torch.__future__
+    if not active or future.get_swap_module_params_on_conversion() or not _crosses(self, fn):
+        return _apply(self, fn, recurse)
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        return _apply(self, fn, recurse)
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+
+
+def _crosses(module: torch.nn.Module, fn: Any) -> bool:
+    """Whether a conversion turns local parameters into remote ones or back, tried on an empty tensor of each kind."""
+    for remote in {isinstance(p, DistributedTensor) for p in module.parameters()}:
+        first = next(p for p in module.parameters() if isinstance(p, DistributedTensor) is remote)
+        sample = torch.empty(0, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            if isinstance(fn(sample), DistributedTensor) is not remote:
+                return True
+    return False
+
+
+def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> torch.nn.Module:
+    """As `Module.to`, which also takes a `Place` or `node=`."""
+    target = args[0] if args else kwargs.get("device")
+    if node is None and not isinstance(target, Place):
+        return _to(self, *args, **kwargs)
+    if isinstance(target, Place):
+        place = target
+    else:
+        assert node is not None
+        first = next((p for p in self.parameters() if isinstance(p, DistributedTensor)), None)
+        if target is not None:
+            place = Place(node, device_name(target))
+        else:
+            place = first._destination(None, node) if first is not None else Place(node, "cpu")  # type: ignore[assignment]
+    residence = active_session().residence(place)
+    rest = args[1:] if args else ()
+    return _to(self, residence.lazy, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
+
+
+def _forked() -> None:
+    """In a forked child the session is the parent's: proxies refuse, local work goes on."""
+    for session in active:
+        session.abandon()
+
+

@@ -1,0 +1,268 @@
+"""The master's side of one worker: its command log, what is in flight, and what has failed there. Knows no socket."""
+
+from __future__ import annotations
+
+import bisect
+import linecache
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Protocol
+
+from .errors import NodeFailed
+from .wire.codec import Buffer, encode
+from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
+
+BATCH = 4000  # words in a segment: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
+WINDOW = 64  # segments in flight: at 100,000 operations a second enough for a round trip of half a second
+PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
+_MOST_TEMPLATES = 1 << 15
+_MOST_FAILURES = 1000
+
+class Sent(Protocol):
+    """Says whether the bytes of a send that copied nothing have left the user's memory."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+Line = tuple[int, "CodeType | None", int]  # position after an instruction, and the code and offset in it that issued it
+
+
+def line_text(line: Line | None) -> str:
+    """Return "train.py:41   z = x + y" of an instruction's line."""
+    if line is None or line[1] is None:
+        return "an unknown line"
+    code, offset = line[1], line[2]
+    number = code.co_firstlineno
+    for start, end, found in code.co_lines():
+        if start <= offset < end and found is not None:
+            number = found
+    source = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_filename}:{number}" + (f"   {source}" if source else "")
+
+
+def _unthrottled(node: Node) -> None:
+    """Of a node that no session has taken yet."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A failure on a worker together with the master's line that issued the instruction."""
+
+    failure: Failure
+    line: str
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A segment that is sent and not acknowledged."""
+
+    seq: int
+    lines: list[Line]
+    nbytes: int
+    checks: int
+
+
+class Node:
+    """One worker as the master sees it.
+
+    Invariants, all under `lock`: `base + len(log)` is the position of the next word; a segment is in `flights` exactly from the
+    moment its words leave `log` until its `Done`; `unsent` is the one segment that may have left `log` but not the process
+    (Ctrl-C can strike between the two), and the worker drops a segment that comes twice.
+    """
+
+    def __init__(self, index: int, peer: bytes, address: str, send: Callable[[bytes, Sequence[Buffer]], Sent | None]) -> None:
+        self.index, self.peer, self.address = index, peer, address
+        self._send = send
+        self.lock = threading.RLock()
+        self.log: list[Any] = []
+        self.lines: list[Line] = []
+        self.freed: list[int] = []  # refs whose handles died; anyone may append at any time
+        self.base = 0
+        self.flights: deque[_Flight] = deque()
+        self.checks: dict[int, Callable[[int, list[Any]], None]] = {}
+        self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again
+        self.unread: dict[tuple[int, int], Cause] = {}
+        self.failed: str | None = None
+        self.welcome: Welcome | None = None
+        self.round_trip = 0.0
+        self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
+        self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
+        self.session: Any = None  # the Session that owns it, two layers up
+        self.bytes_sent = 0
+        self.sent: Sent | None = None  # of the last segment
+        self._seq = 0
+        self._checks = 0
+        self._payloads: list[Buffer] = []
+        self._payload_bytes = 0
+        self._templates: dict[Any, int] = {}
+        self._new_templates: list[Any] = []
+        self._unsent: list[Buffer] | None = None
+        self._flushing = False
+
+    @property
+    def host(self) -> str:
+        """The worker's host name."""
+        return self.welcome.host if self.welcome is not None else self.address
+
+    def __str__(self) -> str:
+        return f"node {self.index} ({self.host})"
+
+    # -- issuing -----------------------------------------------------------------------------------------------------------------
+
+    def template(self, key: Any, fields: Sequence[Any]) -> int:
+        """Return the number of the template of `key`, after making the worker learn it if it is new. Call under `lock`."""
+        number = self._templates.get(key)
+        if number is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self.forget()
+            number = self._templates[key] = FIRST_TEMPLATE + len(self._templates)
+            self._new_templates.append([number, *fields])
+        return number
+
+    def forget(self) -> None:
+        """Drop every template on both sides; their numbers start again."""
+        self.flush()
+        for drop in self.forgetters:  # the signatures that name the old numbers
+            drop()
+        self._templates.clear()
+        self.log.append(FORGET)
+        self.flush()
+
+    def check(self, correct: Callable[[int, list[Any]], None]) -> int:
+        """Return a number for CHECK; `correct(result, spec fields)` is called if the worker finds a prediction wrong."""
+        self._checks += 1
+        self.checks[self._checks] = correct
+        return self._checks
+
+    def append(self, words: list[Any], line: Line) -> int:
+        """Append one instruction to the log; send the log if the worker has nothing to do. Return the position after it, at once."""
+        with self.lock:
+            freed = self.freed
+            while freed:
+                self.log.append(-freed.pop())
+            self.log += words
+            end = self.base + len(self.log)
+            self.lines.append((end, line[1], line[2]))
+            if not self.flights or len(self.log) > BATCH:
+                self.flush()
+            return end
+
+    def append_payload(self, words: list[Any], data: Buffer, line: Line) -> int:
+        """Append an instruction whose last word is the number of a payload frame; send at once. Return the position after it."""
+        with self.lock:
+            self._payloads.append(data)
+            self._payload_bytes += len(data)
+            end = self.append([*words, len(self._payloads) - 1], line)
+            self.flush()
+            return end
+
+    def flush(self, upto: int | None = None) -> None:
+        """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks; a failed node swallows it."""
+        with self.lock:
+            if self._flushing:  # a finalizer ran inside the encoder and issued something: the flush under way or the next one takes it
+                return
+            self._flushing = True
+            try:
+                if self._unsent is not None:
+                    self._dispatch()
+                freed = self.freed
+                while freed:
+                    self.log.append(-freed.pop())
+                log = self.log
+                if not log:
+                    return
+                if self.failed is not None:
+                    self.log, self.lines, self._payloads, self._new_templates = [], [], [], []
+                    return
+                taken, lines = len(log), len(self.lines)
+                if upto is not None and not self._payloads:  # payload frames are numbered within their segment: it stays whole
+                    taken = min(taken, upto - self.base)
+                    lines = bisect.bisect_right([line[0] for line in self.lines], self.base + taken)
+                frames: list[Buffer] = [encode(Segment(self._seq + 1, self.base, self._new_templates, log[:taken])), *self._payloads]
+                flight = _Flight(self._seq + 1, self.lines[:lines], self._payload_bytes + len(frames[0]), self._checks)
+                # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
+                self._seq += 1
+                self.base += taken
+                self.log, self.lines = log[taken:], self.lines[lines:]
+                self._new_templates, self._payloads, self._payload_bytes = [], [], 0
+                self._unsent = frames
+                self.flights.append(flight)
+                self._dispatch()
+            finally:
+                self._flushing = False
+
+    def _dispatch(self) -> None:
+        frames = self._unsent
+        assert frames is not None
+        self.sent = self._send(self.peer, frames)
+        self._unsent = None
+        self.bytes_sent += sum(len(f) for f in frames)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the window is full, so that whoever issues must wait."""
+        return len(self.flights) >= WINDOW or self.payload_bytes > PAYLOAD_WINDOW
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that are sent and not acknowledged, or gathered."""
+        return sum(f.nbytes for f in tuple(self.flights)) + self._payload_bytes
+
+    # -- what comes back ---------------------------------------------------------------------------------------------------------
+
+    def done(self, message: Done) -> None:
+        """Take an acknowledgement: free the window, file the failures under their lines, correct predictions."""
+        with self.lock:
+            for number, result, fields in message.corrections:
+                correct = self.checks.get(number)
+                if correct is not None:
+                    correct(result, fields)
+            flight: _Flight | None = None
+            while self.flights and self.flights[0].seq <= message.seq:
+                flight = self.flights.popleft()
+            if flight is not None:
+                for number in [n for n in self.checks if n <= flight.checks]:
+                    del self.checks[number]
+                for fields in message.failures:
+                    self._file(Failure(*fields), flight.lines)
+            if self.log and not self.flights:
+                self.flush()
+
+    def _file(self, failure: Failure, lines: list[Line]) -> None:
+        k = bisect.bisect_right([line[0] for line in lines], failure.position)
+        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None))
+        if len(self.failures) >= _MOST_FAILURES:
+            self.failures.pop(next(iter(self.failures)))
+        self.failures[failure.seq, failure.position] = cause
+        if len(self.unread) < _MOST_FAILURES:
+            self.unread[failure.seq, failure.position] = cause
+
+    def cause(self, failure: Failure) -> Cause:
+        """Return the filed cause of a failure that a reply names, and count it as read."""
+        key = failure.seq, failure.position
+        self.unread.pop(key, None)
+        return self.failures.get(key) or Cause(failure, "")
+
+    def fail(self, why: str) -> None:
+        """Mark the worker as lost. Everything that waits for it, now or later, fails with `why`."""
+        with self.lock:
+            if self.failed is None:
+                self.failed = why
+                self.log, self.lines, self._payloads, self._payload_bytes = [], [], [], 0
+                self.flights.clear()
+                self._unsent = None
+                for drop in self.forgetters:
+                    drop()
+
+    def require_alive(self) -> None:
+        """Raise `NodeFailed` if the worker is lost."""
+        if self.failed is not None:
+            raise self.lost_error()
+
+    def lost_error(self) -> NodeFailed:
+        """Return the error of whatever lived on this lost worker."""
+        return NodeFailed(f"{self} {self.failed}. What lived there is lost; the session and its other nodes go on.")

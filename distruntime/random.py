@@ -1,0 +1,68 @@
+"""Random numbers of the workers: seeds and states, per place, without waiting for anyone.
+
+A worker's CPU draws exactly what this process's CPU would draw after the same seed. Every place has a generator of its own, so after
+one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(seed, distinct=True)` gives each node another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .first import issue, template, wrap
+from .handle import Handle, Place, Residence, Storage, next_ref
+from .line import user_line
+from .session import Session, active_session
+from .spec import spec
+from .tensor import DistributedTensor
+from .transfer import upload
+
+_CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
+
+
+def manual_seed(seed: int, distinct: bool = False) -> None:
+    """Seed every place of the session. Return at once; also called by `torch.manual_seed`.
+
+    Args:
+        seed: as for `torch.manual_seed`; negative seeds count from 2**64.
+        distinct: add the node's number, so that nodes draw different numbers.
+    """
+    session = active_session()
+    for node in session.nodes:
+        if node.failed is None:
+            for name in session.devices(node.index):
+                _seed(session.residence(Place(node.index, name)), (int(seed) + (node.index if distinct else 0)) % (1 << 64))
+
+
+def _seed(place: Residence, seed: int) -> None:
+    number, words = template(None, DistributedTensor, [place.lazy, str(seed)], {}, 0, place, name="distruntime::manual_seed")
+    issue([number, *words], [], (), place, user_line())
+
+
+def _state_bytes(place: Residence) -> int:
+    welcome = place.node.welcome
+    assert welcome is not None
+    if place.place.device == "cpu" or welcome.simulated:
+        return torch.get_rng_state().numel()
+    return _CUDA_STATE_BYTES
+
+
+def get_rng_state(place: Residence) -> DistributedTensor:
+    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node. Return at once."""
+    session: Session = place.node.session
+    session.require_open()
+    place.node.require_alive()
+    number, words = template(None, DistributedTensor, [place.lazy], {}, 1, place, name="distruntime::get_rng_state")
+    size = _state_bytes(place)
+    home = session.residence(Place(place.place.node, "cpu")) if "cpu" in session.devices(place.place.node) else place
+    handle = Handle(next_ref(), spec((size,), (1,), 0, torch.uint8), home, Storage())
+    issue([number, *words, handle.ref], [handle], (), place, user_line())
+    return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
+
+
+def set_rng_state(state: torch.Tensor, place: Residence) -> None:
+    """Set a place's random state from a snapshot, remote or local. Return at once."""
+    if not isinstance(state, DistributedTensor) or state.get_node() != place.place.node:
+        local = state.cpu()
+        state = wrap(DistributedTensor, upload(local, place))
+    number, words = template(None, DistributedTensor, [place.lazy, state], {}, 0, place, name="distruntime::set_rng_state")
+    issue([number, *words], [], (), place, user_line())

@@ -1,0 +1,382 @@
+"""A master's connection to its workers: nodes, places by number, requests, and the one socket they share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from .context import current_device, current_gpu, current_node
+from .errors import PlacementError, ProtocolError, SessionClosed
+from .failure import remote_error
+from .handle import Place, Residence
+from .launch import LocalWorker
+from .node import Node, Sent
+from .requests import Request, Requests
+from .wire.channel import Channel, PeerGone
+from .wire.codec import Buffer, decode, encode
+from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Refused, Reply, Welcome
+
+log = logging.getLogger("distruntime")
+
+_PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
+_LAST = 127
+_TICK = 0.001  # seconds between looks of the pump while something is in flight
+_IDLE = 0.2  # seconds between looks while nothing is
+
+Greeting = Join | Welcome | Refused
+
+
+class Session:
+    """What `init_master_worker` returns. A context manager: leaving it shuts the session down."""
+
+    def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
+        self.channel, self.nodes, self.name = channel, nodes, name
+        self.requests = Requests()
+        self.closed: str | None = None
+        self.default: tuple[int, str | None] = (0, None)
+        self.local_workers: list[LocalWorker] = []
+        self.on_close: list[Callable[[], None]] = []
+        self.greetings: list[tuple[bytes, Greeting]] = []
+        self._by_peer = {node.peer: node for node in nodes}
+        self._pid = os.getpid()
+        self._residences: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
+        self._pinned: list[Residence] = []
+        self._free = list(range(_LAST, 0, -1))
+        self._numbering = threading.RLock()
+        self._stop = threading.Event()
+        self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown(raise_unread=kind is None)
+
+    # -- places ------------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Number the places known at start, in the order of the nodes, and begin to pump."""
+        for node in self.nodes:
+            assert node.welcome is not None
+            node.session, node.throttle = self, self.throttle
+            node.forgetters.append(lambda node=node: self._drop_signatures(node))  # type: ignore[misc]
+            for name, *_ in node.welcome.devices:
+                if len(self._pinned) < _PINNED:
+                    self._pinned.append(self.residence(Place(node.index, name)))
+        self._pump.start()
+
+    def add_node(self, node: Node) -> None:
+        """Take a worker that has dialled in."""
+        self.nodes.append(node)
+        self._by_peer[node.peer] = node
+
+    def devices(self, node: int) -> list[str]:
+        """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self.nodes):
+            have = ", ".join(str(n.index) for n in self.nodes)
+            raise PlacementError(f"there is no node {node!r}: this session has node{'s' if len(self.nodes) > 1 else ''} {have}")
+        welcome = self.nodes[node].welcome
+        assert welcome is not None
+        return [row[0] for row in welcome.devices]
+
+    def residence(self, place: Place) -> Residence:
+        """Return the place in use, numbered; raise `PlacementError` if it does not exist or 127 places are in use."""
+        found = self._residences.get(place)
+        if found is not None:
+            return found
+        self.require_open()
+        have = self.devices(place.node)
+        if place.device not in have:
+            node = self.nodes[place.node]
+            raise PlacementError(f"{node} has no device {place.device!r}: it has {', '.join(have)}")
+        with self._numbering:
+            found = self._residences.get(place)
+            if found is not None:
+                return found
+            if not self._free:
+                raise PlacementError(
+                    f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "
+                    f"let go of the tensors of some place before you put one on {place}"
+                )
+            found = Residence(place, self.nodes[place.node], self._free.pop(), self._free.append)
+            self._residences[place] = self._by_number[found.number] = found
+        return found
+
+    def numbered(self, number: int | None) -> Residence:
+        """Return the place that "remote:number" means; "remote" and "remote:0" are the current place."""
+        if not number:
+            return self.current()
+        found = self._by_number.get(number)
+        if found is None:
+            self.require_open()
+            have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
+            raise PlacementError(f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them')
+        return found
+
+    def current(self, *, like_torch: bool = True) -> Residence:
+        """Return the current place: by context, else by `set_place`, else node 0.
+
+        The device is then the node's `cuda:0`, if it has one, for torch's spellings, and the CPU for the RFC's (`like_torch` false).
+        """
+        node, device = current_node.get(), current_device.get()
+        if node is None:
+            node = self.default[0]
+        if device is None and self.default[1] is not None and node == self.default[0]:
+            device = self.default[1]
+        if device is None:
+            device = current_gpu() if like_torch and any(name.startswith("cuda") for name in self.devices(node)) else "cpu"
+        return self.residence(Place(node, device))
+
+    def number_of(self, place: Place) -> int:
+        """Return the number of a place, 0 while it has none."""
+        found = self._residences.get(place)
+        return found.number if found is not None else 0
+
+    def _drop_signatures(self, node: Node) -> None:
+        for residence in list(self._residences.values()):
+            if residence.node is node:
+                residence.cache.clear()
+
+    # -- requests ----------------------------------------------------------------------------------------------------------------
+
+    def fetch(self, node: Node, ref: int, after: int, form: str, options: dict[str, Any]) -> Request:
+        """Ask for a value. Return at once; everything up to position `after` is on its way when this returns."""
+        self.require_open()
+        node.require_alive()
+        request = self.requests.new(node)
+        with node.lock:
+            if after > node.base:
+                node.flush(after)
+            self._post(node, Fetch(request.number, ref, after, form, options))
+        return request
+
+    def ask(self, node: Node, what: str) -> Request:
+        """Ask a worker about itself. Return at once."""
+        self.require_open()
+        node.require_alive()
+        request = self.requests.new(node)
+        self._post(node, Ask(request.number, what))
+        return request
+
+    def result(self, request: Request, timeout: float | None = None) -> bool:
+        """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            return self.requests.wait(lambda: request.done, self._read, deadline)
+        except KeyboardInterrupt:
+            self.requests.forget(request)
+            raise
+
+    def value(self, request: Request) -> Any:
+        """Block for the reply and return its value; raise the failure that it brings."""
+        if not request.done:
+            self.result(request)
+        self.raise_for(request)
+        return request.value
+
+    def raise_for(self, request: Request) -> None:
+        """Raise what an answered request failed with, if it failed."""
+        if request.cause is not None:
+            raise remote_error(request.node, request.cause)
+        if request.lost is not None:
+            if self.closed:
+                raise SessionClosed(f"the session was shut down while a value was on its way ({self.closed})")
+            raise request.node.lost_error()
+
+    def throttle(self, node: Node) -> None:
+        """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
+        for other in self.nodes:
+            other.flush()
+        self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None)
+
+    def synchronize(self, node: Node) -> None:
+        """Block until a worker has run everything issued so far; raise its first failure that nobody has read."""
+        node.require_alive()
+        with node.lock:
+            node.flush()
+            target = node.base
+        request = self.requests.new(node)
+        self._post(node, Fetch(request.number, 0, target, "done", {}))
+        self.value(request)
+        self.raise_unread(node)
+
+    def raise_unread(self, node: Node) -> None:
+        """Raise the first failure on `node` that nobody has read; later ones are dependents or come next time."""
+        if node.unread:
+            key = next(iter(node.unread))
+            more = len(node.unread) - 1
+            cause = node.unread[key]
+            node.unread.clear()
+            if more:
+                print(f"distruntime: {more} more failure{'s' if more > 1 else ''} on {node} not shown", flush=True)
+            raise remote_error(node, cause)
+
+    def _post(self, node: Node, message: Message) -> None:
+        self.send(node.peer, [encode(message)])
+
+    def send(self, peer: bytes, frames: Sequence[Buffer]) -> Sent | None:
+        """Send to a worker; payload frames go without a copy. A worker that is gone is declared lost."""
+        try:
+            return self.channel.send(peer, frames, copy=len(frames) == 1)
+        except PeerGone:
+            node = self._by_peer.get(peer)
+            if node is not None:
+                self.lose(node, "is not connected any more")
+            return None
+
+    # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
+
+    def _read(self, timeout: float) -> None:
+        arrived = self.channel.receive(timeout)
+        for peer, frames in arrived:
+            self.take(peer, frames)
+        if not arrived:
+            self._look_for_the_dead()
+
+    def take(self, peer: bytes, frames: Sequence[Any]) -> None:
+        """Act on one message. A worker that breaks the protocol is dropped; a stranger is not listened to."""
+        buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
+        try:
+            if not buffers:
+                raise ProtocolError("a message without frames")
+            self._take(peer, decode(buffers[0]), buffers[1:])
+        except ProtocolError as error:
+            node = self._by_peer.get(peer)
+            if node is not None:
+                self.lose(node, f"was dropped, because it broke the protocol: {error}")
+            else:
+                log.warning("ignored a peer that is no worker: %s", error)
+
+    def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
+        node = self._by_peer.get(peer)
+        if isinstance(message, (Join, Welcome, Refused)):
+            if node is None or node.welcome is None:
+                self.greetings.append((peer, message))
+            return
+        if node is None:
+            raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")
+        match message:
+            case Done():
+                node.done(message)
+            case Reply():
+                self.requests.reply(message.request, message.value, payloads)
+            case Failed():
+                self.requests.fail(message.request, message.failure)
+            case Goodbye():
+                self.lose(node, f"left: {message.reason}")
+            case _:
+                raise ProtocolError(f"a worker does not send {type(message).__name__}")
+
+    def _look_for_the_dead(self) -> None:
+        for event in self.channel.events():
+            node = self._by_peer.get(event.peer) if event.peer is not None else None
+            if event.kind == "disconnected" and node is not None and node.welcome is not None:
+                self.lose(node, self._epitaph(node) or "closed the connection")
+        for node in self.nodes:
+            if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
+                self.lose(node, epitaph)
+
+    def _epitaph(self, node: Node, wait: float = 0.5) -> str | None:
+        """Return how a worker that this process started has ended, or None if it runs, or is not ours."""
+        if node.index >= len(self.local_workers):
+            return None
+        worker, deadline = self.local_workers[node.index], time.monotonic() + wait
+        ended = worker.poll()
+        while ended is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the connection closes a moment before the kernel reports the death
+            ended = worker.poll()
+        if ended is None:
+            return None
+        last = worker.last_lines(3)
+        return f"(pid {worker.pid}) exited: {ended}" + (f"; its last words: {last}" if last else "")
+
+    def lose(self, node: Node, why: str) -> None:
+        """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""
+        if self.closed is None and node.failed is None:
+            node.fail(why)
+            self.requests.lose(node, why)
+
+    def _pump_loop(self) -> None:
+        while not self._stop.wait(_TICK if self._active() else _IDLE):
+            self.requests.glance(self._read)
+            for node in self.nodes:
+                if (node.log or node.freed) and not node.busy:
+                    node.flush()
+
+    def _active(self) -> bool:
+        return len(self.requests) > 0 or any(node.flights or node.log for node in self.nodes)
+
+    # -- the end -----------------------------------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Raise `SessionClosed` if the session has ended, or this is a forked child of the process that owns it."""
+        if self.foreign:
+            raise SessionClosed(
+                "remote tensors belong to the process that made them; this is a forked child of it. "
+                "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
+            )
+        if self.closed is not None:
+            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. Call init_master_worker for a new one")
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child of the process that owns the session."""
+        return os.getpid() != self._pid
+
+    def abandon(self) -> None:
+        """In a forked child: forget the session without touching what it shares with the parent."""
+        self.closed = "it belongs to the parent process"
+        for residence in list(self._residences.values()):
+            residence.cache.clear()
+
+    def shutdown(self, *, raise_unread: bool = True, timeout: float = 10.0) -> None:
+        """End the session: what is in flight gets `timeout` seconds to finish, then workers drop their values.
+
+        Raise the first failure that nobody has read, after everything is closed.
+        """
+        if self.closed is not None or self.foreign:
+            return
+        unread: list[tuple[Node, Any]] = []
+        try:
+            if raise_unread:
+                deadline = time.monotonic() + timeout
+                for node in self.nodes:
+                    node.flush()
+                self.requests.wait(lambda: not any(n.flights for n in self.nodes if n.failed is None), self._read, deadline)
+                unread = [(n, n.unread[next(iter(n.unread))]) for n in self.nodes if n.unread]
+        finally:
+            for node in self.nodes:
+                if node.failed is None:
+                    self._post(node, Goodbye("the master shut the session down"))
+            self.closed = "it was shut down"
+            self._stop.set()
+            for residence in list(self._residences.values()):
+                residence.cache.clear()
+            self.requests.lose(None, "shutdown")
+            if self._pump.is_alive() and self._pump is not threading.current_thread():
+                self._pump.join(2.0)
+            for worker in self.local_workers:
+                worker.stop(2.0)
+            self.channel.close()
+            for callback in self.on_close:
+                callback()
+        if unread:
+            raise remote_error(*unread[0])
+
+
+active: list[Session] = []  # the one session of this process, if any
+
+
+def active_session() -> Session:
+    """Return the session; raise `SessionClosed` if there is none."""
+    if not active:
+        raise SessionClosed("there is no session: call distruntime.init_master_worker() first")
+    active[0].require_open()
+    return active[0]

@@ -1,0 +1,112 @@
+"""Operators that do not travel as they are: reads, copies that cross a border, and what a worker's tensors cannot be.
+
+One dictionary, `SPECIAL`; every other operator travels by its own name. A function here returns `NotImplemented` where the
+operator may travel after all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import NotSupportedError
+from .first import call, wrap
+from .handle import Residence
+from .session import active_session
+from .transfer import download, item, upload
+
+Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def _item(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return item(args[0]._handle)
+
+
+def move(proxy: Any, place: Residence) -> Any:
+    """Return a copy of a proxy at another place. Within a node the worker copies; between nodes the bytes pass through the master."""
+    handle = proxy._handle
+    cls = type(proxy)
+    if handle.place.node is place.node:
+        func = torch.ops.aten._to_copy.default
+        handle.place.node.session.require_open()
+        handle.place.node.require_alive()
+        return call(cls, func, [proxy], {"device": place.lazy}, place, None)
+    return wrap(cls, upload(download(handle, "copy between nodes"), place))
+
+
+def _to_copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    source, target = args[0], kwargs.get("device")
+    if type(source) is not cls:
+        return NotImplemented
+    here: Residence = source._handle.place
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
+    if target is not None and target.type not in ("remote", "lazy"):
+        if target.type == "meta":
+            return func(source._handle.spec.meta(), **{**rest, "device": target})
+        local = download(source._handle)
+        same = all(v is None or (k == "dtype" and v == local.dtype) or (k == "memory_format" and v == torch.preserve_format) for k, v in rest.items() if k != "layout")
+        return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
+    there = here if target is None else active_session().numbered(target.index)
+    if there is here:
+        return NotImplemented if target is None else func(source, **rest)
+    moved = move(source, there)
+    return func(moved, **rest) if any(v is not None for k, v in rest.items() if k != "layout") else moved
+
+
+def _copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not cls:
+        return target.copy_(download(source._handle))
+    place: Residence = target._handle.place
+    place.node.session.require_open()
+    place.node.require_alive()
+    if type(source) is cls:
+        here: Residence = source._handle.place
+        here.node.session.require_open()
+        if here is place:
+            return NotImplemented
+        if here.node is place.node:
+            return call(cls, func, args, kwargs, place, None)
+        return func(target, move(source, place))
+    source = source if source.device.type == "cpu" else source.cpu()
+    handle = target._handle
+    if source.dtype == target.dtype and source.shape == target.shape and _owns_whole(target) and not source.is_conj() and not source.is_neg():
+        upload(source, place, into=handle, non_blocking=len(args) > 2 and bool(args[2]))
+        return target
+    return func(target, wrap(cls, upload(source, place)))
+
+
+def _owns_whole(proxy: Any) -> bool:
+    """Whether nobody else can see a proxy's storage, so that its slot may take a new tensor instead of new bytes."""
+    handle = proxy._handle
+    # Of a storage with one handle: the handle's slot and getrefcount's argument.
+    return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
+
+
+def _zeros(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Its special key is lost below dispatch: hessian and jvp of grad would crash the process.
+    return torch.ops.aten.zeros.default(*args, **kwargs)
+
+
+def _refuse(reason: str) -> Special:
+    def refuse(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        raise NotSupportedError(f"{func}: {reason}")
+
+    return refuse
+
+
+def _never_pinned(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+SPECIAL: dict[str, Special] = {
+    "aten::_local_scalar_dense": _item,
+    "aten::_to_copy": _to_copy,
+    "aten::copy_": _copy,
+    "aten::_efficientzerotensor": _zeros,
+    "aten::is_pinned": _never_pinned,
+    "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
+}

@@ -1,0 +1,102 @@
+"""`dr.nodes()`: what workers a session has, as data and as a table."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from .handle import Place
+from .render import size_text
+from .session import Session, active_session
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a node: its name, its number as `remote:k` (0 until a tensor lives there), what it is, memory in bytes."""
+
+    name: str
+    number: int
+    description: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes; `state` is "ready" or how the worker was lost."""
+
+    index: int
+    host: str
+    pid: int
+    address: str
+    devices: tuple[Device, ...]
+    simulated: bool
+    torch: str
+    python: str
+    round_trip: float
+    state: str
+
+
+class Nodes(tuple[NodeInfo, ...]):
+    """The nodes of a session; prints as a table."""
+
+    __slots__ = ()
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["node", "host", "pid", "devices", "memory free", "torch", "python", "round trip"]]
+        for node in self:
+            names = ", ".join(f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8])
+            if len(node.devices) > 8:
+                names += f", … {len(node.devices)} in all"
+            if node.simulated:
+                names += ", GPUs simulated"
+            if node.state == "ready":
+                free = size_text(node.devices[0].free) if node.devices else ""
+                real = [size_text(d.free) for d in node.devices[1:8]] if not node.simulated else []
+                trip = f"{node.round_trip * 1e3:.2f} ms"
+            else:
+                free, real, trip = node.state[:40], [], ""
+            rows.append([str(node.index), node.host, str(node.pid), names, " + ".join([free, *real]), node.torch, node.python, trip])
+        return rows
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        return "\n".join((" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        head, *body = self._rows()
+        cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body)
+        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{cells}</table>"
+
+
+def nodes() -> Nodes:
+    """Return the session's nodes with fresh memory figures and round trips. Block for one round trip, at most 1 s."""
+    return _nodes(active_session(), fresh=True)
+
+
+def nodes_table(session: Session) -> str:
+    """Return the table from what the workers said when they joined."""
+    return repr(_nodes(session, fresh=False))
+
+
+def _nodes(session: Session, fresh: bool) -> Nodes:
+    infos = []
+    for node in session.nodes:
+        welcome = node.welcome
+        assert welcome is not None
+        devices = welcome.devices
+        if fresh and node.failed is None:
+            started = time.perf_counter()
+            asked = session.ask(node, "info")
+            if session.result(asked, 1.0) and asked.lost is None:
+                node.round_trip = time.perf_counter() - started
+                devices = asked.value
+            else:
+                session.requests.forget(asked)
+        rows = tuple(Device(name, session.number_of(Place(node.index, name)), what, total, free) for name, what, total, free in devices)
+        state = "ready" if node.failed is None else node.failed
+        infos.append(
+            NodeInfo(node.index, welcome.host, welcome.pid, node.address, rows, welcome.simulated, welcome.torch, welcome.python, node.round_trip, state)
+        )
+    return Nodes(infos)

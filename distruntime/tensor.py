@@ -1,0 +1,224 @@
+"""`DistributedTensor`: a tensor whose data lives on a worker. Metadata and autograd are here, values are not.
+
+What torch does above dispatch, in Python or in C++, and would do wrong to a proxy, is overridden here; everything else is torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+
+from .context import current_gpu, device_name
+from .dispatch import dispatch
+from .errors import NotSupportedError, PlacementError
+from .first import reshape_wrapper
+from .handle import Handle, Place
+from .render import render, suffixes_of
+from .session import active_session
+from .special import move
+from .transfer import download
+
+
+class DeviceIndex(int):
+    """What `get_device()` gives: -1 for a node's CPU, k for its `cuda:k`; it remembers its place, for torch's checkpointing."""
+
+    place: Place
+
+
+class DistributedTensor(torch.Tensor):
+    """A proxy for a tensor on a worker: a ref, its metadata, and the autograd graph of this process.
+
+    Operators return at once; `.item()`, `.cpu()`, `.tolist()`, `bool()` and printing wait for the value.
+    """
+
+    _handle: Handle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+
+    # -- place -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The place as a torch device, `device("remote", k)`: good for `device=x.device`."""
+        return self._handle.place.device
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor lives: its node's number and the device there."""
+        return self._handle.place.place
+
+    def get_node(self) -> int:
+        """Return the number of the node that the tensor lives on."""
+        return self.place.node
+
+    def get_device(self) -> int:
+        """Return -1 for the CPU of its node, k for `cuda:k`."""
+        kind, _, index = self.place.device.partition(":")
+        number = DeviceIndex(index if kind == "cuda" else -1)
+        number.place = self.place
+        return number
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """False, as `device.type` is "remote"; the device on the node is in `place`."""
+        return False
+
+    def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As `Tensor.to`, where a device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
+
+        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place. To the CPU here: blocks.
+        """
+        target: Any = kwargs.pop("device", None)
+        rest = list(args)
+        if rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place)) or (isinstance(rest[0], int) and not isinstance(rest[0], bool))):
+            target = rest.pop(0)
+        elif rest and isinstance(rest[0], torch.Tensor):
+            other = rest.pop(0)
+            kwargs.setdefault("dtype", other.dtype)
+            target = other.device if isinstance(other, DistributedTensor) else torch.device(other.device)
+        if target is None and node is None:
+            return super().to(*rest, **kwargs)
+        if isinstance(target, (Place, torch.device)) or target is None or node is not None:
+            pass
+        elif isinstance(target, str) and target.partition(":")[0] not in ("remote", "lazy"):
+            target = torch.device(target)
+        destination = self._destination(target, node)
+        if destination is None:
+            return super().to(torch.device(target), *rest, **kwargs)
+        residence = active_session().residence(destination)
+        if residence is self._handle.place:
+            # torch promises `self` here, but C++ would compare lazy:k with remote:k and copy
+            return super().to(*rest, **kwargs) if rest or kwargs else self
+        return super().to(residence.lazy, *rest, **kwargs)
+
+    def _destination(self, target: Any, node: int | None) -> Place | None:
+        """Return the place that a `.to` names, or None for a device of this process."""
+        if isinstance(target, Place):
+            return target
+        if node is not None:
+            active_session().devices(node)
+            if target is not None:
+                return Place(node, device_name(target))
+            kind = self.place.device.partition(":")[0]
+            have = active_session().devices(node)
+            return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
+        if isinstance(target, int):
+            return Place(self.place.node, device_name(target))
+        device = torch.device(target)
+        if device.type in ("remote", "lazy"):
+            return active_session().numbered(device.index).place
+        if device.type == "cuda":
+            return Place(self.place.node, device_name(device))
+        return None
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """Return a local copy. Block until it is here."""
+        return super().to(torch.device("cpu"), memory_format=memory_format)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format) -> DistributedTensor:
+        """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
+        return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[no-any-return]
+
+    # -- values ------------------------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = render(self, self._handle, suffixes_of(self))
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and not self.is_meta else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists of numbers. Block until they are here."""
+        return download(self._handle, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
+        if not force:
+            raise TypeError(f"a tensor on {self.place} has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()")
+        return self.detach().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    # -- what torch would do above dispatch --------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The same value without history; assigning makes this tensor the other one's value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        # torch's own setter would change the wrapper's size and keep the old value, silently
+        if not isinstance(other, DistributedTensor):
+            raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
+        self._handle = other.detach()._handle
+        reshape_wrapper(self, self._handle.spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+        with torch.no_grad():
+            twin = self.clone()
+        if self.requires_grad:
+            twin.requires_grad_()
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if name != "_handle":
+                setattr(twin, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin  # type: ignore[no-any-return]
+
+    def __copy__(self) -> DistributedTensor:
+        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise NotSupportedError(
+            f"a tensor on {self.place} cannot be pickled: its values are on a worker. Fetch it first: torch.save(dr.fetch(state), path), "
+            "or pass fetched tensors to the function"
+        )
+
+    def data_ptr(self) -> NoReturn:
+        raise NotSupportedError(f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
+
+    def storage(self) -> NoReturn:  # type: ignore[override]
+        self.untyped_storage()
+
+    def _typed_storage(self) -> NoReturn:  # type: ignore[override]
+        self.untyped_storage()
+
+    def share_memory_(self) -> NoReturn:  # type: ignore[override]
+        raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")
+
+    def is_shared(self) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotSupportedError(f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()")
+
+    def __dlpack_device__(self) -> NoReturn:  # type: ignore[override]
+        self.__dlpack__()
+
+    def dist_send(self) -> DistributedTensor:
+        """Return itself: it is remote already."""
+        return self
+
+
+def move_to(tensor: DistributedTensor, place: Place) -> DistributedTensor:
+    """Return a copy of a remote tensor at `place`, without autograd."""
+    return move(tensor, active_session().residence(place))  # type: ignore[no-any-return]
+
+
+

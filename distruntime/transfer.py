@@ -1,0 +1,96 @@
+"""Bytes between the master and a place: uploads, reads, and copies between nodes, which pass through the master for now."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from .handle import Handle, Residence, Storage, next_ref
+from .line import user_line
+from .requests import Request
+from .spec import Spec, spec_of
+from .stall import before_wait, note_wait
+from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
+from .wire.messages import UPLOAD
+
+INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
+_MEMORY_WAIT = 0.0005  # seconds between looks whether the socket has read the user's memory
+
+
+def upload(tensor: torch.Tensor, place: Residence, *, into: Handle | None = None, non_blocking: bool = False) -> Handle:
+    """Send a local CPU tensor to `place`, as a new value or as the new value of `into`. Return when the memory may be written again.
+
+    With `non_blocking` return at once: then the memory must stay as it is until the copy has run.
+    """
+    node = place.node
+    node.session.require_open()
+    node.require_alive()
+    if into is None:
+        contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        handle = Handle(next_ref(), spec_of(contiguous), place, Storage())
+    else:
+        contiguous, handle = tensor.detach().contiguous(), into
+    data = tensor_bytes(contiguous)
+    line = user_line()
+    head = [UPLOAD, handle.ref, place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
+    if len(data) <= INLINE_BYTES:
+        end = node.append([*head, bytes(data)], line)
+        sent = None
+    else:
+        with node.lock:
+            end = node.append_payload(head, data, line)
+            sent = node.sent
+    handle.made = end
+    if into is not None:
+        handle.storage.written = end
+    if node.busy:
+        node.throttle(node)
+    if sent is not None and not non_blocking:
+        while not sent.done and node.failed is None:
+            time.sleep(_MEMORY_WAIT)
+    return handle
+
+
+def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Request:
+    """Ask for a value as it is after everything issued so far. Return at once."""
+    return handle.place.node.session.fetch(handle.place.node, handle.ref, handle.ready_at, form, options or {})
+
+
+def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
+    """Return the tensor that a reply brought, with the strides that torch's own copy to the CPU would give it."""
+    dtype, sizes, data = reply.value
+    tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data)
+    if tensor.shape != spec.size or tensor.dtype != spec.dtype:
+        raise RuntimeError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
+    wanted = torch.empty_like(spec.meta()).stride()
+    if wanted != tensor.stride():
+        tensor = torch.empty_strided(spec.size, wanted, dtype=spec.dtype).copy_(tensor)
+    return tensor
+
+
+def read(handle: Handle, form: str, why: str) -> Request:
+    """Block until a value is here; raise the failure that poisoned it."""
+    session = handle.place.node.session
+    before_wait(why)
+    reply = request(handle, form)
+    if not reply.done:
+        started = time.perf_counter()
+        session.result(reply)
+        note_wait(why, started)
+    session.raise_for(reply)
+    return reply
+
+
+def download(handle: Handle, why: str = "copy to the master") -> torch.Tensor:
+    """Block until a value is here as a local tensor."""
+    return tensor_from(read(handle, "tensor", why), handle.spec)
+
+
+def item(handle: Handle, why: str = "item") -> Any:
+    """Block until a one-element value is here as a Python number."""
+    value = read(handle, "item", why).value
+    if isinstance(value, list):
+        return complex(value[1], value[2])
+    return value

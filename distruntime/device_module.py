@@ -6,7 +6,8 @@ workers for an accelerator of this machine. Factories, checkpointing and seeds w
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import sys
+from typing import Any
 
 import torch
 
@@ -85,8 +86,11 @@ class RemoteModule:
         """Set a place's random state. Return at once."""
         set_rng_state(new_state, _residence(device))
 
-    def get_amp_supported_dtype(self) -> NoReturn:
-        """Refuse autocast, which would have no effect on remote operations: better said than silent."""
-        raise NotSupportedError(
-            'torch.autocast("remote") does not reach remote operations yet; convert instead: model.to(torch.bfloat16), x.to(torch.bfloat16)'
-        )
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes of autocast; refuse to switch it on, which would have no effect on remote operations: better said than silent."""
+        # torch.autocast.__init__ asks this and offers no other hook. Checkpointing makes a disabled one, which is fine.
+        if sys._getframe(1).f_locals.get("enabled", True):
+            raise NotSupportedError(
+                'torch.autocast("remote") does not reach remote operations yet; convert instead: model.to(torch.bfloat16), x.to(torch.bfloat16)'
+            )
+        return [torch.float16, torch.bfloat16]

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.optim import optimizer as _optimizer
 
+from .composite import KERNELS
 from .context import device_name
 from .device_module import RemoteModule
 from .dispatch import dispatch
 from .first import create, wrap
 from .handle import Place
+from .opaque import hide
 from .session import active, active_session
 from .tensor import DistributedTensor
 from .transfer import upload
@@ -49,10 +51,13 @@ def install() -> None:
             _implement(op, _factory(op), backend)
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
+    for op, kernel in KERNELS.items():
+        _implement(op, kernel, "AutogradLazy")
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign, assignment]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+    hide(__name__.partition(".")[0])
     os.register_at_fork(after_in_child=_forked)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from .errors import NotSupportedError
-from .first import call, wrap
+from .first import call, learn, wrap
 from .handle import Residence
+from .line import user_line
 from .session import active_session
 from .transfer import download, item, upload
 
@@ -98,6 +99,18 @@ def _refuse(reason: str) -> Special:
     return refuse
 
 
+def _pack_padded_sequence(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
+    data, lengths, batch_first = args
+    if type(lengths) is cls or type(data) is not cls:
+        return NotImplemented
+    place: Residence = data._handle.place
+    packed, _ = learn(cls, func, (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first), {}, place, None, user_line())
+    steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
+    twin = torch.empty((batch, steps) if batch_first else (steps, batch))
+    return packed, func(twin, lengths, batch_first)[1]
+
+
 def _never_pinned(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
@@ -107,6 +120,7 @@ SPECIAL: dict[str, Special] = {
     "aten::_to_copy": _to_copy,
     "aten::copy_": _copy,
     "aten::_efficientzerotensor": _zeros,
+    "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::is_pinned": _never_pinned,
     "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
 }

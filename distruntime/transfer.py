@@ -19,10 +19,13 @@ INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, i
 _MEMORY_WAIT = 0.0005  # seconds between looks whether the socket has read the user's memory
 
 
-def upload(tensor: torch.Tensor, place: Residence, *, into: Handle | None = None, non_blocking: bool = False) -> Handle:
+def upload(
+    tensor: torch.Tensor, place: Residence, *, into: Handle | None = None, non_blocking: bool = False, stay_on_cpu: bool = False
+) -> Handle:
     """Send a local CPU tensor to `place`, as a new value or as the new value of `into`. Return when the memory may be written again.
 
-    With `non_blocking` return at once: then the memory must stay as it is until the copy has run.
+    With `non_blocking` return at once: then the memory must stay as it is until the copy has run. `stay_on_cpu` is for the few
+    operators that read an operand on the CPU whatever the device (lengths of sequences): the bytes go to the node, not to its GPU.
     """
     node = place.node
     node.session.require_open()
@@ -34,7 +37,7 @@ def upload(tensor: torch.Tensor, place: Residence, *, into: Handle | None = None
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous)
     line = user_line()
-    head = [UPLOAD, handle.ref, place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
+    head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
     if len(data) <= INLINE_BYTES:
         end = node.append([*head, bytes(data)], line)
         sent = None

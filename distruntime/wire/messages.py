@@ -91,7 +91,8 @@ class Done:
 class Fetch:
     """Master to worker: reply with a value, once the log has run up to position `after` (its last writer).
 
-    `form` is "tensor" (its bytes), "item" (a Python number) or "text" (as torch prints it, with `options` its print options).
+    `form` is "tensor" (its bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options) or "done"
+    (nothing: the reply only says that the log has run that far).
     """
 
     request: int

@@ -67,14 +67,15 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     with torch.enable_grad():
         results = call(*[leaf(a) for a in args])
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    return [*(o.detach() for o in outputs), Tape(inputs, outputs)]
+    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
+    return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
 
 
 def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the gradients of a recorded composite's differentiable inputs; zeros where one was not used."""
     pairs = [(o, g) for o, g in zip(tape.outputs, grads) if g is not None and o.requires_grad]
     found = torch.autograd.grad([o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(tape.inputs, found)]
+    return [torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(tape.inputs, found)]
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

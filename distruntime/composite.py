@@ -1,0 +1,203 @@
+"""Composites that decompose differently by device travel whole: attention and recurrent layers.
+
+Left alone, torch would take a proxy for a device it knows nothing of: attention becomes a T x T product, and two LSTM layers over 20
+steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves: see install.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .dispatch import dispatch
+from .first import common_place, issue, template, wrap
+from .handle import Handle, Residence, Storage, next_ref
+from .line import user_line
+from .spec import Spec, spec, spec_of
+from .tensor import DistributedTensor
+from .transfer import upload
+
+_aten = torch.ops.aten
+_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+
+# -- attention -------------------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:
+    """Compute attention as the worker's device would: its fused kernel where torch would choose that there, else the formula."""
+    op = _aten.scaled_dot_product_attention.default
+    given = [t for t in (query, key, value, attn_mask) if t is not None]
+    if not all(type(t) is DistributedTensor for t in given):
+        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    place = common_place(DistributedTensor, op, (query, key, value), {})
+    if _is_cpu(place):
+        grad = torch.is_grad_enabled()
+        flags = tuple(grad and t.requires_grad for t in given)
+        enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        specs = tuple(t._handle.spec for t in given)
+        if _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled) == _FLASH:
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
+
+
+def _is_cpu(place: Residence) -> bool:
+    welcome = place.node.welcome
+    return place.place.device == "cpu" or (welcome is not None and welcome.simulated)
+
+
+@lru_cache(maxsize=1 << 12)
+def _choice(
+    specs: tuple[Spec, ...], grads: tuple[bool, ...], masked: bool, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, enabled: tuple[bool, bool],
+) -> int:
+    """Return which kernel torch chooses on a CPU. It looks at metadata only: the local twins' memory is never touched."""
+    twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype) for s in specs]
+    for twin, grad in zip(twins, grads):
+        twin.requires_grad_(grad)
+    mask = twins[3] if masked else None
+    return int(torch._fused_sdp_choice(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
+
+
+# -- recurrent layers ------------------------------------------------------------------------------------------------------------
+
+
+def recurrent(op: Any) -> Callable[..., Any]:
+    """Return the kernel of one recurrent operator: one instruction forward, one backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        proxies = [t for t in tensors if type(t) is DistributedTensor]
+        place = common_place(DistributedTensor, op, args, kwargs)
+        if op._overloadname == "data" and type(args[1]) is not DistributedTensor:
+            # the batch sizes of a packed sequence stay on the CPU in torch: they are sent along
+            args = (args[0], wrap(DistributedTensor, upload(args[1], place, stay_on_cpu=True)), *args[2:])
+            proxies.append(args[1])
+        if len(proxies) != len(tensors):
+            return op.decompose(*args, **kwargs)  # which says what is mixed
+        return _whole(op, args, kwargs, place)
+
+    return run
+
+
+def _whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+    tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
+    if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
+        return op.decompose(*args, **kwargs)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
+    rebuild = _rebuilder(args, kwargs)
+    out = _Whole.apply(op, rebuild, place, *tensors)  # type: ignore[no-untyped-call]
+    return out[0] if len(op._schema.returns) == 1 else tuple(out)
+
+
+def _rebuilder(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+    """Return what puts other tensors in the place of those in the arguments; it holds none of them."""
+    hollow = tree_map_only(torch.Tensor, lambda _: _HOLE, (list(args), dict(kwargs)))
+
+    def rebuild(tensors: Sequence[Any]) -> tuple[Any, Any]:
+        rest = iter(tensors)
+        filled: tuple[Any, Any] = tree_map_only(_Hole, lambda _: next(rest), hollow)
+        return filled
+
+    return rebuild
+
+
+class _Hole:
+    """Stands for a tensor in a remembered argument list."""
+
+
+_HOLE = _Hole()
+_outputs: dict[Any, list[Spec]] = {}
+
+
+class _Whole(torch.autograd.Function):
+    """A composite recorded on its worker: autograd runs there, and this process holds the tape's ref."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, rebuild: Any, place: Residence, *tensors: Any) -> Any:
+        ctx.op, ctx.rebuild, ctx.place = op, rebuild, place
+        ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
+        ctx.set_materialize_grads(False)
+        args, kwargs = rebuild(tensors)
+        by_name = [*args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
+        flags = list(ctx.needs_input_grad[3:])
+        specs = _specs(op, args, kwargs)
+        name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+        number, words = template(
+            None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place, name="distruntime::record"
+        )
+        handles = [Handle(next_ref(), s, place, Storage()) for s in (*specs, _NO_TENSOR)]
+        issue([number, *words, *(h.ref for h in handles)], handles, (), place, user_line())
+        ctx.tape = handles.pop()
+        ctx.wanted = flags
+        return tuple(wrap(DistributedTensor, h) for h in handles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: differentiate the formula, as the recorded backward has no graph here
+            with torch.enable_grad():
+                args, kwargs = ctx.rebuild(tensors)
+                out = ctx.op.decompose(*args, **kwargs)
+            outs = [out] if isinstance(out, torch.Tensor) else list(out)
+            pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
+            wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
+            back = iter(found)
+            return None, None, None, *(next(back) if want else None for want in ctx.wanted)
+        place: Residence = ctx.place
+        tape = wrap(DistributedTensor, ctx.tape)
+        wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
+        number, words = template(None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place, name="distruntime::replay_backward")
+        handles = [Handle(next_ref(), _dense(t._handle.spec), place, Storage()) for t in wanted]
+        issue([number, *words, *(h.ref for h in handles)], handles, (), place, user_line())
+        made = iter(handles)
+        return None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
+
+
+_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
+
+
+def _dense(given: Spec) -> Spec:
+    """Return the metadata that a gradient is given: dense, in the order of its tensor's strides."""
+    return spec_of(torch.empty_like(given.meta()))
+
+
+def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
+    """Return the metadata of a composite's results, from its formula on `meta`, once per signature."""
+    flat, shape = tree_flatten((list(args), kwargs))
+    key = (op, str(shape), tuple(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+    found = _outputs.get(key)
+    if found is None:
+        if len(_outputs) > 1 << 12:
+            _outputs.clear()
+        margs, mkwargs = tree_map_only(DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs)))
+        if op._overloadname == "data":  # the formula reads the batch sizes
+            margs[1] = args[1].cpu()
+        out = op(*margs, **mkwargs)
+        found = _outputs[key] = [spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)]
+    return found
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    _aten.scaled_dot_product_attention.default: attention,
+    **{
+        op: recurrent(op)
+        for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
+        for op in (packet.input, packet.data)
+    },
+}

@@ -116,8 +116,9 @@ def _silent(text: str) -> None:
     """Say nothing: the output is not a terminal."""
 
 
-def _hello(name: str) -> bytes:
-    return encode(Hello(PROTOCOL, name, torch.__version__, platform.python_version(), socket.gethostname()))
+def _hello(session: Session) -> bytes:
+    shared = session.challenge.name if session.challenge is not None else ""
+    return encode(Hello(PROTOCOL, session.name, torch.__version__, platform.python_version(), socket.gethostname(), shared))
 
 
 def _start(count: int, simulate_cuda: int, timeout: float, say: Callable[[str], None]) -> Session:
@@ -179,7 +180,7 @@ def _gather(session: Session, count: int, timeout: float, say: Callable[[str], N
                     index = next(k for k in range(count + 1) if k not in joined)
                 if index < count:
                     joined[index] = peer, time.monotonic()
-                    session.send(peer, [_hello(session.name)])
+                    session.send(peer, [_hello(session)])
             elif isinstance(message, Refused):
                 raise ConnectionFailed(f"a worker refused: {message.reason}")
             else:
@@ -215,7 +216,7 @@ def _attach(addresses: list[str], key: Path | None, insecure: bool, timeout: flo
                 seen[number].append(event)
                 if event.kind == "connected" and number not in welcomed:
                     greeted[number] = time.monotonic()
-                    session.send(f"node-{number}".encode(), [_hello(session.name)])
+                    session.send(f"node-{number}".encode(), [_hello(session)])
                 refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
                 if len(refusals) >= 2:
                     raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
@@ -258,6 +259,7 @@ def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welc
         raise ConnectionFailed(f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: install the same distruntime on both")
     node = Node(index, peer, address, session.send)
     node.welcome, node.round_trip = welcome, round_trip
+    node.shared = session.challenge is not None and welcome.shared == session.secret
     return node
 
 

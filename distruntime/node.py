@@ -64,6 +64,7 @@ class _Flight:
     lines: list[Line]
     nbytes: int
     checks: int
+    releases: list[Callable[[], None]]
 
 
 class Node:
@@ -91,6 +92,7 @@ class Node:
         self.round_trip = 0.0
         self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
         self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
+        self.shared = False  # whether the worker reads this process's shared memory
         self.session: Any = None  # the Session that owns it, two layers up
         self.bytes_sent = 0
         self.sent: Sent | None = None  # of the last segment
@@ -98,6 +100,7 @@ class Node:
         self._checks = 0
         self._payloads: list[Buffer] = []
         self._payload_bytes = 0
+        self._releases: list[Callable[[], None]] = []
         self._templates: dict[Any, int] = {}
         self._new_templates: list[Any] = []
         self._unsent: list[Buffer] | None = None
@@ -160,6 +163,14 @@ class Node:
             self.flush()
             return end
 
+    def append_shared(self, words: list[Any], line: Line, release: Callable[[], None]) -> int:
+        """Append an instruction that reads shared memory; send at once, and call `release` when it has run."""
+        with self.lock:
+            self._releases.append(release)
+            end = self.append(words, line)
+            self.flush()
+            return end
+
     def flush(self, upto: int | None = None) -> None:
         """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks; a failed node swallows it."""
         with self.lock:
@@ -183,12 +194,12 @@ class Node:
                     taken = min(taken, upto - self.base)
                     lines = bisect.bisect_right([line[0] for line in self.lines], self.base + taken)
                 frames: list[Buffer] = [encode(Segment(self._seq + 1, self.base, self._new_templates, log[:taken])), *self._payloads]
-                flight = _Flight(self._seq + 1, self.lines[:lines], self._payload_bytes + len(frames[0]), self._checks)
+                flight = _Flight(self._seq + 1, self.lines[:lines], self._payload_bytes + len(frames[0]), self._checks, self._releases)
                 # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
                 self._seq += 1
                 self.base += taken
                 self.log, self.lines = log[taken:], self.lines[lines:]
-                self._new_templates, self._payloads, self._payload_bytes = [], [], 0
+                self._new_templates, self._payloads, self._payload_bytes, self._releases = [], [], 0, []
                 self._unsent = frames
                 self.flights.append(flight)
                 self._dispatch()
@@ -224,6 +235,8 @@ class Node:
             flight: _Flight | None = None
             while self.flights and self.flights[0].seq <= message.seq:
                 flight = self.flights.popleft()
+                for release in flight.releases:
+                    release()
             if flight is not None:
                 for number in [n for n in self.checks if n <= flight.checks]:
                     del self.checks[number]

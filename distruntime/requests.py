@@ -17,6 +17,7 @@ from .errors import ProtocolError
 from .node import Cause, Node
 from .wire.codec import Buffer
 from .wire.messages import Failure
+from .wire.shared import Segment
 
 _SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead workers
 
@@ -24,12 +25,13 @@ _SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead
 class Request:
     """A reply that is expected from one node. `done` is set last; `then` runs once in whichever thread brings the reply."""
 
-    __slots__ = ("cause", "done", "lost", "node", "number", "payload", "then", "value")
+    __slots__ = ("buffer", "cause", "done", "lost", "node", "number", "payload", "then", "value")
 
     def __init__(self, number: int, node: Node) -> None:
         self.number, self.node = number, node
         self.value: Any = None
         self.payload: Buffer | None = None
+        self.buffer: Any = None  # where the parts of a large reply are put together
         self.cause: Cause | None = None  # it is poisoned
         self.lost: str | None = None  # it will never come, and why
         self.done = False
@@ -72,6 +74,16 @@ class Requests:
             request.value = value
             request.payload = payloads[0] if payloads else None
             request.finish()
+
+    def part(self, number: int, offset: int, payloads: Sequence[Buffer]) -> None:
+        """Put a part of a large reply in its place; ignore one that nobody waits for any more."""
+        request = self._open.get(number)
+        if request is None:
+            return
+        room = request.buffer.memory if isinstance(request.buffer, Segment) else request.buffer
+        if room is None or len(payloads) != 1 or not 0 <= offset <= len(room) - len(payloads[0]):
+            raise ProtocolError("a part does not fit what was asked for")
+        memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]
 
     def fail(self, number: int, fields: list[Any]) -> None:
         """Take a `Failed`."""

@@ -20,7 +20,8 @@ from .node import Node, Sent
 from .requests import Request, Requests
 from .wire.channel import Channel, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Refused, Reply, Welcome
+from .wire.shared import SharedPool, challenge
+from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 
 log = logging.getLogger("distruntime")
 
@@ -38,6 +39,8 @@ class Session:
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
         self.requests = Requests()
+        self.shared = SharedPool()
+        self.challenge, self.secret = challenge(self.shared)
         self.closed: str | None = None
         self.default: tuple[int, str | None] = (0, None)
         self.local_workers: list[LocalWorker] = []
@@ -146,11 +149,15 @@ class Session:
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, node: Node, ref: int, after: int, form: str, options: dict[str, Any]) -> Request:
-        """Ask for a value. Return at once; everything up to position `after` is on its way when this returns."""
+    def fetch(self, node: Node, ref: int, after: int, form: str, options: dict[str, Any], buffer: Any = None) -> Request:
+        """Ask for a value. Return at once; everything up to position `after` is on its way when this returns.
+
+        `buffer` is where the parts of a large reply are put together.
+        """
         self.require_open()
         node.require_alive()
         request = self.requests.new(node)
+        request.buffer = buffer
         with node.lock:
             if after > node.base:
                 node.flush(after)
@@ -265,6 +272,8 @@ class Session:
         match message:
             case Done():
                 node.done(message)
+            case Part():
+                self.requests.part(message.request, message.offset, payloads)
             case Reply():
                 self.requests.reply(message.request, message.value, payloads)
             case Failed():
@@ -365,6 +374,7 @@ class Session:
             for worker in self.local_workers:
                 worker.stop(2.0)
             self.channel.close()
+            self.shared.close()
             for callback in self.on_close:
                 callback()
         if unread:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
+from .errors import ProtocolError
 from .handle import Handle, Residence, Storage, next_ref
 from .line import user_line
 from .requests import Request
@@ -14,8 +16,10 @@ from .spec import Spec, spec_of
 from .stall import before_wait, note_wait
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
 from .wire.messages import UPLOAD
+from .wire.shared import LEAST, Segment
 
 INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
+PART_BYTES = 1 << 20  # a larger reply comes in parts, or through shared memory
 _MEMORY_WAIT = 0.0005  # seconds between looks whether the socket has read the user's memory
 
 
@@ -38,9 +42,13 @@ def upload(
     data = tensor_bytes(contiguous)
     line = user_line()
     head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
-    if len(data) <= INLINE_BYTES:
+    segment = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
+    sent = None
+    if segment is not None:
+        segment.memory[: len(data)] = data
+        end = node.append_shared([*head, [segment.name, len(data)]], line, partial(node.session.shared.give, segment))
+    elif len(data) <= INLINE_BYTES:
         end = node.append([*head, bytes(data)], line)
-        sent = None
     else:
         with node.lock:
             end = node.append_payload(head, data, line)
@@ -58,13 +66,24 @@ def upload(
 
 def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Request:
     """Ask for a value as it is after everything issued so far. Return at once."""
-    return handle.place.node.session.fetch(handle.place.node, handle.ref, handle.ready_at, form, options or {})
+    node, nbytes = handle.place.node, handle.spec.nbytes
+    if form != "tensor" or nbytes <= PART_BYTES:
+        return node.session.fetch(node, handle.ref, handle.ready_at, form, options or {})
+    segment = node.session.shared.take(nbytes)
+    shared = {"shared": segment.name} if segment is not None and node.shared else {}
+    return node.session.fetch(node, handle.ref, handle.ready_at, form, shared, segment if segment is not None else bytearray(nbytes))
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     """Return the tensor that a reply brought, with the strides that torch's own copy to the CPU would give it."""
     dtype, sizes, data = reply.value
-    tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data)
+    if data in ("shared", "parts"):
+        segment = reply.buffer
+        if segment is None:
+            raise ProtocolError("a worker sent a large value that was not asked for")
+        tensor = bytes_tensor(dtype, sizes, reply.node.session.shared.private(segment, spec.nbytes) if isinstance(segment, Segment) else segment)
+    else:
+        tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:
         raise RuntimeError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()

@@ -15,7 +15,7 @@ PROTOCOL = 1  # the contract between master and worker: a change of any message 
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
 CHECK = 0  # CHECK, number, [spec, ...], then an instruction: run it, report in `Done` where its results differ from the predicted specs
 LEARN = 1  # LEARN, request, then an instruction: run it, reply with the specs of its results (what is not a tensor is replied itself)
-UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, payload: a tensor from bytes, or from the segment's payload frame of that number
+UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
 FORGET = 3  # FORGET: drop every template; their numbers start again
 FIRST_TEMPLATE = 16
 
@@ -38,13 +38,15 @@ class Hello:
     torch: str
     python: str
     host: str
+    shared: str
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Worker to master: the session is open; this is who I am and what I have.
 
-    `devices` is a list of [name, description, total bytes, free bytes]; `simulated` says that the GPUs are CPU tensors.
+    `devices` is a list of [name, description, total bytes, free bytes]; `simulated` says that the GPUs are CPU tensors. `shared` is the
+    secret in the shared memory that `Hello.shared` names, empty where the worker cannot read it.
     """
 
     protocol: int
@@ -52,7 +54,7 @@ class Welcome:
     python: str
     host: str
     pid: int
-    boot: str
+    shared: bytes
     devices: list[Any]
     simulated: bool
 
@@ -92,7 +94,7 @@ class Fetch:
     """Master to worker: reply with a value, once the log has run up to position `after` (its last writer).
 
     `form` is "tensor" (its bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options) or "done"
-    (nothing: the reply only says that the log has run that far).
+    (nothing: the reply only says that the log has run that far). `options` may name `shared` memory for the bytes.
     """
 
     request: int
@@ -111,8 +113,19 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Worker to master: bytes of a large reply that follows, in this message's payload frame, and where they belong in it."""
+
+    request: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """Worker to master: the answer to a request; a tensor is [dtype, sizes, bytes or None when it fills the payload frame]."""
+    """Worker to master: the answer to a request.
+
+    A tensor is [dtype, sizes, data]: its bytes, None when they fill the payload frame, "parts" or "shared" when they are there already.
+    """
 
     request: int
     value: Any
@@ -146,5 +159,5 @@ class Failure:
     operands: str
 
 
-MESSAGES = (Join, Hello, Welcome, Refused, Segment, Done, Fetch, Ask, Reply, Failed, Goodbye)
-Message = Join | Hello | Welcome | Refused | Segment | Done | Fetch | Ask | Reply | Failed | Goodbye
+MESSAGES = (Join, Hello, Welcome, Refused, Segment, Done, Fetch, Ask, Part, Reply, Failed, Goodbye)
+Message = Join | Hello | Welcome | Refused | Segment | Done | Fetch | Ask | Part | Reply | Failed | Goodbye

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import platform
@@ -10,7 +11,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ import torch
 from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode
-from distruntime.wire.messages import (
-    PROTOCOL, Ask, Fetch, Goodbye, Hello, Join, Message, Refused, Reply, Segment, Welcome,
-)
+from distruntime.wire.messages import PROTOCOL, Ask, Fetch, Goodbye, Hello, Join, Message, Refused, Reply, Segment, Welcome
+from distruntime.wire.shared import answer
 
 from .config import WorkerConfig
 from .devices import Devices
@@ -32,12 +31,16 @@ _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long be
 _MASTER = b"master"
 
 
-def boot_id() -> str:
-    """Return what identifies this boot of this machine: equal on two processes exactly if they share memory."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()}-{platform.machine()}"
+def keep_pages() -> None:
+    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills them.
+
+    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not (measured 2026-11, 2 shared
+    cores, glibc 2.36). Elsewhere than on glibc nothing happens.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        for option, setting in ((-4, 0), (-1, (1 << 31) - 1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h
+            libc.mallopt(option, setting)
 
 
 class _Master:
@@ -58,7 +61,7 @@ class _Master:
             if payload is None:
                 self._channel.send(self.peer, [encode(message)])
             else:
-                self._channel.send(self.peer, [encode(message), payload], copy=False)
+                self._channel.send(self.peer, [encode(message), payload])
         except PeerGone:
             log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
 
@@ -188,7 +191,9 @@ class Daemon:
             version = platform.python_version()
             simulated = self._devices.simulated
             self._master.send(
-                Welcome(PROTOCOL, torch.__version__, version, socket.gethostname(), os.getpid(), boot_id(), self._devices.info(), simulated)
+                Welcome(
+                    PROTOCOL, torch.__version__, version, socket.gethostname(), os.getpid(), answer(hello.shared), self._devices.info(), simulated
+                )
             )
             return
         log.warning("refused a master on %s: %s", hello.host, reason)
@@ -209,6 +214,7 @@ class Daemon:
 def serve(config: WorkerConfig, stop: threading.Event) -> None:
     """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
     sys.setswitchinterval(_SWITCH)
+    keep_pages()
     if config.threads:
         torch.set_num_threads(config.threads)
     daemon = Daemon(config)

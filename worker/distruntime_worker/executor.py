@@ -16,11 +16,12 @@ import torch
 
 from distruntime.errors import InternalError, ProtocolError
 from distruntime.wire.codec import Buffer, bytes_tensor
-from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, FORGET, LEARN, UPLOAD, Done, Failed, Failure, Fetch, Message, Reply, Segment
+from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, FORGET, LEARN, UPLOAD, Done, Failed, Failure, Fetch, Message, Part, Reply, Segment
+from distruntime.wire.shared import Attached
 
 from .devices import Devices
 from .functions import FUNCTIONS
-from .objects import Poisoned, described, failure, failure_fields, plain, spec_fields, wire_value
+from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
 from .template import Run, Template, operator
 
 Send = Callable[[Message, "memoryview | None"], None]
@@ -48,6 +49,7 @@ class Executor:
         self._waiting: list[Fetch] = []
         self._gate = threading.Lock()  # guards who takes a fetch out of _waiting
         self._started = 0.0
+        self._shared = Attached()
         self._thread: int | None = None  # the executing thread
 
     # -- segments (the executing thread) -----------------------------------------------------------------------------------------
@@ -163,9 +165,11 @@ class Executor:
     def _upload(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         ref, device, dtype, sizes, data = p[i + 1 : i + 6]
         try:
-            if isinstance(data, int):
-                data = self._payloads[data]
-            value = bytes_tensor(dtype, sizes, data)
+            if isinstance(data, list):
+                name, nbytes = data
+                value = bytes_tensor(dtype, sizes, memoryview(self._shared[name])[:nbytes]).clone()
+            else:
+                value = bytes_tensor(dtype, sizes, self._payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
             slots[ref] = value if real.type == "cpu" else value.to(real)
         except RuntimeError as error:
@@ -213,13 +217,36 @@ class Executor:
         try:
             if value is None:
                 raise InternalError(f"the value {fetch.ref} is not here")
-            reply, payload = wire_value(value, fetch.form, fetch.options)
+            self._reply(fetch, value)
         except Exception as error:  # whatever it is, it is the answer
             operands = described([value]) if value is not None else ""
             cause = failure(error, seq=self._segment.seq, position=fetch.after, op=f"fetch ({fetch.form})", operands=operands)
             self._send(Failed(fetch.request, failure_fields(cause)), None)
+
+    def _reply(self, fetch: Fetch, value: torch.Tensor) -> None:
+        """Send a value in the form that was asked for.
+
+        Sends copy the bytes before they return, so that later instructions may write the tensor.
+        """
+        request = fetch.request
+        if fetch.form == "item":
+            self._send(Reply(request, plain(value.item())), None)
             return
-        self._send(Reply(fetch.request, reply), payload)
+        if fetch.form == "text":
+            self._send(Reply(request, render(value, dict(fetch.options))), None)
+            return
+        head, data = wire_tensor(value)
+        if "shared" in fetch.options:
+            memoryview(self._shared[fetch.options["shared"]])[: len(data)] = data
+            self._send(Reply(request, [*head, "shared"]), None)
+        elif len(data) <= INLINE_BYTES:
+            self._send(Reply(request, [*head, bytes(data)]), None)
+        elif len(data) <= PART_BYTES:
+            self._send(Reply(request, [*head, None]), data)
+        else:
+            for offset in range(0, len(data), PART_BYTES):
+                self._send(Part(request, offset), data[offset : offset + PART_BYTES])
+            self._send(Reply(request, [*head, "parts"]), None)
 
     def status(self) -> list[Any]:
         """Return [position, operator that is running or None, seconds since its segment started], read off the executing thread's frame.

@@ -13,6 +13,7 @@ from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure
 
 INLINE_BYTES = 1 << 14  # up to here a tensor rides inside the message; above, in a payload frame of its own
+PART_BYTES = 1 << 20  # above, in messages of this size: the master frees each before the next, and its allocator uses the pages again
 
 _printing = threading.Lock()  # torch's print options are one global
 
@@ -60,19 +61,11 @@ def render(value: torch.Tensor, options: dict[str, Any]) -> str:
     return text
 
 
-def wire_value(value: Any, form: str, options: dict[str, Any]) -> tuple[Any, memoryview | None]:
-    """Return what a fetch of `value` replies: the reply's value and the payload frame, if it needs one."""
-    if form == "item":
-        return plain(value.item()), None
-    if form == "text":
-        return render(value, dict(options)), None
+def wire_tensor(value: torch.Tensor) -> tuple[list[Any], memoryview]:
+    """Return a tensor's [dtype, sizes] and its bytes, on the CPU. Copies only what is not contiguous there."""
     with torch.no_grad():
-        # A clone, because later instructions may write the original while the socket still sends it.
-        here = value.detach().to("cpu").resolve_conj().resolve_neg()
-        small = here.numel() * here.element_size() <= INLINE_BYTES
-        data = tensor_bytes(here if small or here is not value else here.clone(memory_format=torch.contiguous_format))
-    head = [dtype_name(here.dtype), list(here.shape)]
-    return ([*head, bytes(data)], None) if small else ([*head, None], data)
+        here = value.detach().to("cpu")
+        return [dtype_name(here.dtype), list(here.shape)], tensor_bytes(here)
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,175 @@
+"""What libzmq's monitor tells of a socket's connections, in terms of peers.
+
+The monitor knows connections by their endpoint (dialled ones) or their fd (accepted ones); messages know their peer and, where they were
+received as zmq.Frame, the fd that they came through. libzmq reports a connection before it passes on its messages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import zmq
+import zmq.backend
+import zmq.utils.monitor
+
+Peer = bytes
+
+_MONITORED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """What happened to a connection.
+
+    "connected" comes with a dialled peer's handshake, or with the first message of one that dialled us; "disconnected" only after it.
+    `peer` is None where somebody unknown failed to get in.
+    """
+
+    kind: Literal["connected", "disconnected", "handshake_failed", "auth_failed"]
+    peer: Peer | None
+    address: str
+    detail: str = ""
+
+
+@final
+class Connections:
+    """The connections of one ROUTER socket. Not thread-safe: the channel's lock guards it.
+
+    Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `_fd_of`
+    is the inverse of `_peer_of`.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
+        self.unplaced: set[int] = set()  # fds through which nothing has come yet
+        self.dialled: set[Peer] = set()
+        self._has_key = has_key
+        self._dialled_at: dict[str, Peer] = {}
+        self._reached: set[Peer] = set()  # of the dialled peers: connected now
+        self._peer_of: dict[int, Peer] = {}
+        self._fd_of: dict[Peer, int] = {}
+        self._events: deque[PeerEvent] = deque()
+        self._router = router
+        self._monitor = context.socket(zmq.PAIR)
+        # By hand, not by get_monitor_socket(): past its default high-water mark libzmq's IO thread would block on unread events.
+        self._monitor.rcvhwm = 0
+        router.monitor("inproc://monitor", _MONITORED)
+        self._monitor.connect("inproc://monitor")
+        self._raw: list[bytes] = []
+        self._receive: Callable[..., bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
+        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._monitor)
+        self.fd: int = self._option(zmq.FD)
+
+    def knows(self, peer: Peer) -> bool:
+        """Return whether the connection of `peer` is known."""
+        return peer in self._fd_of or peer in self.dialled
+
+    def dial(self, peer: Peer, endpoints: Iterable[str]) -> None:
+        """Call what is connected at any of `endpoints` `peer`."""
+        self.dialled.add(peer)
+        self._dialled_at.update(dict.fromkeys(endpoints, peer))
+
+    def hang_up(self, peer: Peer) -> None:
+        """Forget a dialled peer."""
+        self.dialled.discard(peer)
+        self._reached.discard(peer)
+        for endpoint in [endpoint for endpoint, dialled in self._dialled_at.items() if dialled == peer]:
+            del self._dialled_at[endpoint]
+
+    def place(self, peer: Peer, fd: int | None) -> None:
+        """Learn that `peer`, which has dialled us, speaks through `fd`; None: through one that we shall have to guess."""
+        if fd is not None and self._peer_of.get(fd) == peer:
+            return
+        self.read()
+        if fd is None and self.unplaced:
+            if len(self.unplaced) > 1:
+                return  # several have connected in this moment: its next message is received with its fd
+            (fd,) = self.unplaced
+        old = self._fd_of.get(peer)
+        if old is not None:  # it came back before its half-open connection was found broken
+            self._events.append(PeerEvent("disconnected", peer, self._address(), "replaced by a new connection"))
+            del self._peer_of[old], self._fd_of[peer]
+        self._events.append(PeerEvent("connected", peer, self._address()))
+        if fd is not None and fd in self.unplaced:
+            self.unplaced.discard(fd)
+            self._peer_of[fd], self._fd_of[peer] = peer, fd
+        else:
+            self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
+
+    def read(self) -> bool:
+        """Take in what the monitor reports; return whether that was news for take()."""
+        known = len(self._events)
+        while len(self._raw) == 2 or self._option(_EVENTS) & _POLLIN:
+            if not self._raw:
+                self._raw.extend(map(self._receive, (_NOBLOCK, _NOBLOCK)))  # one C call: no interrupt falls in between
+            report = zmq.utils.monitor.parse_monitor_message(self._raw)
+            happened = self._interpret(int(report["event"]), int(report["value"]), report["endpoint"].decode("utf-8", "replace"))
+            if happened is not None:
+                self._events += (happened,)
+            self._raw = []
+        return len(self._events) > known
+
+    def take(self) -> list[PeerEvent]:
+        """Return what happened since the last call, in order."""
+        self.read()
+        found = list(self._events)
+        self._events.clear()
+        return found
+
+    def close(self) -> None:
+        """Close the monitor."""
+        self._router.monitor(None, 0)
+        self._monitor.close(linger=0)
+
+    def _address(self) -> str:
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _interpret(self, event: int, value: int, endpoint: str) -> PeerEvent | None:
+        dialled = self._dialled_at.get(endpoint)
+        match event:
+            case zmq.EVENT_ACCEPTED:
+                lost = self._lost(value, endpoint)  # libzmq does not report connections that it closed by its own decision
+                self.unplaced.add(value)
+                return lost
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if dialled is None:
+                    return None  # accepted: place() reports it
+                self._reached.add(dialled)
+                return PeerEvent("connected", dialled, endpoint)
+            case zmq.EVENT_DISCONNECTED:
+                return self._lost(value, endpoint) if dialled is None else self._lost_dialled(dialled, endpoint)
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return PeerEvent("auth_failed", dialled, endpoint, f"key refused (status {value})")
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return PeerEvent("auth_failed", dialled, endpoint, "one side has a key, the other has none")
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                return PeerEvent("auth_failed", dialled, endpoint, "the two sides hold different keys")
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                return PeerEvent("handshake_failed", dialled, endpoint, f"not what ZeroMQ speaks (ZMTP error {value:#x})")
+            case _:
+                hint = "; it may hold another key" if dialled is not None and self._has_key else ""
+                return PeerEvent("handshake_failed", dialled, endpoint, f"the other side hung up during the handshake{hint}")
+
+    def _lost_dialled(self, peer: Peer, endpoint: str) -> PeerEvent | None:
+        if peer not in self._reached:
+            return None  # the handshake failed, and was reported as that
+        self._reached.discard(peer)
+        return PeerEvent("disconnected", peer, endpoint)
+
+    def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
+        self.unplaced.discard(fd)
+        peer = self._peer_of.pop(fd, None)
+        if peer is None:
+            return None  # never said its name, or has come back on another connection since
+        del self._fd_of[peer]
+        return PeerEvent("disconnected", peer, endpoint)

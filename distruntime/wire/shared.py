@@ -1,0 +1,126 @@
+"""Memory that the master keeps for large tensors, and shares with workers of the same machine: there no socket carries them.
+
+Measured on 2 shared cores, 64 MiB: see docs/benchmarks.md, "bandwidth". The pages are kept and used again, because fresh pages are what
+a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms in fresh ones. The files have no name but `/proc/PID/fd/N`, so the kernel frees them when the master dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass
+
+from distruntime.errors import ProtocolError
+
+LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
+_SMALLEST = 1 << 20
+_MOST = 1 << 30  # bytes that a session keeps at most; past that, transfers take the socket
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A piece of shared memory. `name` is how a worker opens it."""
+
+    name: str
+    memory: mmap.mmap
+    descriptor: int
+
+
+class SharedPool:
+    """The master's side: segments that are taken for one transfer and given back after it. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._idle: list[Segment] = []
+        self._all: list[Segment] = []
+        self._total = 0
+
+    def take(self, nbytes: int) -> Segment | None:
+        """Return a segment of at least `nbytes`, or None where there is no shared memory to be had."""
+        with self._lock:
+            fitting = [s for s in self._idle if len(s.memory) >= nbytes]
+            if fitting:
+                best = min(fitting, key=lambda s: len(s.memory))
+                self._idle.remove(best)
+                return best
+            size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+            if self._total + size > _MOST:
+                return None
+            made = _make(size)
+            if made is not None:
+                self._all.append(made)
+                self._total += size
+            return made
+
+    def private(self, segment: Segment, nbytes: int) -> mmap.mmap:
+        """Return a private mapping of a segment's bytes, for a tensor to live in; the segment comes back when the mapping dies.
+
+        So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner, or a forked child, writes
+        must stay its own.
+        """
+        mapped = mmap.mmap(segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        weakref.finalize(mapped, self.give, segment).atexit = False
+        return mapped
+
+    def give(self, segment: Segment) -> None:
+        """Take back a segment that nobody reads or writes any more."""
+        with self._lock:
+            self._idle.append(segment)
+
+    def close(self) -> None:
+        """Close every segment. Their descriptors stay open until now, because their numbers are their names."""
+        with self._lock:
+            for segment in self._all:
+                os.close(segment.descriptor)
+            self._all, self._idle, self._total = [], [], 0
+
+
+def _make(size: int) -> Segment | None:
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        descriptor = os.memfd_create("distruntime", os.MFD_CLOEXEC)
+    except OSError:
+        return None  # no shared memory is no error: the socket carries the bytes
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # now, and not as a bus error when the pages are touched
+        return Segment(f"/proc/{os.getpid()}/fd/{descriptor}", mmap.mmap(descriptor, size), descriptor)
+    except OSError:
+        os.close(descriptor)
+        return None
+
+
+class Attached:
+    """A worker's side: the segments of one master, mapped once each."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, mmap.mmap] = {}
+
+    def __getitem__(self, name: object) -> mmap.mmap:
+        if not isinstance(name, str) or not name.startswith("/proc/"):
+            raise ProtocolError(f"not a shared segment: {str(name)[:40]!r}")
+        found = self._mapped.get(name)
+        if found is None:
+            with open(name, "r+b") as file:
+                found = self._mapped[name] = mmap.mmap(file.fileno(), 0)
+        return found
+
+
+def challenge(pool: SharedPool) -> tuple[Segment | None, bytes]:
+    """Return a segment with a secret in it, and the secret: a worker that can tell it shares this memory."""
+    token = secrets.token_bytes(16)
+    segment = pool.take(_SMALLEST)
+    if segment is not None:
+        segment.memory[:16] = token
+    return segment, token
+
+
+def answer(name: str) -> bytes:
+    """Return the secret in a master's segment, or nothing where this process cannot read it."""
+    try:
+        return bytes(Attached()[name][:16])
+    except (OSError, ValueError, ProtocolError):
+        return b""  # another machine, another container or another user: the socket carries the bytes

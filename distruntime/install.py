@@ -14,6 +14,7 @@ from .device_module import RemoteModule
 from .dispatch import dispatch
 from .first import create, wrap
 from .handle import Place
+from .load import load
 from .opaque import hide
 from .session import active, active_session
 from .tensor import DistributedTensor
@@ -56,6 +57,7 @@ def install() -> None:
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign, assignment]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
+    torch.load = load
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
     hide(__name__.partition(".")[0])
     os.register_at_fork(after_in_child=_forked)

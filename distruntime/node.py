@@ -44,6 +44,10 @@ def line_text(line: Line | None) -> str:
     return f"{code.co_filename}:{number}" + (f"   {source}" if source else "")
 
 
+def _undisturbed() -> None:
+    """Of a node that no session has taken yet."""
+
+
 def _unthrottled(node: Node) -> None:
     """Of a node that no session has taken yet."""
 
@@ -93,6 +97,7 @@ class Node:
         self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
         self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
         self.shared = False  # whether the worker reads this process's shared memory
+        self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
         self.session: Any = None  # the Session that owns it, two layers up
         self.bytes_sent = 0
         self.sent: Sent | None = None  # of the last segment
@@ -212,6 +217,7 @@ class Node:
         self.sent = self._send(self.peer, frames)
         self._unsent = None
         self.bytes_sent += sum(len(f) for f in frames)
+        self.stir()
 
     @property
     def busy(self) -> bool:

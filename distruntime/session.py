@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from .announce import Announcer
 from .context import current_device, current_gpu, current_node
 from .errors import PlacementError, ProtocolError, SessionClosed
 from .failure import remote_error
@@ -18,7 +19,7 @@ from .handle import Place, Residence
 from .launch import LocalWorker
 from .node import Node, Sent
 from .requests import Request, Requests
-from .wire.channel import Channel, PeerGone
+from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.shared import SharedPool, challenge
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
@@ -53,7 +54,10 @@ class Session:
         self._pinned: list[Residence] = []
         self._free = list(range(_LAST, 0, -1))
         self._numbering = threading.RLock()
-        self._stop = threading.Event()
+        self._stop = False
+        self._wake = threading.Event()
+        self._parked = False
+        self._announcer = Announcer()
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __enter__(self) -> Session:
@@ -68,7 +72,7 @@ class Session:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
             assert node.welcome is not None
-            node.session, node.throttle = self, self.throttle
+            node.session, node.throttle, node.stir = self, self.throttle, self._stir
             node.forgetters.append(lambda node=node: self._drop_signatures(node))  # type: ignore[misc]
             for name, *_ in node.welcome.devices:
                 if len(self._pinned) < _PINNED:
@@ -175,11 +179,14 @@ class Session:
     def result(self, request: Request, timeout: float | None = None) -> bool:
         """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._announcer.begin(request.node)
         try:
             return self.requests.wait(lambda: request.done, self._read, deadline)
         except KeyboardInterrupt:
             self.requests.forget(request)
             raise
+        finally:
+            self._announcer.end()
 
     def value(self, request: Request) -> Any:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -201,7 +208,11 @@ class Session:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
         for other in self.nodes:
             other.flush()
-        self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None)
+        self._announcer.begin(node)
+        try:
+            self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None)
+        finally:
+            self._announcer.end()
 
     def synchronize(self, node: Node) -> None:
         """Block until a worker has run everything issued so far; raise its first failure that nobody has read."""
@@ -313,14 +324,32 @@ class Session:
             self.requests.lose(node, why)
 
     def _pump_loop(self) -> None:
-        while not self._stop.wait(_TICK if self._active() else _IDLE):
-            self.requests.glance(self._read)
-            for node in self.nodes:
-                if (node.log or node.freed) and not node.busy:
-                    node.flush()
+        while not self._stop:
+            if self._active():
+                time.sleep(_TICK)
+            else:
+                self._parked = True
+                self._wake.wait(_IDLE)
+                self._parked = False
+                self._wake.clear()
+            try:
+                self.requests.glance(self._read)
+                for node in self.nodes:
+                    if (node.log or node.freed) and not node.busy:
+                        node.flush()
+                self._announcer.look()
+            except ChannelClosed:
+                return
+            except Exception:
+                log.exception("the pump met an error; it goes on")
 
     def _active(self) -> bool:
         return len(self.requests) > 0 or any(node.flights or node.log for node in self.nodes)
+
+    def _stir(self) -> None:
+        """Wake the pump if it sleeps: something is in flight."""
+        if self._parked:
+            self._wake.set()
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -365,7 +394,8 @@ class Session:
                 if node.failed is None:
                     self._post(node, Goodbye("the master shut the session down"))
             self.closed = "it was shut down"
-            self._stop.set()
+            self._stop = True
+            self._wake.set()
             for residence in list(self._residences.values()):
                 residence.cache.clear()
             self.requests.lose(None, "shutdown")

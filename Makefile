@@ -31,10 +31,11 @@ long: .venv/.tests
 
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv
 
 .venv/.%: .venv/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install $(PIP_FLAGS) --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@echo "installing distruntime[$*] into .venv, a minute or two the first time"
+	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 .PHONY: demo test check bench long

@@ -62,7 +62,7 @@ def _repl(options: argparse.Namespace) -> int:
             code.interact(_HELLO, local=names, exitmsg="")
         else:  # not imported at the top: it is optional, and takes half a second
             print(_HELLO, end="")
-            importlib.import_module("IPython").start_ipython(argv=["--no-banner"], user_ns=names)
+            importlib.import_module("IPython").start_ipython(argv=["--no-banner", "--no-confirm-exit"], user_ns=names)
     finally:
         distruntime.shutdown()
     return 0

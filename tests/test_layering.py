@@ -18,16 +18,60 @@ MASTER = {
     "wire.keys": "errors",
     "wire.codec": "errors wire.messages",
     "spec": "wire.codec",
+    "launch": "wire.keys",
+    "node": "errors wire.codec wire.messages",
+    "failure": "errors node",
+    "handle": "node spec",
+    "context": "errors handle",
+    "line": "node",
+    "opaque": "",
+    "propagate": "spec",
+    "stall": "errors line node",
+    "wire.connections": "",
+    "wire.channel": "errors wire.connections wire.keys",
+    "wire.shared": "errors",
+    "requests": "errors node wire.codec wire.messages wire.shared",
+    "session": "context errors failure handle launch node requests wire.channel wire.codec wire.messages wire.shared",
+    "placing": "context errors handle session",
+    "transfer": "errors handle line requests spec stall wire.codec wire.messages wire.shared",
+    "first": "errors handle line node propagate session spec stall transfer wire.codec wire.messages",
+    "render": "failure handle spec stall transfer wire.codec",
+    "special": "errors first handle line session transfer",
+    "dispatch": "first handle line node special",
+    "table": "handle render session",
+    "tensor": "context dispatch errors first handle render session special transfer",
+    "composite": "dispatch first handle line spec tensor transfer",
+    "factories": "context errors handle session tensor",
+    "fetch": "failure requests session stall tensor transfer",
+    "random": "first handle line session spec tensor transfer",
+    "device_module": "context errors handle random session tensor",
+    "install": "composite context device_module dispatch first handle opaque session tensor transfer",
+    "connect": "errors install launch node session table wire.channel wire.codec wire.keys wire.messages",
+    "": "connect errors factories fetch handle placing random session stall table tensor",
+    "__main__": "distruntime",
+    "demo": "distruntime",
 }
-WORKER: dict[str, str] = {}
+WORKER = {
+    "": "",
+    "config": "",
+    "devices": "",
+    "functions": "",
+    "objects": "",
+    "template": "",
+    "executor": "devices functions objects template",
+    "daemon": "config devices executor",
+    "cli": "config daemon",
+    "__main__": "cli",
+}
 WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's side; with everything below them
 
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
-    "zmq": {"distruntime.wire.channel", "distruntime.wire.keys"},
+    "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.keys"},
     "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
     "cloudpickle": set[str](),
-    "weakref": set[str](),  # Module.to swaps parameters in place and refuses objects that have weak references
+    # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy: places, channels, shared memory
+    "weakref": {"distruntime.session", "distruntime.wire.channel", "distruntime.wire.shared"},
 }
 WIRE_WITH_TORCH = {"distruntime.wire.codec"}
 
@@ -74,7 +118,7 @@ def _ours(module: str) -> set[str]:
 
 def _full(package: str, table: dict[str, str]) -> dict[str, set[str]]:
     def name(short: str) -> str:
-        return f"{package}.{short}" if short else package
+        return package if short in ("", package) else f"{package}.{short}"
 
     return {name(row): {name(target) for target in targets.split()} for row, targets in table.items()}
 

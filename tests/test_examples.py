@@ -1,0 +1,93 @@
+"""The examples run as their docstrings say, and print what their docstrings show (figures apart)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(*arguments: str, folder: Path, stdin: str = "") -> str:
+    """Return what a Python process printed; fail with all of it where its status is not 0."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
+    env = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def shown(example: Path) -> list[str]:
+    """Return the output that an example's docstring shows: the indented lines after its command."""
+    after = example.read_text(encoding="utf-8").partition(f"    $ python examples/{example.name}")[2].partition("\n")[2]
+    lines = re.match(r"(?:    .*\n|\n(?=    ))*", after)
+    assert lines is not None
+    return [line[4:] for line in lines.group().rstrip().splitlines()]
+
+
+def without_figures(lines: list[str]) -> list[str]:
+    """Blank out what differs from run to run: numbers, and how close two sums are that were added up in another order."""
+    lines = [line.replace("to the last bit", "within 0") for line in lines]
+    return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line)).strip() for line in lines]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.stem for example in EXAMPLES])
+def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
+    printed = run(str(example), folder=tmp_path).rstrip().splitlines()
+    assert shown(example), "the docstring shows no output"
+    if example.stem == "04_gpt":  # what it writes differs from machine to machine
+        printed, expected = (["".join(lines).partition("    def")[0]] for lines in (printed, shown(example)))
+        assert without_figures(printed) == without_figures(expected)
+    else:
+        assert without_figures(printed) == without_figures(shown(example))
+    if example.stem == "02_digits":
+        check_digits("\n".join(printed), tmp_path)
+
+
+def check_digits(printed: str, folder: Path) -> None:
+    accuracy = re.search(r"test accuracy ([\d.]+) %", printed)
+    assert accuracy is not None and float(accuracy.group(1)) >= 97
+    assert re.search(r"same losses as local: yes, (within \de-\d+|to the last bit)\)", printed)
+    assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.stem for example in EXAMPLES])
+def test_an_example_is_short(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_the_demo_of_the_package_is_the_example() -> None:
+    assert (ROOT / "distruntime" / "demo.py").read_bytes() == (ROOT / "examples" / "02_digits.py").read_bytes()
+
+
+def test_the_demo_runs_without_a_clone_in_mind(tmp_path: Path) -> None:
+    check_digits(run("-m", "distruntime", "demo", folder=tmp_path), tmp_path)
+
+
+LINES = "x = torch.arange(4, device='remote')\nprint('sum', x.sum().item(), dr.is_initialized())\n"
+
+
+def test_the_repl_has_a_session(tmp_path: Path) -> None:
+    assert "sum 6 True" in run("-m", "distruntime", "repl", "--world-size", "1", folder=tmp_path, stdin=LINES)
+
+
+def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
+    start = (
+        "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; sys.exit(main(['repl', '--world-size', '1']))"
+    )
+    assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
+
+
+def test_a_repl_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
+    command = [sys.executable, "-m", "distruntime", "repl", "nonsense://here"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.match(r"\w+: ", done.stderr) and "Traceback" not in done.stderr

@@ -1,0 +1,42 @@
+"""The public names: `__all__` is complete, has no strangers, and every name says what it is for."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import pytest
+import torch
+
+import distruntime as dr
+
+PUBLIC = {name: value for name, value in vars(dr).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+
+
+def test_all_is_complete_and_has_no_strangers() -> None:
+    assert len(dr.__all__) == len(set(dr.__all__))
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"}
+
+
+def test_the_names_of_the_design_are_there() -> None:
+    sessions = "init_master_worker shutdown is_initialized Session nodes synchronize manual_seed stalls set_sync_debug_mode"
+    places = "node device on place set_place Place"
+    tensors = "DistributedTensor FloatTensor DoubleTensor HalfTensor ByteTensor CharTensor ShortTensor IntTensor LongTensor"
+    factories = "fetch fetch_async zeros ones full empty rand randn randint arange linspace eye tensor"
+    errors = "DistruntimeError UsageError PlacementError SessionClosed NotSupportedError ConfigurationError RemoteError NodeFailed"
+    wanted = " ".join((sessions, places, tensors, factories, errors, "ConnectionFailed ProtocolError InternalError")).split()
+    assert [name for name in wanted if name not in dr.__all__] == []
+
+
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if callable(value) and not isinstance(value, torch.dtype)])
+def test_a_public_name_is_documented(name: str) -> None:
+    value = PUBLIC[name]
+    own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert own, f"{name} has no docstring of its own"
+
+
+@pytest.mark.parametrize("name", ["Session", "DistributedTensor", "Place"])
+def test_the_public_methods_of_a_class_are_documented(name: str) -> None:
+    cls = getattr(dr, name)
+    methods = {key: value for key, value in vars(cls).items() if not key.startswith("_") and inspect.isfunction(value)}
+    assert [key for key, method in methods.items() if not method.__doc__] == []

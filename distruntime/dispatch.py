@@ -15,7 +15,7 @@ import torch
 from .first import HUGE, Entry, emit, first_time
 from .handle import Handle, Residence, Storage, next_ref
 from .line import USERS, user_line
-from .node import BATCH, WINDOW
+from .node import WINDOW
 from .special import SPECIAL
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         elif kind is float:  # travels as an operand: a learning rate that changes must not make a new template
             key.append(float)
             words.append(a)
-        elif kind is list:
+        elif kind is list or kind is tuple:
             if a and type(a[0]) is int:
                 key.append(tuple(a))
             else:
@@ -115,7 +115,7 @@ def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = Non
         log += words
         handle.made = end = node.base + len(log)
         node.lines.append((end, line[1], line[2]))
-        if not node.flights or len(log) > BATCH:
+        if len(log) > node.enough:
             node.flush()
     if len(node.flights) >= WINDOW:
         node.throttle(node)

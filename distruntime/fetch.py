@@ -30,11 +30,14 @@ class Fetched(concurrent.futures.Future[Any]):
         """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip more.
         deadline = None if timeout is None else time.monotonic() + timeout
-        for reply in self._pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not reply.done and not reply.node.session.result(reply, left):
-                break
-        return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        try:
+            for reply in self._pending:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not reply.done and not reply.node.session.result(reply, left):
+                    break
+            return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        finally:
+            del self  # else what is raised would hold this frame, the future, and so itself
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()

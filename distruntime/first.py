@@ -27,6 +27,8 @@ from .wire.messages import CHECK, LEARN
 
 HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
 
+_MOST_SIGNATURES = 1 << 16
+
 # template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
 # None; the whole outcome; the operator, kept alive because the signature holds its id
 Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
@@ -200,6 +202,8 @@ def call(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], plac
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
         if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
+            if len(place.cache) >= _MOST_SIGNATURES:
+                place.cache.clear()
             place.cache[signature] = entry
             if fresh and all(r.alias is None for r in fresh):
                 words[:0] = [CHECK, node.check(_corrector(place, signature, cls, func, args)), [r.spec.wire() for r in fresh]]

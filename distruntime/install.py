@@ -113,14 +113,18 @@ def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch
 
 
 def _crosses(module: torch.nn.Module, fn: Any) -> bool:
-    """Whether a conversion turns local parameters into remote ones or back, tried on an empty tensor of each kind."""
-    for remote in {isinstance(p, DistributedTensor) for p in module.parameters()}:
-        first = next(p for p in module.parameters() if isinstance(p, DistributedTensor) is remote)
-        sample = torch.empty(0, dtype=first.dtype, device=first.device)
-        with torch.no_grad():
-            if isinstance(fn(sample), DistributedTensor) is not remote:
-                return True
-    return False
+    """Whether a conversion moves parameters to another place, here or there, tried on an empty tensor at each place."""
+    samples: dict[Place | None, torch.Tensor] = {}
+    for p in module.parameters():
+        place = p.place if isinstance(p, DistributedTensor) else None
+        if place not in samples:
+            samples[place] = torch.empty(0, dtype=p.dtype, device=p.device)
+    with torch.no_grad():
+        return any(_place_of(fn(sample)) != place for place, sample in samples.items())
+
+
+def _place_of(tensor: torch.Tensor) -> Place | None:
+    return tensor.place if isinstance(tensor, DistributedTensor) else None
 
 
 def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> torch.nn.Module:

@@ -275,8 +275,10 @@ class Session:
     def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
         node = self._by_peer.get(peer)
         if isinstance(message, (Join, Welcome, Refused)):
-            if node is None or node.welcome is None:
+            if not self._pump.is_alive():
                 self.greetings.append((peer, message))
+            elif isinstance(message, Join):
+                self.send(peer, [encode(Goodbye("the session has all its workers"))])
             return
         if node is None:
             raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass
+from types import CodeType
 
 from .errors import UsageError
 from .line import user_line
@@ -23,7 +24,7 @@ class Stall:
 
 
 _lock = threading.Lock()
-_found: dict[tuple[str, str], list[float]] = {}
+_found: dict[tuple[CodeType | None, int, str], list[float]] = {}  # resolved to lines only when somebody asks
 _mode = "default"
 
 
@@ -59,7 +60,8 @@ def before_wait(why: str) -> None:
 def note_wait(why: str, started: float) -> None:
     """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
     seconds = time.perf_counter() - started
-    key = line_text(user_line()), why
+    _, code, offset = user_line()
+    key = code, offset, why
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1
@@ -69,7 +71,7 @@ def note_wait(why: str, started: float) -> None:
 def stalls(reset: bool = False) -> list[Stall]:
     """Return the master's waits so far, summed up by line, the longest first."""
     with _lock:
-        rows = [Stall(line, why, int(n), seconds) for (line, why), (n, seconds) in _found.items()]
+        rows = [Stall(line_text((0, code, offset)), why, int(n), seconds) for (code, offset, why), (n, seconds) in _found.items()]
         if reset:
             _found.clear()
     return sorted(rows, key=lambda row: -row.seconds)

@@ -19,7 +19,7 @@ from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
 from .special import move
-from .transfer import download
+from .transfer import download, item
 
 
 class DeviceIndex(int):
@@ -132,6 +132,12 @@ class DistributedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and not self.is_meta else object.__format__(self, spec)
 
+    def item(self) -> Any:
+        """Return the one element as a Python number. Block until it is here."""
+        if self.numel() != 1:
+            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+        return item(self._handle)
+
     def tolist(self) -> Any:
         """Return the values as nested lists of numbers. Block until they are here."""
         return download(self._handle, "tolist").tolist()
@@ -157,8 +163,11 @@ class DistributedTensor(torch.Tensor):
         # torch's own setter would change the wrapper's size and keep the old value, silently
         if not isinstance(other, DistributedTensor):
             raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
-        self._handle = other.detach()._handle
-        reshape_wrapper(self, self._handle.spec)
+        if other.place == self.place:
+            self._handle = other.detach()._handle
+            reshape_wrapper(self, self._handle.spec)
+        else:  # the wrapper's C++ side knows its place, so it changes too
+            torch.utils.swap_tensors(self, other.detach().requires_grad_(self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedTensor:
         if id(self) in memo:

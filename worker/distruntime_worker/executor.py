@@ -36,10 +36,9 @@ class Executor:
         self._devices = devices
         self._send = send
         self.slots: dict[int, Any] = {}
-        self._templates: list[Run] = [self._unused] * FIRST_TEMPLATE
-        self._templates[CHECK], self._templates[LEARN] = self._check, self._learn
-        self._templates[UPLOAD], self._templates[FORGET] = self._upload, self._forget
-        self._info: list[Template | None] = [None] * FIRST_TEMPLATE
+        self._templates: dict[int, Run] = {CHECK: self._check, LEARN: self._learn, UPLOAD: self._upload, FORGET: self._forget}
+        self._info: dict[int, Template] = {}
+        self._next_template = FIRST_TEMPLATE
         self._payloads: Sequence[Buffer] = ()
         self._failures: list[Failure] = []
         self._corrections: list[Any] = []
@@ -81,12 +80,13 @@ class Executor:
             self._serve(start + n)
 
     def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
-        if number != len(self._templates):
-            raise ProtocolError(f"template {number} came where {len(self._templates)} was expected")
+        if number != self._next_template:
+            raise ProtocolError(f"template {number} came where {self._next_template} was expected")
+        self._next_template += 1
         call = FUNCTIONS.get(name) or operator(name)
         template = Template(name, call, args, kwargs, results, self._devices.real, self._fail)
-        self._templates.append(template.run)
-        self._info.append(template)
+        self._templates[number] = template.run
+        self._info[number] = template
 
     def _fail(self, template: Template, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
@@ -109,13 +109,10 @@ class Executor:
                         slots[ref] = poisoned
             slots[p[i + k]] = poisoned
 
-    def _unused(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        raise ProtocolError(f"{p[i]} is not an instruction of this protocol")
-
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
         number, predicted = p[i + 1], p[i + 2]
-        template = self._info[p[i + 3]]
+        template = self._info.get(p[i + 3])
         after = self._templates[p[i + 3]](slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
@@ -141,7 +138,7 @@ class Executor:
 
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
-        request, template = p[i + 1], self._info[p[i + 2]]
+        request, template = p[i + 1], self._info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         before = len(self._failures)
@@ -180,8 +177,9 @@ class Executor:
         return i + 6
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        del self._templates[FIRST_TEMPLATE:], self._info[FIRST_TEMPLATE:]
-        return i + 1
+        for number in [n for n in self._info if n < p[i + 1]]:
+            del self._templates[number], self._info[number]
+        return i + 2
 
     # -- fetches (either thread) -------------------------------------------------------------------------------------------------
 
@@ -267,5 +265,5 @@ class Executor:
             return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
-        info = self._info[words[i]] if 0 <= words[i] < len(self._info) else None
+        info = self._info.get(words[i])
         return [position, info.name if info else "upload", time.monotonic() - self._started]

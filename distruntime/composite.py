@@ -29,8 +29,15 @@ _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
 def attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """Compute attention as the worker's device would: its fused kernel where torch would choose that there, else the formula."""
     op = _aten.scaled_dot_product_attention.default
@@ -60,8 +67,14 @@ def _is_cpu(place: Residence) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _choice(
-    specs: tuple[Spec, ...], grads: tuple[bool, ...], masked: bool, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool, enabled: tuple[bool, bool],
+    specs: tuple[Spec, ...],
+    grads: tuple[bool, ...],
+    masked: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    enabled: tuple[bool, bool],
 ) -> int:
     """Return which kernel torch chooses on a CPU. It looks at metadata only: the local twins' memory is never touched."""
     twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype) for s in specs]
@@ -195,9 +208,5 @@ def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: attention,
-    **{
-        op: recurrent(op)
-        for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
-        for op in (packet.input, packet.data)
-    },
+    **{op: recurrent(op) for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu) for op in (packet.input, packet.data)},
 }

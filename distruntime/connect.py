@@ -83,7 +83,9 @@ def init_master_worker(
     return session
 
 
-def _check(backend: str, world_size: int | None, workers: Sequence[str] | None, listen: str | None, simulate_cuda: int, data_channel: str) -> None:
+def _check(
+    backend: str, world_size: int | None, workers: Sequence[str] | None, listen: str | None, simulate_cuda: int, data_channel: str
+) -> None:
     if backend in ("tcp", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
             f'backend={backend!r} is how workers would talk to each other; the command channel is always ZeroMQ: use backend="zmq", data_channel={backend!r}'
@@ -91,7 +93,9 @@ def _check(backend: str, world_size: int | None, workers: Sequence[str] | None, 
     if backend != "zmq":
         raise ConfigurationError(f'backend is "zmq", got {backend!r}')
     if data_channel != "auto":
-        raise ConfigurationError(f'data_channel is "auto" in this version (copies between nodes pass through the master), got {data_channel!r}')
+        raise ConfigurationError(
+            f'data_channel is "auto" in this version (copies between nodes pass through the master), got {data_channel!r}'
+        )
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
     if workers is not None and not workers:
@@ -133,7 +137,9 @@ def _start(count: int, simulate_cuda: int, timeout: float, say: Callable[[str], 
     started = time.monotonic()
     say(f"starting {count} worker{'s' if count > 1 else ''} ")
     try:
-        session.local_workers = start_workers(count, address=address, key=None, threads=threads, simulate_cuda=simulate_cuda, directory=directory)
+        session.local_workers = start_workers(
+            count, address=address, key=None, threads=threads, simulate_cuda=simulate_cuda, directory=directory
+        )
         _gather(session, count, timeout, say, "start")
     except BaseException:
         _abandon(session)
@@ -163,7 +169,9 @@ def _gather(session: Session, count: int, timeout: float, say: Callable[[str], N
     while len(welcomed) < count:
         if time.monotonic() > deadline:
             missing = count - len(welcomed)
-            raise ConnectionFailed(f"{missing} of {count} workers did not {verb} within {timeout:.0f} s{_last_words(session.local_workers)}")
+            raise ConnectionFailed(
+                f"{missing} of {count} workers did not {verb} within {timeout:.0f} s{_last_words(session.local_workers)}"
+            )
         for index, worker in enumerate(session.local_workers):
             if index not in welcomed and (ended := worker.poll()) is not None:
                 raise ConnectionFailed(f"worker {index} ended before it was ready ({ended}){_last_words([worker])}")
@@ -257,7 +265,9 @@ def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
 
 def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float) -> Node:
     if welcome.protocol != PROTOCOL:
-        raise ConnectionFailed(f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: install the same distruntime on both")
+        raise ConnectionFailed(
+            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: install the same distruntime on both"
+        )
     node = Node(index, peer, address, session.send)
     node.welcome, node.round_trip = welcome, round_trip
     node.shared = session.challenge is not None and welcome.shared == session.secret

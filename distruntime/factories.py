@@ -68,7 +68,7 @@ def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
         f"Return a new {dtype} tensor on the current node: of the given sizes and uninitialised, or of a list of data.\n\n"
-        "`device` is -1 or \"cpu\" for the node's CPU (the default), k or \"cuda:k\" for a GPU. Return at once."
+        '`device` is -1 or "cpu" for the node\'s CPU (the default), k or "cuda:k" for a GPU. Return at once.'
     )
     return make
 

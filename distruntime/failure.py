@@ -20,7 +20,9 @@ class WorkerTraceback(Exception):
 
 # What a reply may become: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
-    name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, UnicodeError)
+    name: cls
+    for name, cls in vars(builtins).items()
+    if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, UnicodeError)
 }
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError
@@ -33,10 +35,15 @@ def _class(kind: str) -> type[RemoteError]:
     """Return a class that is both `RemoteError` and the original, so that either `except` catches it."""
     original = _KNOWN.get(kind, RuntimeError)
     try:
-        made = type(original.__name__, (RemoteError, original), {
-            "__module__": original.__module__, "__qualname__": original.__qualname__,
-            "__str__": BaseException.__str__,  # KeyError's own would show the text's repr
-        })
+        made = type(
+            original.__name__,
+            (RemoteError, original),
+            {
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "__str__": BaseException.__str__,  # KeyError's own would show the text's repr
+            },
+        )
     except TypeError:  # the two classes' layouts do not mix
         return RemoteError
     return made

@@ -37,7 +37,14 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 # Operators that take index tensors from anywhere, as CUDA's do.
-_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"}
+_INDEXED = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+    "aten::_unsafe_index_put",
+}
 
 
 def wrap(cls: type, handle: Handle) -> Any:
@@ -125,7 +132,9 @@ def entry_for(func: Any, cls: type, args: Sequence[Any], number: int, outcome: O
 def emit(cls: type, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
     """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
     number, _, _, outcome, _ = entry
-    operands: list[Any] = [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
+    operands: list[Any] = (
+        [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
+    )
     words[0] = number
     fresh: list[Handle] = []
 
@@ -366,7 +375,9 @@ def send_along(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
                 f"{func}: `{name}` is a local tensor {tuple(t.shape)} on {t.device} and {what}, other operands live on {place.place} ({place.node.host})\n"
                 f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
             )
-    sent: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda t: t if type(t) is cls else wrap(cls, upload(t, place)), (list(args), dict(kwargs)))
+    sent: tuple[Any, Any] = tree_map_only(
+        torch.Tensor, lambda t: t if type(t) is cls else wrap(cls, upload(t, place)), (list(args), dict(kwargs))
+    )
     return sent
 
 

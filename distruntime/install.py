@@ -150,5 +150,3 @@ def _forked() -> None:
     """In a forked child the session is the parent's: proxies refuse, local work goes on."""
     for session in active:
         session.abandon()
-
-

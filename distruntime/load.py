@@ -30,9 +30,12 @@ def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             return leaf
         if id(leaf) not in sent:
             moved = leaf.detach().to(place.lazy)
-            sent[id(leaf)] = torch.nn.Parameter(moved, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else moved.requires_grad_(leaf.requires_grad)
+            sent[id(leaf)] = (
+                torch.nn.Parameter(moved, leaf.requires_grad)
+                if isinstance(leaf, torch.nn.Parameter)
+                else moved.requires_grad_(leaf.requires_grad)
+            )
         return sent[id(leaf)]
 
     loaded = _load(f, "cpu", *args, **kwargs)
     return tree_map(send, loaded)
-

@@ -23,6 +23,7 @@ PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
 _MOST_TEMPLATES = 1 << 15
 _MOST_FAILURES = 1000
 
+
 class Sent(Protocol):
     """Says whether the bytes of a send that copied nothing have left the user's memory."""
 

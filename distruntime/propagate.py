@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .spec import Spec, spec_of
 
@@ -81,7 +81,9 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor
     return [leaf for leaf in tree_flatten((list(args), kwargs))[0] if isinstance(leaf, torch.Tensor)]
 
 
-def aliases(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, int], tuple[int, ...], list[int | None]]:
+def aliases(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, int], tuple[int, ...], list[int | None]]:
     """Return, from the schema: the first tensor operand of each alias set, the operands written, and each result's aliased operand."""
     schema = func._schema
     sets: dict[str, int] = {}

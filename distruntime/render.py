@@ -67,8 +67,12 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         return summary(spec, handle, f"lost, {node} {node.failed}")
     options = _tensor_str.PRINT_OPTS
     asked = {
-        "precision": options.precision, "threshold": int(min(options.threshold, 1 << 62)), "edgeitems": options.edgeitems,
-        "linewidth": options.linewidth, "sci_mode": options.sci_mode, "indent": len("tensor("),
+        "precision": options.precision,
+        "threshold": int(min(options.threshold, 1 << 62)),
+        "edgeitems": options.edgeitems,
+        "linewidth": options.linewidth,
+        "sci_mode": options.sci_mode,
+        "indent": len("tensor("),
     }
     before_wait("repr")
     reply = request(handle, "text", asked)
@@ -87,7 +91,10 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         body = "[]"
         if tensor.dim() != 1:
             suffixes = [f"size={tuple(spec.size)}", *suffixes]
-    floating = spec.dtype in (torch.get_default_dtype(), torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128)
+    floating = spec.dtype in (
+        torch.get_default_dtype(),
+        torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128,
+    )
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
     return _tensor_str._add_suffixes("tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False)

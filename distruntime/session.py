@@ -21,8 +21,8 @@ from .node import Node, Sent
 from .requests import Request, Requests
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.shared import SharedPool, challenge
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
+from .wire.shared import SharedPool, challenge
 
 log = logging.getLogger("distruntime")
 
@@ -124,7 +124,9 @@ class Session:
         if found is None:
             self.require_open()
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
-            raise PlacementError(f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them')
+            raise PlacementError(
+                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'
+            )
         return found
 
     def current(self, *, like_torch: bool = True) -> Residence:

@@ -34,7 +34,11 @@ class Spec:
         """Return a `meta` tensor of this metadata."""
         span = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride)) if self.size.numel() else 0
         flat = torch.empty(self.offset + span, dtype=self.dtype, device="meta")
-        meta = flat if (flat.size(), (1,), 0) == (self.size, self.stride, self.offset) else flat.as_strided(self.size, self.stride, self.offset)
+        meta = (
+            flat
+            if (flat.size(), (1,), 0) == (self.size, self.stride, self.offset)
+            else flat.as_strided(self.size, self.stride, self.offset)
+        )
         if self.bits & _CONJ:
             torch._C._set_conj(meta, True)
         if self.bits & _NEG:

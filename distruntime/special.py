@@ -48,7 +48,11 @@ def _to_copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         if target.type == "meta":
             return func(source._handle.spec.meta(), **{**rest, "device": target})
         local = download(source._handle)
-        same = all(v is None or (k == "dtype" and v == local.dtype) or (k == "memory_format" and v == torch.preserve_format) for k, v in rest.items() if k != "layout")
+        same = all(
+            v is None or (k == "dtype" and v == local.dtype) or (k == "memory_format" and v == torch.preserve_format)
+            for k, v in rest.items()
+            if k != "layout"
+        )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
     there = here if target is None else active_session().numbered(target.index)
     if there is here:
@@ -74,7 +78,13 @@ def _copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return func(target, move(source, place))
     source = source if source.device.type == "cpu" else source.cpu()
     handle = target._handle
-    if source.dtype == target.dtype and source.shape == target.shape and _owns_whole(target) and not source.is_conj() and not source.is_neg():
+    if (
+        source.dtype == target.dtype
+        and source.shape == target.shape
+        and _owns_whole(target)
+        and not source.is_conj()
+        and not source.is_neg()
+    ):
         upload(source, place, into=handle, non_blocking=len(args) > 2 and bool(args[2]))
         return target
     return func(target, wrap(cls, upload(source, place)))

@@ -97,6 +97,17 @@ def _nodes(session: Session, fresh: bool) -> Nodes:
         rows = tuple(Device(name, session.number_of(Place(node.index, name)), what, total, free) for name, what, total, free in devices)
         state = "ready" if node.failed is None else node.failed
         infos.append(
-            NodeInfo(node.index, welcome.host, welcome.pid, node.address, rows, welcome.simulated, welcome.torch, welcome.python, node.round_trip, state)
+            NodeInfo(
+                node.index,
+                welcome.host,
+                welcome.pid,
+                node.address,
+                rows,
+                welcome.simulated,
+                welcome.torch,
+                welcome.python,
+                node.round_trip,
+                state,
+            )
         )
     return Nodes(infos)

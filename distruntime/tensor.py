@@ -6,7 +6,6 @@ What torch does above dispatch, in Python or in C++, and would do wrong to a pro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -74,7 +73,11 @@ class DistributedTensor(torch.Tensor):
         """
         target: Any = kwargs.pop("device", None)
         rest = list(args)
-        if rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place)) or (isinstance(rest[0], int) and not isinstance(rest[0], bool))):
+        if rest and (
+            rest[0] is None
+            or isinstance(rest[0], (str, torch.device, Place))
+            or (isinstance(rest[0], int) and not isinstance(rest[0], bool))
+        ):
             target = rest.pop(0)
         elif rest and isinstance(rest[0], torch.Tensor):
             other = rest.pop(0)
@@ -119,7 +122,9 @@ class DistributedTensor(torch.Tensor):
         """Return a local copy. Block until it is here."""
         return super().to(torch.device("cpu"), memory_format=memory_format)
 
-    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format) -> DistributedTensor:
+    def cuda(
+        self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format
+    ) -> DistributedTensor:
         """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
         return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[no-any-return]
 
@@ -145,7 +150,9 @@ class DistributedTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
-            raise TypeError(f"a tensor on {self.place} has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()")
+            raise TypeError(
+                f"a tensor on {self.place} has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()"
+            )
         return self.detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -196,7 +203,9 @@ class DistributedTensor(torch.Tensor):
         )
 
     def data_ptr(self) -> NoReturn:
-        raise NotSupportedError(f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()")
+        raise NotSupportedError(
+            f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()"
+        )
 
     def untyped_storage(self) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
@@ -228,6 +237,3 @@ class DistributedTensor(torch.Tensor):
 def move_to(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """Return a copy of a remote tensor at `place`, without autograd."""
     return move(tensor, active_session().residence(place))  # type: ignore[no-any-return]
-
-
-

@@ -81,7 +81,9 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
         segment = reply.buffer
         if segment is None:
             raise ProtocolError("a worker sent a large value that was not asked for")
-        tensor = bytes_tensor(dtype, sizes, reply.node.session.shared.private(segment, spec.nbytes) if isinstance(segment, Segment) else segment)
+        tensor = bytes_tensor(
+            dtype, sizes, reply.node.session.shared.private(segment, spec.nbytes) if isinstance(segment, Segment) else segment
+        )
     else:
         tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:

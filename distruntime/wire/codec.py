@@ -27,9 +27,7 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
     return (typing.get_origin(annotation) or annotation,)
 
 
-_FIELDS = {
-    cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls)) for cls in MESSAGES
-}
+_FIELDS = {cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls)) for cls in MESSAGES}
 
 
 def encode(message: Message) -> bytes:

@@ -15,7 +15,9 @@ PROTOCOL = 1  # the contract between master and worker: a change of any message 
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
 CHECK = 0  # CHECK, number, [spec, ...], then an instruction: run it, report in `Done` where its results differ from the predicted specs
 LEARN = 1  # LEARN, request, then an instruction: run it, reply with the specs of its results (what is not a tensor is replied itself)
-UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
+UPLOAD = (
+    2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
+)
 FORGET = 3  # FORGET, number: drop the templates below that number; numbers are never used again
 FIRST_TEMPLATE = 16
 

@@ -192,7 +192,14 @@ class Daemon:
             simulated = self._devices.simulated
             self._master.send(
                 Welcome(
-                    PROTOCOL, torch.__version__, version, socket.gethostname(), os.getpid(), answer(hello.shared), self._devices.info(), simulated
+                    PROTOCOL,
+                    torch.__version__,
+                    version,
+                    socket.gethostname(),
+                    os.getpid(),
+                    answer(hello.shared),
+                    self._devices.info(),
+                    simulated,
                 )
             )
             return

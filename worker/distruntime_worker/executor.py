@@ -16,7 +16,21 @@ import torch
 
 from distruntime.errors import InternalError, ProtocolError
 from distruntime.wire.codec import Buffer, bytes_tensor
-from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, FORGET, LEARN, UPLOAD, Done, Failed, Failure, Fetch, Message, Part, Reply, Segment
+from distruntime.wire.messages import (
+    CHECK,
+    FIRST_TEMPLATE,
+    FORGET,
+    LEARN,
+    UPLOAD,
+    Done,
+    Failed,
+    Failure,
+    Fetch,
+    Message,
+    Part,
+    Reply,
+    Segment,
+)
 from distruntime.wire.shared import Attached
 
 from .devices import Devices
@@ -131,7 +145,9 @@ class Executor:
                         "distruntime now knows better: run it again"
                     )
                 if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
-                    slots[p[i + 3 + offset]] = torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(value)
+                    slots[p[i + 3 + offset]] = torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(
+                        value
+                    )
             except (RuntimeError, NotImplementedError) as error:
                 self._fail(template, slots, p, i + 3, error)
         return after

@@ -41,8 +41,14 @@ class Template:
     __slots__ = ("length", "mutates", "name", "reads", "run", "writes")
 
     def __init__(
-        self, name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], results: Any,
-        device: Callable[[torch.device], torch.device], fail: Fail,
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        results: Any,
+        device: Callable[[torch.device], torch.device],
+        fail: Fail,
     ) -> None:
         self.name = name
         self.reads: list[int] = []

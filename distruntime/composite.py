@@ -81,7 +81,8 @@ def _choice(
     for twin, grad in zip(twins, grads):
         twin.requires_grad_(grad)
     mask = twins[3] if masked else None
-    return int(torch._fused_sdp_choice(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
+    choose: Any = torch._fused_sdp_choice  # its stub lacks the mask
+    return int(choose(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
 
 
 # -- recurrent layers ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def init_master_worker(
     _check(backend, world_size, workers, listen, simulate_cuda, data_channel)
     if active and active[0].closed is None and not active[0].foreign:
         raise UsageError(
-            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call distruntime.shutdown() first"
+            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
+            "distruntime.shutdown() first"
         )
     install()
     say = _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print
@@ -88,7 +89,8 @@ def _check(
 ) -> None:
     if backend in ("tcp", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
-            f'backend={backend!r} is how workers would talk to each other; the command channel is always ZeroMQ: use backend="zmq", data_channel={backend!r}'
+            f"backend={backend!r} is how workers would talk to each other; the command channel is always ZeroMQ: use "
+            f'backend="zmq", data_channel={backend!r}'
         )
     if backend != "zmq":
         raise ConfigurationError(f'backend is "zmq", got {backend!r}')
@@ -182,19 +184,19 @@ def _gather(session: Session, count: int, timeout: float, say: Callable[[str], N
             session.take(peer, frames)
         for peer, message in session.greetings:
             if isinstance(message, Join):
-                index = message.node
-                if index is not None and not 0 <= index < count:
-                    raise ConnectionFailed(f"a worker on {message.host} asks to be node {index}; this session has nodes 0 to {count - 1}")
-                if index is None or index in joined:
-                    index = next(k for k in range(count + 1) if k not in joined)
+                wish = message.node
+                if wish is not None and not 0 <= wish < count:
+                    raise ConnectionFailed(f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}")
+                index = wish if wish is not None and wish not in joined else next(k for k in range(count + 1) if k not in joined)
                 if index < count:
                     joined[index] = peer, time.monotonic()
                     session.send(peer, [_hello(session)])
             elif isinstance(message, Refused):
                 raise ConnectionFailed(f"a worker refused: {message.reason}")
             else:
-                index, at = next((k, at) for k, (p, at) in joined.items() if p == peer)
-                welcomed[index] = _node(session, index, peer, session.channel.address, message, time.monotonic() - at)
+                for index, (known, at) in joined.items():
+                    if known == peer:
+                        welcomed[index] = _node(session, index, peer, session.channel.address, message, time.monotonic() - at)
         session.greetings.clear()
     for index in sorted(welcomed):
         session.add_node(welcomed[index])
@@ -259,14 +261,21 @@ def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
             "(or needs none where one was). Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
         )
     if "connected" in kinds:
-        return f"something at {address} accepts connections but did not answer as a worker within {seconds:.0f} s: is it a distruntime-worker, and not stopped?"
-    return f"nothing answers at {address} within {seconds:.0f} s: is the worker running there (distruntime-worker --listen {address}), and the port open?"
+        return (
+            f"something at {address} accepts connections but did not answer as a worker within {seconds:.0f} s: "
+            "is it a distruntime-worker, and not stopped?"
+        )
+    return (
+        f"nothing answers at {address} within {seconds:.0f} s: is the worker running there (distruntime-worker --listen {address}), "
+        "and the port open?"
+    )
 
 
 def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float) -> Node:
     if welcome.protocol != PROTOCOL:
         raise ConnectionFailed(
-            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: install the same distruntime on both"
+            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
+            "install the same distruntime on both"
         )
     node = Node(index, peer, address, session.send)
     node.welcome, node.round_trip = welcome, round_trip

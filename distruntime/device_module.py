@@ -87,10 +87,11 @@ class RemoteModule:
         set_rng_state(new_state, _residence(device))
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast; refuse to switch it on, which would have no effect on remote operations: better said than silent."""
+        """Return the dtypes of autocast; refuse to switch it on, as it would not reach remote operations: better said than silent."""
         # torch.autocast.__init__ asks this and offers no other hook. Checkpointing makes a disabled one, which is fine.
         if sys._getframe(1).f_locals.get("enabled", True):
             raise NotSupportedError(
-                'torch.autocast("remote") does not reach remote operations yet; convert instead: model.to(torch.bfloat16), x.to(torch.bfloat16)'
+                'torch.autocast("remote") does not reach remote operations yet; convert instead: '
+                "model.to(torch.bfloat16), x.to(torch.bfloat16)"
             )
         return [torch.float16, torch.bfloat16]

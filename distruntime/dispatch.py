@@ -18,12 +18,12 @@ from .line import USERS, user_line
 from .node import WINDOW
 from .special import SPECIAL
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _getframe = sys._getframe
 
 
-def _scan(cls: type, value: Any, key: list[Any], words: list[Any], place: Residence | None) -> Residence | None:
+def _scan(cls: Any, value: Any, key: list[Any], words: list[Any], place: Any) -> Any:
     """Add one argument that is a list, or stands in the keyword arguments, to the signature; return the place, or None if they differ."""
     kind = type(value)
     if kind is cls:
@@ -60,7 +60,7 @@ class _Mixed:
 MIXED: Any = _Mixed()
 
 
-def dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Turn one operator call into one instruction; return its proxies at once."""
     key: list[Any] = [id(func)]  # an OpOverload's own hash is a Python function; the entry keeps `func` alive, so the id stays its own
     words: list[Any] = [0]

@@ -25,7 +25,7 @@ _KNOWN: dict[str, type[BaseException]] = {
     if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, UnicodeError)
 }
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
-_KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError
+_KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
 _KNOWN["distruntime.errors.InternalError"] = InternalError
 

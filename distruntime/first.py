@@ -33,7 +33,7 @@ _MOST_SIGNATURES = 1 << 16
 # None; the whole outcome; the operator, kept alive because the signature holds its id
 Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 # Operators that take index tensors from anywhere, as CUDA's do.
@@ -47,7 +47,7 @@ _INDEXED = {
 }
 
 
-def wrap(cls: type, handle: Handle) -> Any:
+def wrap(cls: Any, handle: Handle) -> Any:
     """Return a new proxy that owns `handle`."""
     spec, place = handle.spec, handle.place
     out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy, storage_size=HUGE)
@@ -64,7 +64,7 @@ def reshape_wrapper(proxy: Any, spec: Spec) -> None:
     torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
 
 
-def pattern(value: Any, cls: type, place: Residence, words: list[Any]) -> Any:
+def pattern(value: Any, cls: Any, place: Residence, words: list[Any]) -> Any:
     """Return an argument's part of a template, appending its operand words."""
     if type(value) is cls:
         words.append(value._handle.ref)
@@ -95,7 +95,7 @@ def _results_pattern(results: list[Result], single: bool) -> Any:
 
 
 def template(
-    func: Any, cls: type, args: Sequence[Any], kwargs: dict[str, Any], results: Any, place: Residence, name: str | None = None
+    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, place: Residence, name: str | None = None
 ) -> tuple[int, list[Any]]:
     """Return the number of the template for this call on the worker of `place`, and the operand words of the call."""
     words: list[Any] = []
@@ -113,7 +113,7 @@ def _flat(results: list[Result]) -> list[Result]:
     return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
 
 
-def entry_for(func: Any, cls: type, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
+def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
     """Return what the signature cache keeps for a call."""
     spec, alias = None, None
     only = outcome.results[0] if outcome.single else None
@@ -129,7 +129,7 @@ def entry_for(func: Any, cls: type, args: Sequence[Any], number: int, outcome: O
     return number, spec, alias, outcome, func
 
 
-def emit(cls: type, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
     """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
     number, _, _, outcome, _ = entry
     operands: list[Any] = (
@@ -176,7 +176,7 @@ def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: 
         node.throttle(node)
 
 
-def first_time(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], signature: tuple[Any, ...], specials: Any) -> Any:
+def first_time(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], signature: tuple[Any, ...], specials: Any) -> Any:
     """Issue a call that the signature cache does not know."""
     special = specials.get(func._schema.name)
     if special is not None:
@@ -197,7 +197,7 @@ def first_time(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     return call(cls, func, args, kwargs, place, signature if remember else None)
 
 
-def call(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None) -> Any:
+def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
     try:
@@ -220,12 +220,12 @@ def call(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], plac
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
-def _emit_checked(cls: type, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+def _emit_checked(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
     """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
     return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)  # CHECK is 0, the word that emit writes first
 
 
-def _corrector(place: Residence, signature: tuple[Any, ...], cls: type, func: Any, args: Sequence[Any]) -> Callable[[int, list[Any]], None]:
+def _corrector(place: Residence, signature: tuple[Any, ...], cls: Any, func: Any, args: Sequence[Any]) -> Callable[[int, list[Any]], None]:
     """Return what puts the real metadata of a result into the cache. It holds no proxy: only which arguments were."""
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
@@ -252,14 +252,14 @@ class _Placeholder:
 
 
 def learn(
-    cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
 ) -> Any:
     """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
     before_wait(f"{func} (its results depend on data)")
     node, session = place.node, place.node.session
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
-    operands = tensors_of(args, kwargs)
+    operands: list[Any] = tensors_of(args, kwargs)
     if any(str(r.type) == "List[Tensor]" for r in schema.returns):
         raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
     count = len(schema.returns)
@@ -304,7 +304,7 @@ _PENDING = Spec()
 _PENDING.size, _PENDING.stride, _PENDING.offset, _PENDING.dtype, _PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
 
 
-def create(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
     place = active_session().numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
     place.node.session.require_open()
@@ -319,7 +319,7 @@ def create(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return emit(cls, entry, words, args, kwargs, place, user_line())
 
 
-def common_place(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
+def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
     """Return the place that all remote operands share; raise `PlacementError` if they do not, or the session's own error."""
     remote = [(name, t) for name, t in named_tensors(func, args, kwargs) if type(t) is cls]
     first_name, first = remote[0]
@@ -338,7 +338,8 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
     apart = here.node is not there.node
     hosts = f" ({here.node.host})", f" ({there.node.host})"
     return (
-        f"{func}: operands live on different {'nodes' if apart else 'devices'}: `{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
+        f"{func}: operands live on different {'nodes' if apart else 'devices'}: "
+        f"`{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
         f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
     )
 
@@ -362,7 +363,7 @@ def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     return found
 
 
-def send_along(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> tuple[Any, Any]:
+def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> tuple[Any, Any]:
     """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional ones and indices."""
     written = set(aliases(func, args, kwargs)[1])
     for k, (name, t) in enumerate(named_tensors(func, args, kwargs)):
@@ -370,9 +371,9 @@ def send_along(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            what = "is written by this call" if k in written else "is local"
+            what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
             raise PlacementError(
-                f"{func}: `{name}` is a local tensor {tuple(t.shape)} on {t.device} and {what}, other operands live on {place.place} ({place.node.host})\n"
+                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place} ({place.node.host})\n"
                 f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
             )
     sent: tuple[Any, Any] = tree_map_only(
@@ -381,7 +382,7 @@ def send_along(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     return sent
 
 
-def _elsewhere(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
+def _elsewhere(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
     """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
     if target.type in ("remote", "lazy"):
         there = active_session().numbered(target.index)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as _optimizer
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from .composite import KERNELS
 from .context import device_name
@@ -25,7 +26,7 @@ _library: list[torch.library.Library] = []
 _kept: list[Any] = []
 
 
-class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined, misc]
+class _Guard(torch._C._acc.DeviceGuard):
     """Only answers "which index has a bare 'remote'": C++ asks in `.to("remote")`.
 
     Tensors never claim this device type (proxies claim lazy), so autograd never enters the guard, whose calls into Python from
@@ -42,10 +43,10 @@ def install() -> None:
         return
     key = torch._C._get_privateuse1_backend_name()
     if key == "privateuseone":
-        torch.utils.rename_privateuse1_backend("remote")
+        rename_privateuse1_backend("remote")
         torch._register_device_module("remote", RemoteModule())
         _kept.append(_Guard())
-        torch._C._acc.register_python_privateuseone_device_guard(_kept[0])  # type: ignore[attr-defined]
+        torch._C._acc.register_python_privateuseone_device_guard(_kept[0])
     _library.append(torch.library.Library("aten", "IMPL"))
     for backend in ("Lazy", "PrivateUse1"):
         for op in (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default):
@@ -55,8 +56,8 @@ def install() -> None:
     for op, kernel in KERNELS.items():
         _implement(op, kernel, "AutogradLazy")
     _optimizer._foreach_supported_types.append(DistributedTensor)
-    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign, assignment]
-    torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
+    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
+    torch.nn.Module.to = _to_place  # type: ignore[method-assign]
     torch.load = load
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
     hide(__name__.partition(".")[0])
@@ -97,11 +98,11 @@ def dist_send(self: torch.Tensor) -> DistributedTensor:
 # Module.to() must swap parameters in place when it crosses the border: then tied weights stay tied and optimizers keep theirs, in both
 # directions. The flag for that is process-wide and makes conversions of local modules fail where something holds a weak reference to a
 # parameter, so it is on only while a conversion crosses.
-_apply = torch.nn.Module._apply
-_to = torch.nn.Module.to
+_apply: Any = torch.nn.Module._apply
+_to: Any = torch.nn.Module.to
 
 
-def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
     future = torch.__future__
     if not active or future.get_swap_module_params_on_conversion() or not _crosses(self, fn):
         return _apply(self, fn, recurse)
@@ -127,7 +128,7 @@ def _place_of(tensor: torch.Tensor) -> Place | None:
     return tensor.place if isinstance(tensor, DistributedTensor) else None
 
 
-def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> torch.nn.Module:
+def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
     """As `Module.to`, which also takes a `Place` or `node=`."""
     target = args[0] if args else kwargs.get("device")
     if node is None and not isinstance(target, Place):

@@ -40,7 +40,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     `device` left out is the node's `cuda:0`, if it has one, else its CPU.
     """
     if isinstance(node, Place):
-        node, device = node.node, node.device
+        device, node = node.device, node.node
     have = active_session().devices(node)
     name = device_name(device) if device is not None else "cuda:0" if "cuda:0" in have else "cpu"
     _checked(node, name)
@@ -50,7 +50,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
 def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
     """Make this node, and device, the default for new tensors of the session: what a REPL wants."""
     if isinstance(node, Place):
-        node, device = node.node, node.device
+        device, node = node.device, node.node
     name = device_name(device) if device is not None else None
     _checked(node, name)
     active_session().default = (node, name)

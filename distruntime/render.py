@@ -84,8 +84,8 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     if reply.lost is not None:
         return summary(spec, handle, f"lost, {node} {reply.lost}")
     if reply.cause is not None:
-        text = str(remote_error(node, reply.cause)).splitlines()
-        return summary(spec, handle, "poisoned: " + text[0] + "".join(f" ({t.strip()})" for t in text[1:] if "issued at" in t))
+        lines = str(remote_error(node, reply.cause)).splitlines()
+        return summary(spec, handle, "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t))
     body = _printable(str(reply.value))
     if spec.size.numel() == 0:
         body = "[]"
@@ -97,7 +97,8 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     )
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
-    return _tensor_str._add_suffixes("tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False)
+    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False)
+    return text
 
 
 def suffixes_of(tensor: Any) -> list[str]:

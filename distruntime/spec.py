@@ -68,7 +68,7 @@ def spec(size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: tor
 def spec_of(tensor: torch.Tensor) -> Spec:
     """Return the spec of any strided tensor."""
     bits = (_CONJ if tensor.is_conj() else 0) | (_NEG if tensor.is_neg() else 0)
-    return spec(tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
+    return spec(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
 
 
 def spec_from_wire(fields: list[object]) -> Spec:

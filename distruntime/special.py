@@ -22,7 +22,7 @@ from .transfer import download, item, upload
 Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
 
 
-def _item(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return item(args[0]._handle)
 
 
@@ -38,7 +38,7 @@ def move(proxy: Any, place: Residence) -> Any:
     return wrap(cls, upload(download(handle, "copy between nodes"), place))
 
 
-def _to_copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     source, target = args[0], kwargs.get("device")
     if type(source) is not cls:
         return NotImplemented
@@ -61,7 +61,7 @@ def _to_copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return func(moved, **rest) if any(v is not None for k, v in rest.items() if k != "layout") else moved
 
 
-def _copy(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not cls:
         return target.copy_(download(source._handle))
@@ -97,19 +97,19 @@ def _owns_whole(proxy: Any) -> bool:
     return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
 
 
-def _zeros(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _zeros(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Its special key is lost below dispatch: hessian and jvp of grad would crash the process.
     return torch.ops.aten.zeros.default(*args, **kwargs)
 
 
 def _refuse(reason: str) -> Special:
-    def refuse(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def refuse(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotSupportedError(f"{func}: {reason}")
 
     return refuse
 
 
-def _pack_padded_sequence(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
     data, lengths, batch_first = args
     if type(lengths) is cls or type(data) is not cls:
@@ -121,7 +121,7 @@ def _pack_padded_sequence(cls: type, func: Any, args: Sequence[Any], kwargs: dic
     return packed, func(twin, lengths, batch_first)[1]
 
 
-def _never_pinned(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
 

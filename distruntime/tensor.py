@@ -17,7 +17,6 @@ from .first import reshape_wrapper
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
-from .special import move
 from .transfer import download, item
 
 
@@ -35,8 +34,8 @@ class DistributedTensor(torch.Tensor):
 
     _handle: Handle
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(dispatch)
 
     # -- place -------------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ class DistributedTensor(torch.Tensor):
         """False, as `device.type` is "remote"; the device on the node is in `place`."""
         return False
 
-    def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
         """As `Tensor.to`, where a device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
 
         `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place. To the CPU here: blocks.
@@ -122,11 +121,9 @@ class DistributedTensor(torch.Tensor):
         """Return a local copy. Block until it is here."""
         return super().to(torch.device("cpu"), memory_format=memory_format)
 
-    def cuda(
-        self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format
-    ) -> DistributedTensor:
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format) -> Any:
         """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
-        return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[no-any-return]
+        return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)
 
     # -- values ------------------------------------------------------------------------------------------------------------------
 
@@ -161,7 +158,7 @@ class DistributedTensor(torch.Tensor):
     # -- what torch would do above dispatch --------------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """The same value without history; assigning makes this tensor the other one's value."""
         return self.detach()
 
@@ -171,14 +168,15 @@ class DistributedTensor(torch.Tensor):
         if not isinstance(other, DistributedTensor):
             raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
         if other.place == self.place:
-            self._handle = other.detach()._handle
+            alias: Any = other.detach()
+            self._handle = alias._handle
             reshape_wrapper(self, self._handle.spec)
         else:  # the wrapper's C++ side knows its place, so it changes too
             torch.utils.swap_tensors(self, other.detach().requires_grad_(self.requires_grad))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
         with torch.no_grad():
@@ -191,10 +189,10 @@ class DistributedTensor(torch.Tensor):
                 setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
-        return twin  # type: ignore[no-any-return]
+        return twin
 
-    def __copy__(self) -> DistributedTensor:
-        return self.detach().requires_grad_(self.requires_grad)  # type: ignore[no-any-return]
+    def __copy__(self) -> Any:
+        return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotSupportedError(
@@ -210,13 +208,13 @@ class DistributedTensor(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
-    def storage(self) -> NoReturn:  # type: ignore[override]
+    def storage(self) -> NoReturn:
         self.untyped_storage()
 
-    def _typed_storage(self) -> NoReturn:  # type: ignore[override]
+    def _typed_storage(self) -> NoReturn:
         self.untyped_storage()
 
-    def share_memory_(self) -> NoReturn:  # type: ignore[override]
+    def share_memory_(self) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")
 
     def is_shared(self) -> bool:
@@ -226,14 +224,9 @@ class DistributedTensor(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()")
 
-    def __dlpack_device__(self) -> NoReturn:  # type: ignore[override]
+    def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
     def dist_send(self) -> DistributedTensor:
         """Return itself: it is remote already."""
         return self
-
-
-def move_to(tensor: DistributedTensor, place: Place) -> DistributedTensor:
-    """Return a copy of a remote tensor at `place`, without autograd."""
-    return move(tensor, active_session().residence(place))  # type: ignore[no-any-return]

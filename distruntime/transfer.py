@@ -64,7 +64,7 @@ def upload(
     return handle
 
 
-def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Request:
+def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
     """Ask for a value as it is after everything issued so far. Return at once."""
     node, nbytes = handle.place.node, handle.spec.nbytes
     if form != "tensor" or nbytes <= PART_BYTES:
@@ -94,7 +94,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     return tensor
 
 
-def read(handle: Handle, form: str, why: str) -> Request:
+def read(handle: Handle, form: str, why: str) -> Any:
     """Block until a value is here; raise the failure that poisoned it."""
     session = handle.place.node.session
     before_wait(why)

@@ -123,7 +123,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:

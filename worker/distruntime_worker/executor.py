@@ -141,8 +141,8 @@ class Executor:
                 self._corrections.append([number, k, real])
                 if real[0] != expected[0] or real[3:] != expected[3:]:
                     raise RuntimeError(
-                        f"{template.name} gave {tuple(real[0])} {real[3]} where its meta kernel promised {tuple(expected[0])} {expected[3]}; "
-                        "distruntime now knows better: run it again"
+                        f"{template.name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
+                        f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
                     )
                 if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
                     slots[p[i + 3 + offset]] = torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(

@@ -48,7 +48,8 @@ def spec_fields(tensor: torch.Tensor) -> list[Any]:
     """Return a tensor's metadata in the order of the wire: sizes, strides, offset, dtype, conjugate and negative bits."""
     if tensor.layout is not torch.strided:
         raise NotImplementedError(
-            f"the result has layout {tensor.layout}; remote tensors are strided only. Use .to_dense(), or fetch the operands and compute locally"
+            f"the result has layout {tensor.layout}; remote tensors are strided only. "
+            "Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
     return [list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), dtype_name(tensor.dtype), bits]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .first import HUGE, Entry, emit, first_time
-from .handle import Handle, Residence, Storage, next_ref
+from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
 from .node import WINDOW
 from .special import SPECIAL

@@ -266,6 +266,8 @@ class Node:
                 self.flush()
 
     def _file(self, failure: Failure, lines: list[Line]) -> None:
+        if (failure.seq, failure.position) in self.failures:
+            return  # a reply named it before its segment was done
         k = bisect.bisect_right([line[0] for line in lines], failure.position)
         cause = Cause(failure, line_text(lines[k] if k < len(lines) else None))
         if len(self.failures) >= _MOST_FAILURES:
@@ -277,8 +279,13 @@ class Node:
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
         key = failure.seq, failure.position
-        self.unread.pop(key, None)
-        return self.failures.get(key) or Cause(failure, "")
+        with self.lock:
+            if key not in self.failures:
+                for flight in self.flights:  # its segment still runs
+                    if flight.seq == failure.seq:
+                        self._file(failure, flight.lines)
+            self.unread.pop(key, None)
+            return self.failures.get(key) or Cause(failure, "")
 
     def fail(self, why: str) -> None:
         """Mark the worker as lost. Everything that waits for it, now or later, fails with `why`."""

@@ -1,0 +1,158 @@
+"""Help for tests that signal, kill or measure: conditions with deadlines, and test functions run in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import distruntime as dr
+from distruntime.session import active_session
+
+_TESTS = Path(__file__).resolve().parent
+_PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
+_never = threading.Event()
+
+
+def pause(seconds: float) -> None:
+    """Let other threads and processes run for a moment, between two looks at a condition."""
+    _never.wait(seconds)
+
+
+def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    """Block until `condition()` holds; fail past the deadline."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {condition}"
+        pause(0.005)
+
+
+def steady(value: Callable[[], object], seconds: float, timeout: float = 30.0) -> object:
+    """Block until `value()` has stayed the same for that many seconds; return it."""
+    deadline = time.monotonic() + timeout
+    last, since = value(), time.monotonic()
+    while time.monotonic() - since < seconds:
+        assert time.monotonic() < deadline, f"never at rest within {timeout} s: {last}"
+        pause(0.02)
+        if (now := value()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
+def resident(pid: int) -> int:
+    """Return the memory that a process occupies, in bytes."""
+    return int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout) * 1024
+
+
+def window_is_full(node: int = 0) -> bool:
+    """Whether whoever issues an operation on this node must wait."""
+    return active_session().nodes[node].busy
+
+
+def slots(node: int = 0) -> int:
+    """Return how many values a worker holds, after everything issued so far."""
+    dr.synchronize(node)
+    session = active_session()
+    held: list[int] = session.value(session.ask(session.nodes[node], "memory"))
+    return held[0]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Hold a process still (SIGSTOP) for the length of a `with` block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Child:
+    """A function of a test module, running in a process of its own; what it prints is read line by line, with deadlines."""
+
+    def __init__(self, function: Callable[..., None], *args: object) -> None:
+        module = Path(function.__code__.co_filename).stem
+        source = f"import {module}\n{module}.{function.__name__}(*{args!r})\n"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.printed: list[str] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def line(self, timeout: float = 60.0) -> str:
+        """Return the next line that the function prints."""
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise AssertionError(f"printed nothing more within {timeout} s after {self.printed}") from None
+        assert line is not None, f"ended ({self._process.wait()}) after printing:\n" + "\n".join(self.printed)
+        self.printed.append(line)
+        return line
+
+    def latest(self) -> str:
+        """Return the last line that it has printed so far, without waiting; "" if there is none."""
+        while not self._lines.empty():
+            self.line()
+        return self.printed[-1] if self.printed else ""
+
+    def expect(self, text: str, timeout: float = 60.0) -> str:
+        """Read lines until one begins with `text`; return the rest of it."""
+        deadline = time.monotonic() + timeout
+        while not (line := self.line(max(0.1, deadline - time.monotonic()))).startswith(text):
+            pass
+        return line[len(text) :].strip()
+
+    def tell(self, line: str = "") -> None:
+        """Write a line to the function's standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
+    def finish(self, timeout: float = 60.0) -> list[str]:
+        """Block until the function has returned; fail if it raised. Return all that it printed."""
+        deadline = time.monotonic() + timeout
+        while (line := self._next(deadline)) is not None:
+            self.printed.append(line)
+        assert self._process.wait() == 0, "\n".join(self.printed)
+        return self.printed
+
+    def _next(self, deadline: float) -> str | None:
+        try:
+            return self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError("did not end in time; printed:\n" + "\n".join(self.printed)) from None

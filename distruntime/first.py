@@ -172,6 +172,8 @@ def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: 
             handle.made = end
         for proxy in written:
             proxy._handle.storage.written = end
+        if not fresh and not written:
+            node.checked = end
     if node.busy:
         node.throttle(node)
 

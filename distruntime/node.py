@@ -95,6 +95,7 @@ class Node:
         self.freed: list[int] = []  # refs whose handles died; anyone may append at any time
         self.base = 0
         self.flights: deque[_Flight] = deque()
+        self.checked = 0  # position after the last instruction that only checks: reads wait for it, as its failure has no value to poison
         self.enough = 0  # words beyond which the log is sent: none while nothing is in flight
         self.checks: dict[int, Callable[[int, list[Any]], None]] = {}
         self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again

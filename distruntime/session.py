@@ -318,8 +318,8 @@ class Session:
             ended = worker.poll()
         if ended is None:
             return None
-        last = worker.last_lines(3)
-        return f"(pid {worker.pid}) exited: {ended}" + (f"; its last words: {last}" if last else "")
+        words = [line for line in worker.last_lines(5).splitlines() if " INFO " not in line]
+        return f"(pid {worker.pid}) exited: {ended}" + ("; its last words:\n  " + "\n  ".join(words) + "\n" if words else "")
 
     def lose(self, node: Node, why: str) -> None:
         """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""

@@ -55,7 +55,7 @@ class Nodes(tuple[NodeInfo, ...]):
                 real = [size_text(d.free) for d in node.devices[1:8]] if not node.simulated else []
                 trip = f"{node.round_trip * 1e3:.2f} ms"
             else:
-                free, real, trip = node.state[:40], [], ""
+                free, real, trip = "lost", [], ""
             rows.append([str(node.index), node.host, str(node.pid), names, " + ".join([free, *real]), node.torch, node.python, trip])
         return rows
 

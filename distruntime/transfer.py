@@ -67,11 +67,12 @@ def upload(
 def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
     """Ask for a value as it is after everything issued so far. Return at once."""
     node, nbytes = handle.place.node, handle.spec.nbytes
+    after = max(handle.ready_at, node.checked)
     if form != "tensor" or nbytes <= PART_BYTES:
-        return node.session.fetch(node, handle.ref, handle.ready_at, form, options or {})
+        return node.session.fetch(node, handle.ref, after, form, options or {})
     segment = node.session.shared.take(nbytes)
     shared = {"shared": segment.name} if segment is not None and node.shared else {}
-    return node.session.fetch(node, handle.ref, handle.ready_at, form, shared, segment if segment is not None else bytearray(nbytes))
+    return node.session.fetch(node, handle.ref, after, form, shared, segment if segment is not None else bytearray(nbytes))
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:

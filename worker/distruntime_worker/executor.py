@@ -56,6 +56,7 @@ class Executor:
         self._payloads: Sequence[Buffer] = ()
         self._failures: list[Failure] = []
         self._corrections: list[Any] = []
+        self._orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self._segment = Segment(0, 0, [], [])
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.executed = 0  # position up to which the log has run
@@ -111,6 +112,8 @@ class Executor:
                 error = InternalError(f"an operand of {template.name} is not here: {error!r}")
             cause = failure(error, seq=self._segment.seq, position=self._segment.start + i, op=template.name, operands=described(operands))
             self._failures.append(cause)
+            if not template.writes and not template.mutates:
+                self._orphans.append(cause)
         poisoned = Poisoned(cause)
         for k in template.writes:
             slots[p[i + k]] = poisoned
@@ -227,6 +230,9 @@ class Executor:
         value = self.slots.get(fetch.ref)
         if isinstance(value, Poisoned):
             self._send(Failed(fetch.request, failure_fields(value.failure)), None)
+            return
+        if self._orphans and fetch.form != "text":
+            self._send(Failed(fetch.request, failure_fields(self._orphans.pop(0))), None)
             return
         try:
             if value is None:

@@ -46,18 +46,18 @@ class PeerEvent:
 class Connections:
     """The connections of one ROUTER socket. Not thread-safe: the channel's lock guards it.
 
-    Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `_fd_of`
+    Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `placed`
     is the inverse of `_peer_of`.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
         self.unplaced: set[int] = set()  # fds through which nothing has come yet
         self.dialled: set[Peer] = set()
+        self.placed: dict[Peer, int] = {}  # who dialled us, and the fd of the connection
         self._has_key = has_key
         self._dialled_at: dict[str, Peer] = {}
         self._reached: set[Peer] = set()  # of the dialled peers: connected now
         self._peer_of: dict[int, Peer] = {}
-        self._fd_of: dict[Peer, int] = {}
         self._events: deque[PeerEvent] = deque()
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
@@ -69,10 +69,6 @@ class Connections:
         self._receive: Callable[..., bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
         self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._monitor)
         self.fd: int = self._option(zmq.FD)
-
-    def knows(self, peer: Peer) -> bool:
-        """Return whether the connection of `peer` is known."""
-        return peer in self._fd_of or peer in self.dialled
 
     def dial(self, peer: Peer, endpoints: Iterable[str]) -> None:
         """Call what is connected at any of `endpoints` `peer`."""
@@ -95,14 +91,14 @@ class Connections:
             if len(self.unplaced) > 1:
                 return  # several have connected in this moment: its next message is received with its fd
             (fd,) = self.unplaced
-        old = self._fd_of.get(peer)
+        old = self.placed.get(peer)
         if old is not None:  # it came back before its half-open connection was found broken
             self._events.append(PeerEvent("disconnected", peer, self._address(), "replaced by a new connection"))
-            del self._peer_of[old], self._fd_of[peer]
+            del self._peer_of[old], self.placed[peer]
         self._events.append(PeerEvent("connected", peer, self._address()))
         if fd is not None and fd in self.unplaced:
             self.unplaced.discard(fd)
-            self._peer_of[fd], self._fd_of[peer] = peer, fd
+            self._peer_of[fd], self.placed[peer] = peer, fd
         else:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
 
@@ -171,5 +167,5 @@ class Connections:
         peer = self._peer_of.pop(fd, None)
         if peer is None:
             return None  # never said its name, or has come back on another connection since
-        del self._fd_of[peer]
+        del self.placed[peer]
         return PeerEvent("disconnected", peer, endpoint)

@@ -1,7 +1,14 @@
 """The example of PyTorch's RFC 241 (2016), which proposed a master-worker mode, with its places checked.
 
     $ python examples/01_rfc.py
-    ...
+    x       node 0  device -1  (20, 20)
+    y       node 0  device -1  (20, 20)
+    z       node 0  device -1  (20, 20)
+    cuda_x  node 0  device  0  (20, 20)
+    a       node 1  device  1  (10,)
+    cuda_y  node 0  device  0  (20, 20)
+    q       node 0  device  0  (20, 20)
+    sum of q: 1624.97
 
 Two workers run on this machine and offer two GPUs each. The GPUs are simulated: their tensors are really in the CPU's memory, and placed as
 on a cluster.
@@ -12,6 +19,7 @@ import torch
 import distruntime as dr
 
 with dr.init_master_worker(backend="zmq", simulate_cuda=2):
+    torch.manual_seed(0)
     x = dr.FloatTensor(20, 20).fill_(4)  # nothing said: node 0, and the CPU (device -1), as a tensor class of that name promises
     y = torch.randn(20, 20).dist_send()  # a local tensor, sent to the current node
     z = x + y

@@ -1,7 +1,8 @@
 """Train a small convolutional network on a worker, and the same on this machine: handwritten digits, the same losses.
 
     $ python examples/02_digits.py      (or `make demo`, or without a clone: python -m distruntime demo)
-    ...
+      digits  5/5 epochs   test accuracy 98.6 %   1.7 s   (same losses as local: yes, within 2e-07)
+      picture: digits.png     try next:  python -m distruntime repl
 
 `train` is ordinary PyTorch. It runs with device="cpu", then with device="remote"; nothing else changes.
 """

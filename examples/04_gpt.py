@@ -7,10 +7,8 @@ The model, the optimizer and the schedule are the libraries' own; what makes the
 """
 
 import argparse
-import collections
 import inspect
-import textwrap
-import urllib.parse
+import optparse
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -18,11 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import distruntime as dr
 
-STEPS, BATCH, CONTEXT, LEARNING_RATE = 300, 16, 64, 5e-3
+STEPS, BATCH, CONTEXT, LEARNING_RATE = 250, 16, 64, 7e-3
 LAYERS, HEADS, WIDTH = 2, 4, 128
 PROMPT, WRITTEN = "    def ", 160
 
-source = "".join(inspect.getsource(module) for module in (argparse, collections, inspect, textwrap, urllib.parse))
+source = "".join(inspect.getsource(module) for module in (argparse, optparse))
 text = torch.tensor(list(source.encode()))  # one token is one byte
 config = GPT2Config(
     vocab_size=256, n_positions=256, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, initializer_range=0.08,

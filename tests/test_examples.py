@@ -51,6 +51,13 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
         check_digits("\n".join(printed), tmp_path)
 
 
+def test_the_readme_example_prints_what_it_shows(tmp_path: Path) -> None:
+    blocks = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert blocks is not None
+    printed = run("-c", blocks.group(1), folder=tmp_path)
+    assert without_figures(printed.splitlines()) == without_figures(blocks.group(2).splitlines())
+
+
 def check_digits(printed: str, folder: Path) -> None:
     accuracy = re.search(r"test accuracy ([\d.]+) %", printed)
     assert accuracy is not None and float(accuracy.group(1)) >= 97

@@ -36,7 +36,7 @@ def test_a_public_name_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Session", "DistributedTensor", "Place"])
-def test_the_public_methods_of_a_class_are_documented(name: str) -> None:
+def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: str) -> None:
     cls = getattr(dr, name)
     methods = {key: value for key, value in vars(cls).items() if not key.startswith("_") and inspect.isfunction(value)}
-    assert [key for key, method in methods.items() if not method.__doc__] == []
+    assert [key for key, method in methods.items() if not method.__doc__ and key not in dir(torch.Tensor)] == []

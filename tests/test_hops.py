@@ -28,6 +28,7 @@ BESIDE = {
     "Storage.__init__": "builds what is returned",
     "Channel._check_open": "a look at the socket's state",
     "Handle.__del__": "an older z dies",
+    "_enough": "how much gathers before it is sent",
     "Session._stir": "tells the pump that something is in flight",
     "_Wake.signal": "the same",
 }

@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any, final
 
 import zmq
@@ -79,9 +78,11 @@ class Channel:
         self._woken = False
         self._wake = _Wake()
         self._inbox: list[tuple[Peer, Frames]] = []  # read from the socket, not returned yet
-        self._partial: list[
-            Any
-        ] = []  # read of the next message: its sender (bytes), then zmq.Frames; not empty only within _drain or after Ctrl-C
+        self._partial: list[Any] = []  # read of the next message so far; not empty only within _read() or after an interrupt there
+        self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
+        # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an interrupt did to the last:
+        # pyzmq runs signal handlers after each frame, and a message cut in two would swallow the next.
+        self._unsent: map[Any] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: one ZAP handler per context, and close() can be complete
         self._guard: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -99,7 +100,7 @@ class Channel:
         self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._socket)
         self._poll = select.poll()
         self._fd: int = self._option(zmq.FD)
-        for fd in (self._fd, self._wake.fd, self._connections.fd):
+        for fd in (self._connections.fd, self._fd, self._wake.fd):  # in this order they are reported: connections before their messages
             self._poll.register(fd, select.POLLIN)
         _channels.add(self)
 
@@ -146,21 +147,28 @@ class Channel:
         for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
             if type(frame) is not bytes and not (isinstance(frame, bytearray) or (isinstance(frame, memoryview) and frame.contiguous)):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
-        parts = (peer, *frames)
+        parts: tuple[Any, ...] = (peer, *frames)
+        if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
+            parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
         flags = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
+        trackers: list[Any] = []
         with self._lock:
             if self._closed:
                 raise ChannelClosed(_CLOSED)
+            if self._unsent is not None:
+                self._finish_sending()
+            self._unsent = unsent = map(self._send_frame, parts, flags)
             try:
-                # One C call for the whole message, so that an interrupt cannot leave half of it in the socket.
-                if copy:
-                    trackers = list(map(self._send_frame, parts, flags))
-                else:
-                    trackers = list(map(self._send_frame, parts, flags, repeat(False), repeat(True)))
+                trackers.extend(unsent)
             except zmq.ZMQError as error:
+                self._unsent = None
                 if error.errno == zmq.EHOSTUNREACH:
                     raise PeerGone(f"no connection to {peer!r}") from None
                 raise
+            except BaseException:
+                self._finish_sending()
+                raise
+            self._unsent = None
             if self._waiting:
                 self._after_use()
         return None if copy else zmq.MessageTracker(*trackers)
@@ -170,7 +178,8 @@ class Channel:
 
         Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer without
         a copy). A wake() while nobody waits makes the next wait return. `timeout` 0 only takes what is there, None waits for ever. Ctrl-C
-        interrupts and loses nothing.
+        interrupts a wait and loses nothing; in the microsecond in which libzmq hands over a frame it costs that message (pyzmq drops it),
+        never the next one.
 
         Raises:
             ChannelClosed: it is closed, or was closed meanwhile.
@@ -178,6 +187,8 @@ class Channel:
         with self._lock:
             if self._closed:
                 raise ChannelClosed(_CLOSED)
+            if self._connections.poll(0):
+                self._connections.read()  # before their messages, which are then received with their fd
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self._read()
             self._waiting = waiting = not self._inbox and timeout != 0
@@ -258,6 +269,15 @@ class Channel:
         if self._waiting and self._option(_EVENTS) & _POLLIN:
             self._wake.signal()
 
+    def _finish_sending(self) -> None:
+        """Send the rest of a message that an interrupt cut short (the lock is held)."""
+        try:
+            for _ in self._unsent or ():
+                pass
+        except zmq.ZMQError:
+            pass  # its first frame was refused already: the peer has gone
+        self._unsent = None
+
     def _wait(self, deadline: float | None) -> None:
         """Block until there is something to return from receive()."""
         waiting = True
@@ -285,11 +305,18 @@ class Channel:
 
     def _read(self) -> None:
         """Move one message to the inbox, or raise zmq.Again (the lock is held)."""
+        if len(self._partial) < self._expected:
+            self._skip_torn()
         partial, connections = self._partial, self._connections
         if not partial:
-            # One C call, so that no interrupt falls in between.
-            partial.extend(map(self._receive_frame, *(_HEAD_WITH_FD if connections.unplaced else _HEAD)))
+            self._expected = 2
+            try:
+                partial.extend(map(self._receive_frame, *(_HEAD_WITH_FD if connections.unplaced else _HEAD)))
+            except zmq.Again:
+                self._expected = 0
+                raise
         while self._option(_RCVMORE):
+            self._expected += 1
             partial.extend(map(self._receive_frame, *_REST))
         peer, head = partial[0], partial[1]
         if type(head) is bytes:
@@ -303,8 +330,16 @@ class Channel:
         if len(partial) > 2:
             frames += [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
         entry = ((peer, frames),)
-        self._inbox += entry  # these two statements hold no call and no jump, so no interrupt falls in between either
+        self._inbox += entry  # these statements hold no call and no jump, so no interrupt falls in between
         self._partial = []
+        self._expected = 0
+
+    def _skip_torn(self) -> None:
+        """Drop the rest of a message of which an interrupt cost a frame."""
+        while self._option(_RCVMORE):
+            self._receive_frame(_NOBLOCK)
+        self._partial = []
+        self._expected = 0
 
 
 class _OnlyKey:
@@ -352,6 +387,8 @@ def _resolve(address: str) -> list[str]:
     host, _, port = rest.rpartition(":")
     if transport != "tcp":
         return []
+    if port != "*" and not (port.isdecimal() and int(port) < 65536):
+        raise _unusable(address, f"{port!r} is no port")
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -365,7 +402,7 @@ def _wants_ipv6(address: str, resolved: list[str]) -> bool:
     return address.startswith("tcp://*") or (bool(resolved) and all("[" in endpoint for endpoint in resolved))
 
 
-def _unusable(address: str, error: Exception) -> ConfigurationError:
+def _unusable(address: str, error: Exception | str) -> ConfigurationError:
     return ConfigurationError(f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters of path).")
 
 

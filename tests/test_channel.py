@@ -1,0 +1,520 @@
+"""The channel on real sockets: messages, events, threads, interrupts, keys, strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from distruntime.errors import ConfigurationError
+from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
+from distruntime.wire.keys import KeyPair
+
+DEADLINE = 20.0
+KEYS = KeyPair.generate()
+
+Make = Callable[..., Channel]
+
+_later: dict[Channel, list[PeerEvent]] = {}  # events that event() has not returned yet
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes channels that the test need not close."""
+    made: list[Channel] = []
+
+    def build(listen: str | None = None, keys: KeyPair | None = None, name: bytes | None = None, max_message: int = 1 << 34) -> Channel:
+        made.append(Channel(listen=listen, keys=keys, name=name, max_message=max_message))
+        return made[-1]
+
+    yield build
+    _later.clear()
+    for channel in made:
+        channel.close()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s" if request.param == "ipc" else "tcp://127.0.0.1:*"
+
+
+@pytest.fixture(params=[None, KEYS], ids=["open", "curve"])
+def keys(request: pytest.FixtureRequest) -> KeyPair | None:
+    found: KeyPair | None = request.param
+    return found
+
+
+def receive(channel: Channel, count: int = 1) -> list[tuple[bytes, Frames]]:
+    """Return `count` messages."""
+    deadline = time.monotonic() + DEADLINE
+    messages: list[tuple[bytes, Frames]] = []
+    while len(messages) < count:
+        assert time.monotonic() < deadline, f"{len(messages)} of {count} messages came"
+        messages += channel.receive(1.0)
+    return messages
+
+
+def content(frame: bytes | zmq.Frame) -> bytes:
+    return frame if isinstance(frame, bytes) else frame.bytes
+
+
+def event(channel: Channel, *kinds: str) -> PeerEvent:
+    """Return the next event of one of the kinds, which is not always the last that came."""
+    deadline = time.monotonic() + DEADLINE
+    later = _later.setdefault(channel, [])
+    while time.monotonic() < deadline:
+        later += channel.events()
+        while later:
+            found = later.pop(0)
+            if found.kind in kinds:
+                return found
+        channel.receive(0.05)
+    raise AssertionError(f"no {kinds} event came")
+
+
+def pair(make: Make, address: str, keys: KeyPair | None = None, name: bytes | None = b"bob") -> tuple[Channel, Channel]:
+    """Return a listener, and a dialler that has been heard by it as `name` and knows it as b"listener"."""
+    listener, dialler = make(address, keys), make(None, keys, name)
+    dialler.connect(listener.address, b"listener")
+    dialler.send(b"listener", [b"first"])
+    [(peer, frames)] = receive(listener)
+    assert frames == [b"first"] and (name is None or peer == name)
+    assert event(listener, "connected").peer == peer
+    assert event(dialler, "connected").peer == b"listener"
+    return listener, dialler
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come about"
+        threading.Event().wait(0.002)
+
+
+def test_messages_travel_both_ways_with_all_their_frames(make: Make, address: str, keys: KeyPair | None) -> None:
+    listener, dialler = pair(make, address, keys)
+    large = os.urandom(LARGE)
+    dialler.send(b"listener", [b"head", b"", memoryview(large), bytearray(b"tail")])
+    [(peer, frames)] = receive(listener)
+    assert peer == b"bob"
+    assert [type(frame) for frame in frames] == [bytes, bytes, zmq.Frame, bytes]
+    assert [content(frame) for frame in frames] == [b"head", b"", large, b"tail"]
+    listener.send(peer, [b"back"])
+    assert receive(dialler) == [(b"listener", [b"back"])]
+
+
+def test_a_dialler_without_a_name_can_be_answered(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address, name=None)
+    dialler.send(b"listener", [b"x"])
+    [(peer, _)] = receive(listener)
+    listener.send(peer, [b"y"])
+    assert receive(dialler) == [(b"listener", [b"y"])]
+
+
+def test_what_is_sent_before_the_peer_listens_arrives(make: Make, tmp_path: Path) -> None:
+    dialler = make(None)
+    dialler.connect(f"ipc://{tmp_path}/later", b"listener")
+    dialler.send(b"listener", [b"early"])
+    listener = make(f"ipc://{tmp_path}/later")
+    assert receive(listener)[0][1] == [b"early"]
+
+
+def test_sending_to_an_unknown_peer_says_so(make: Make, address: str) -> None:
+    with pytest.raises(PeerGone, match="nobody"):
+        make(address).send(b"nobody", [b"x"])
+
+
+def test_an_impossible_frame_is_refused_before_anything_is_sent(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    with pytest.raises(TypeError, match="str"):
+        dialler.send(b"listener", [b"x", "text"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="contiguous"):
+        dialler.send(b"listener", [b"x", memoryview(b"abcd")[::2]])
+    with pytest.raises(ValueError, match="at least one"):
+        dialler.send(b"listener", [])
+    dialler.send(b"listener", [b"whole"])
+    assert receive(listener) == [(b"bob", [b"whole"])]
+
+
+def test_a_lost_dialler_is_named(make: Make, address: str, keys: KeyPair | None) -> None:
+    listener, ann = pair(make, address, keys, b"ann")
+    bob = make(None, keys, b"bob")
+    bob.connect(listener.address, b"listener")
+    bob.send(b"listener", [b"hello"])
+    receive(listener)
+    ann.close()
+    assert event(listener, "disconnected").peer == b"ann"
+    bob.close()
+    assert event(listener, "disconnected").peer == b"bob"
+    with pytest.raises(PeerGone):
+        listener.send(b"ann", [b"x"])
+
+
+def test_a_peer_that_left_before_its_message_was_read_is_reported_gone(make: Make, address: str) -> None:
+    listener, dialler = make(address), make(None, None, b"hasty")
+    dialler.connect(listener.address, b"listener")
+    dialler.send(b"listener", [b"first"])
+    assert event(dialler, "connected").peer == b"listener"
+    dialler.send(b"listener", [b"second"])
+    dialler.close()
+    receive(listener, 1)
+    assert event(listener, "disconnected").peer == b"hasty"
+
+
+def test_a_lost_listener_is_named_and_found_again(make: Make, address: str, keys: KeyPair | None) -> None:
+    listener, dialler = pair(make, address, keys)
+    where = listener.address
+    listener.close()
+    assert event(dialler, "disconnected").peer == b"listener"
+    dialler.send(b"listener", [b"kept"])
+    second = make(where, keys)
+    assert event(dialler, "connected").peer == b"listener"
+    assert receive(second) == [(b"bob", [b"kept"])]
+    assert event(second, "connected").peer == b"bob"
+
+
+def test_a_listener_dialled_by_host_name_is_named_after_a_reconnection_too(make: Make) -> None:
+    listener, dialler = make("tcp://127.0.0.1:*"), make(None)
+    port = listener.address.rpartition(":")[2]
+    dialler.connect(f"tcp://localhost:{port}", b"listener")
+    for _ in range(2):
+        assert event(dialler, "connected").peer == b"listener"
+        listener.close()
+        assert event(dialler, "disconnected").peer == b"listener"
+        listener = make(f"tcp://127.0.0.1:{port}")
+    assert event(dialler, "connected").peer == b"listener"
+
+
+def test_a_new_connection_under_the_same_name_replaces_the_old_one(make: Make, address: str) -> None:
+    listener, _ = pair(make, address, name=b"bob")
+    again = make(None, None, b"bob")
+    again.connect(listener.address, b"listener")
+    again.send(b"listener", [b"me"])
+    receive(listener)
+    assert event(listener, "disconnected").peer == b"bob"
+    listener.send(b"bob", [b"you"])
+    assert receive(again) == [(b"listener", [b"you"])]
+
+
+def test_events_end_a_wait(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    threading.Timer(0.1, dialler.close).start()
+    deadline = time.monotonic() + DEADLINE
+    while not any(found.kind == "disconnected" for found in listener.events()):
+        assert time.monotonic() < deadline
+        assert listener.receive(DEADLINE) == []
+
+
+def test_after_hanging_up_the_peer_is_unknown(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    dialler.disconnect(listener.address, b"listener")
+
+    def gone() -> bool:
+        dialler.receive(0)  # libzmq hangs up in steps, the later ones when the socket is next used
+        listener.receive(0)
+        return PeerEvent("disconnected", b"bob", listener.address) in listener.events()
+
+    wait_for(gone)
+    with pytest.raises(PeerGone):
+        dialler.send(b"listener", [b"x"])
+
+
+@pytest.mark.parametrize("held", [(KEYS, None), (None, KEYS), (KEYS, KeyPair.generate())], ids=["no key", "needless key", "wrong key"])
+def test_without_the_right_key_nothing_gets_in(make: Make, address: str, held: tuple[KeyPair | None, KeyPair | None]) -> None:
+    listener, stranger, friend = make(address, held[0]), make(None, held[1], b"stranger"), make(None, held[0], b"friend")
+    stranger.connect(listener.address, b"listener")
+    stranger.send(b"listener", [b"let me in"])
+    seen = {event(listener, "auth_failed").peer, event(listener, "auth_failed", "handshake_failed").peer}
+    assert seen == {None}
+    assert event(stranger, "auth_failed", "handshake_failed").peer == b"listener"
+    friend.connect(listener.address, b"listener")
+    friend.send(b"listener", [b"hello"])
+    assert receive(listener) == [(b"friend", [b"hello"])]
+    assert listener.receive(0.3) == []
+
+
+def test_a_stranger_who_knows_only_the_public_half_is_refused(make: Make, address: str) -> None:
+    own = KeyPair.generate()
+    listener, stranger = make(address, KEYS), make(None, own)
+    stranger._keys = KeyPair(KEYS.public, own.secret)  # dials with the cluster's public key, proves only its own
+    stranger.connect(listener.address, b"listener")
+    stranger.send(b"listener", [b"let me in"])
+    assert event(listener, "auth_failed").detail == "key refused (status 400)"
+    assert event(stranger, "auth_failed").peer == b"listener"
+    assert listener.receive(0.2) == []
+
+
+def raw_connection(address: str) -> socket.socket:
+    if address.startswith("ipc://"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address[len("ipc://") :])
+        return connection
+    host, _, port = address[len("tcp://") :].rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x00" * 4096,
+        b"\xff" * 4096,
+        bytes(range(256)) * 64,
+        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 15 + b"\0" + b"\0" * 31 + b"\x06" + b"\xff" * 8 + b"x" * 1000,
+        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31 + b"\x04\x05READY\x02" + b"\xff" * 8,
+    ],
+    ids=["http", "zeros", "ones", "bytes", "curve greeting", "null greeting"],
+)
+def test_garbage_leaves_the_listener_working(make: Make, address: str, keys: KeyPair | None, garbage: bytes) -> None:
+    listener, friend = pair(make, address, keys)
+    for _ in range(3):
+        with raw_connection(listener.address) as stranger:
+            try:
+                stranger.sendall(garbage)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # hung up on us already, as it may
+    friend.send(b"listener", [b"still here"])
+    assert (b"bob", [b"still here"]) in receive(listener)
+    listener.send(b"bob", [b"good"])
+    assert receive(friend) == [(b"listener", [b"good"])]
+
+
+def test_an_oversized_frame_ends_that_connection_only(make: Make, address: str, keys: KeyPair | None) -> None:
+    listener = make(address, keys, None, 100_000)
+    friend, wordy = make(None, keys, b"friend"), make(None, keys, b"wordy")
+    for dialler in (friend, wordy):
+        dialler.connect(listener.address, b"listener")
+        dialler.send(b"listener", [b"hello"])
+    receive(listener, 2)
+    wordy.send(b"listener", [b"x" * 200_000])
+    assert event(listener, "disconnected").peer == b"wordy"
+    friend.send(b"listener", [b"still here"])
+    assert (b"friend", [b"still here"]) in receive(listener)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_large_frames(make: Make, address: str, keys: KeyPair | None, copy: bool) -> None:
+    listener, dialler = pair(make, address, keys)
+    payload = bytearray(os.urandom(1 << 20) * 64)
+    tracker = dialler.send(b"listener", [b"head", memoryview(payload)], copy=copy)
+    assert (tracker is None) == copy
+    [(_, frames)] = receive(listener)
+    assert isinstance(frames[1], zmq.Frame)
+    assert frames[1].buffer == payload
+    if tracker is not None:
+        tracker.wait(DEADLINE)
+        assert tracker.done
+
+
+@pytest.mark.timeout(180)
+def test_no_message_is_lost_when_others_send_while_one_waits(make: Make, address: str) -> None:
+    """ZMQ_FD is edge-triggered: a send by another thread swallows the edge of what arrives meanwhile."""
+    listener, dialler = pair(make, address)
+    rounds, senders = 400, 3
+    stop = threading.Event()
+
+    def echo() -> None:
+        while not stop.is_set():
+            for peer, frames in listener.receive(0.5):
+                if frames[0] != b"noise":
+                    listener.send(peer, [content(frames[0])])
+
+    def noise() -> None:
+        while not stop.is_set():
+            dialler.send(b"listener", [b"noise"])
+            stop.wait(0.0002)
+
+    threads = [threading.Thread(target=echo), *(threading.Thread(target=noise) for _ in range(senders))]
+    for thread in threads:
+        thread.start()
+    try:
+        slow = 0
+        for number in range(rounds):
+            dialler.send(b"listener", [b"%d" % number])
+            start = time.monotonic()
+            assert receive(dialler) == [(b"listener", [b"%d" % number])]
+            slow += time.monotonic() - start > 0.9  # found only because the wait of 1 s ran out
+        assert slow == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_many_threads_send_whole_messages(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    threads, each = 8, 300
+
+    def send(number: int) -> None:
+        for index in range(each):
+            dialler.send(b"listener", [b"%d" % number, b"%d" % index, b"end"])
+
+    started = [threading.Thread(target=send, args=(number,)) for number in range(threads)]
+    for thread in started:
+        thread.start()
+    found = receive(listener, threads * each)
+    for thread in started:
+        thread.join()
+    order: dict[bytes, list[int]] = {}
+    for _, frames in found:
+        number, index, end = (content(frame) for frame in frames)
+        assert end == b"end"
+        order.setdefault(number, []).append(int(index))
+    assert all(indices == list(range(each)) for indices in order.values()) and len(order) == threads
+
+
+def test_wake_ends_a_wait_and_is_not_forgotten(make: Make, address: str) -> None:
+    channel = make(address)
+    channel.wake()
+    assert channel.receive(DEADLINE) == []
+    threading.Timer(0.1, channel.wake).start()
+    start = time.monotonic()
+    assert channel.receive(None) == []
+    assert time.monotonic() - start < DEADLINE
+
+
+def test_a_wait_ends_with_its_time(make: Make, address: str) -> None:
+    channel = make(address)
+    start = time.monotonic()
+    assert channel.receive(0.2) == []
+    assert 0.15 < time.monotonic() - start < DEADLINE
+    assert channel.receive(0) == []
+
+
+def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        listener.receive(None)
+    dialler.send(b"listener", [b"after"])
+    assert receive(listener) == [(b"bob", [b"after"])]
+
+
+def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    stop = threading.Event()
+    count = 3000
+
+    def interrupt() -> None:
+        while not stop.wait(0.003):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class Interrupted(Exception):
+        pass
+
+    def handler(number: int, frame: object) -> None:
+        raise Interrupted
+
+    sent = interrupted = 0
+    got: list[bytes] = []
+    before = signal.signal(signal.SIGINT, handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        deadline = time.monotonic() + DEADLINE
+        while sent < count and time.monotonic() < deadline:
+            try:
+                while sent < count:
+                    dialler.send(b"listener", [b"head", b"%d" % sent, b"tail"])
+                    sent += 1
+            except Interrupted:
+                interrupted += 1  # the message may or may not have gone: it is sent again under the same number
+    finally:
+        stop.set()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except Interrupted:
+                continue
+        signal.signal(signal.SIGINT, before)
+    dialler.send(b"listener", [b"head", b"last", b"tail"])
+    while not got or got[-1] != b"last":
+        for _, frames in receive(listener):
+            assert len(frames) == 3 and frames[0] == b"head" and frames[2] == b"tail"
+            got.append(content(frames[1]))
+    assert interrupted and sent == count
+    assert [number for number in dict.fromkeys(got)] == [b"%d" % number for number in range(count)] + [b"last"]
+
+
+def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPair | None) -> None:
+    _, dialler = pair(make, address, keys)
+    dialler.send(b"listener", [b"x" * 1000] * 5)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            while True:
+                dialler.receive(None)
+        except ChannelClosed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    start = time.monotonic()
+    dialler.close()
+    dialler.close()
+    thread.join(DEADLINE)
+    assert raised and time.monotonic() - start < 5
+    for use in (lambda: dialler.receive(0), lambda: dialler.send(b"listener", [b"x"]), dialler.events):
+        with pytest.raises(ChannelClosed):
+            use()
+    dialler.wake()
+
+
+def test_closing_with_unsent_messages_to_nobody_is_prompt(make: Make) -> None:
+    channel = make(None)
+    channel.connect("tcp://127.0.0.1:9", b"nobody")
+    channel.send(b"nobody", [b"x" * 1_000_000])
+    start = time.monotonic()
+    channel.close()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python >= 3.12 warns; forking is the point here
+def test_a_forked_child_cannot_use_or_harm_it(make: Make, address: str, keys: KeyPair | None) -> None:
+    listener, dialler = pair(make, address, keys)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            listener.close()
+            dialler.close()
+            dialler.send(b"listener", [b"from the child"])
+        except ChannelClosed:
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    dialler.send(b"listener", [b"from the parent"])
+    assert receive(listener) == [(b"bob", [b"from the parent"])]
+
+
+def test_unusable_addresses_are_named(make: Make, tmp_path: Path) -> None:
+    for address in ("nonsense", "tcp://127.0.0.1:99999", f"ipc://{tmp_path}/{'x' * 200}", "http://host:1"):
+        with pytest.raises(ConfigurationError, match="Expected"):
+            make(address)
+    for address in ("nonsense", "http://host:1"):
+        with pytest.raises(ConfigurationError, match="Expected"):
+            make(None).connect(address, b"peer")
+    taken = make("tcp://127.0.0.1:*")
+    with pytest.raises(ConfigurationError, match="in use"):
+        make(taken.address)
+
+
+def test_addresses_are_reported_as_they_are(make: Make) -> None:
+    for host in ("127.0.0.1", "0.0.0.0"):
+        address = make(f"tcp://{host}:0").address
+        assert address.startswith(f"tcp://{host}:") and not address.endswith(":0")
+
+
+def test_the_socket_file_is_private(make: Make, tmp_path: Path) -> None:
+    make(f"ipc://{tmp_path}/s")
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600

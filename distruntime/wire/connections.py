@@ -70,6 +70,7 @@ class Connections:
         self._receive: Callable[..., bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
         self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._monitor)
         self.fd: int = self._option(zmq.FD)
+        self._option(_EVENTS)  # libzmq signals the fd only to a reader that has found nothing once
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         self.poll = poll.poll  # whether there is anything to read: a third of what asking libzmq costs

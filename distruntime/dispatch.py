@@ -20,6 +20,7 @@ from .special import SPECIAL
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
+_inference = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 
 
@@ -96,7 +97,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     if entry is None:
         return first_time(cls, func, args, kwargs or {}, signature, SPECIAL)
     template, spec, alias, _, _ = entry
-    if spec is None:
+    if spec is None or (alias is not None and _inference()):
         return emit(cls, entry, words, args, kwargs, place, user_line())
     ref = next_ref()
     words[0] = template

@@ -20,7 +20,7 @@ def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedT
 
     @functools.wraps(function)
     def make(*args: Any, device: Any = None, **kwargs: Any) -> DistributedTensor:
-        return function(*args, device=_target(device).lazy, **kwargs)  # type: ignore[return-value]
+        return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
 
     make.__module__ = __name__
     make.__doc__ = f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. Return at once."
@@ -57,13 +57,13 @@ def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
     def make(*args: Any, device: DeviceLike | None = None) -> DistributedTensor:
         place = _target(device, like_torch=False)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            return args[0].to(dtype).to(place.lazy)  # type: ignore[return-value]
+            return args[0].to(dtype).to(place.device)  # type: ignore[return-value]
         if len(args) == 1 and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
-            return torch.tensor(args[0], dtype=dtype, device=place.lazy)  # type: ignore[return-value]
+            return torch.tensor(args[0], dtype=dtype, device=place.device)  # type: ignore[return-value]
         sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
             raise UsageError(f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); got {args!r}")
-        return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.lazy)  # type: ignore[return-value]
+        return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)  # type: ignore[return-value]
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .failure import remote_error
 from .requests import Request
 from .session import active_session
+from .spec import Spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import request, tensor_from
@@ -50,14 +52,19 @@ def fetch_async(tree: Any) -> Fetched:
     """
     leaves, shape = tree_flatten(tree)
     future = Fetched()
-    replies: dict[int, Request] = {}  # by identity, so that tied tensors stay tied
+    replies: dict[tuple[int, Spec], Request] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
+    wanted: list[_Wanted | None] = []
     for leaf in leaves:
-        if isinstance(leaf, DistributedTensor) and id(leaf) not in replies:
-            replies[id(leaf)] = request(leaf._handle, "tensor")
-    specs = {id(leaf): leaf._handle.spec for leaf in leaves if isinstance(leaf, DistributedTensor)}
-    params = {id(leaf): leaf.requires_grad for leaf in leaves if isinstance(leaf, DistributedTensor) and getattr(leaf, "_is_param", False)}
-    keys = [id(leaf) if isinstance(leaf, DistributedTensor) else None for leaf in leaves]
-    rest = [None if key is not None else leaf for key, leaf in zip(keys, leaves)]
+        if not isinstance(leaf, DistributedTensor):
+            wanted.append(None)
+            continue
+        handle = leaf._handle
+        key = id(handle.storage), handle.spec
+        if key not in replies:
+            replies[key] = request(handle, "tensor")
+        param = leaf.requires_grad if getattr(leaf, "_is_param", False) else None
+        wanted.append(_Wanted(key, id(leaf), param))
+    rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
     future._pending = list(replies.values())
     left = [len(replies)]
 
@@ -66,11 +73,13 @@ def fetch_async(tree: Any) -> Fetched:
         if bad is not None:
             future.set_exception(remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
             return
-        local: dict[int, Any] = {}
-        for key, reply in replies.items():
-            tensor = tensor_from(reply, specs[key])
-            local[key] = torch.nn.Parameter(tensor, requires_grad=params[key]) if key in params else tensor
-        future.set_result(tree_unflatten([leaf if key is None else local[key] for key, leaf in zip(keys, rest)], shape))
+        data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+        same: dict[int, torch.Tensor] = {}
+        for want in wanted:
+            if want is not None and want.leaf not in same:
+                alias = data[want.key].detach()
+                same[want.leaf] = alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
+        future.set_result(tree_unflatten([leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape))
 
     def arrived(_: Request) -> None:
         left[0] -= 1
@@ -80,11 +89,17 @@ def fetch_async(tree: Any) -> Fetched:
     if not replies:
         finish()
     for reply in list(replies.values()):
-        reply.then = arrived
-        if reply.done:  # it came before `then` was there
-            reply.then = None
-            arrived(reply)
+        reply.when_done(arrived)
     return future
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One remote leaf of a tree: which value it is, which object, and whether it is a parameter (then: with gradient or without)."""
+
+    key: tuple[int, Spec]
+    leaf: int
+    param: bool | None
 
 
 def fetch(tree: Any) -> Any:

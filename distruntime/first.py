@@ -47,6 +47,14 @@ _INDEXED = {
 }
 
 
+def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
+    """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return wrap(cls, handle)
+    return wrap(cls, handle)
+
+
 def wrap(cls: Any, handle: Handle) -> Any:
     """Return a new proxy that owns `handle`."""
     spec, place = handle.spec, handle.place
@@ -144,7 +152,7 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
             handle = Handle(next_ref(), result.spec, place, storage)
             words.append(handle.ref)
             fresh.append(handle)
-            return wrap(cls, handle)
+            return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
         if isinstance(result, Same):
             return operands[result.operand]
         if isinstance(result, list):

@@ -6,7 +6,10 @@ import os
 from typing import Any
 
 import torch
+from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from .composite import KERNELS
@@ -45,6 +48,9 @@ def install() -> None:
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
         torch._register_device_module("remote", RemoteModule())
+        # Autograd counts devices at its first backward, for threads of its own, with which no forked child could run backward. The guard
+        # below would count as one, so that first time is now.
+        torch.ones(1, requires_grad=True).sum().backward()
         _kept.append(_Guard())
         torch._C._acc.register_python_privateuseone_device_guard(_kept[0])
     _library.append(torch.library.Library("aten", "IMPL"))
@@ -55,6 +61,11 @@ def install() -> None:
         _implement(_aten._local_scalar_dense.default, _read, backend)
     for op, kernel in KERNELS.items():
         _implement(op, kernel, "AutogradLazy")
+    for backend in ("Lazy", "PrivateUse1"):
+        _library.append(torch.library.Library("_", "IMPL"))
+        _library[-1].fallback(_fallback, backend)
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]  # make_fx records them
+    _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign]
@@ -79,6 +90,21 @@ def _factory(op: Any) -> Any:
         return create(DistributedTensor, target, args, kwargs)
 
     return make
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take an operator that reached a backend key: a factory without tensors, or C++ code that runs with Python dispatch off."""
+    if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
+        return dispatch(DistributedTensor, op, (), args, kwargs)
+    return create(DistributedTensor, op, args, kwargs)
+
+
+_foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
+
+
+def _foreach_devices() -> list[str]:
+    # What C++ groups tensors by is the wrappers' own device.
+    return [*_foreach_devices_here(), "lazy"]
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -144,7 +170,7 @@ def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwar
             place = first._destination(None, node) if first is not None else Place(node, "cpu")  # type: ignore[assignment]
     residence = active_session().residence(place)
     rest = args[1:] if args else ()
-    return _to(self, residence.lazy, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
+    return _to(self, residence.device, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
 
 
 def _forked() -> None:

@@ -25,11 +25,11 @@ def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
 
     def send(leaf: Any) -> Any:
         if isinstance(leaf, torch.nn.Module):
-            return leaf.to(place.lazy)
+            return leaf.to(place.device)
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in sent:
-            moved = leaf.detach().to(place.lazy)
+            moved = leaf.detach().to(place.device)
             sent[id(leaf)] = (
                 torch.nn.Parameter(moved, leaf.requires_grad)
                 if isinstance(leaf, torch.nn.Parameter)

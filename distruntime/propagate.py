@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from .errors import NotSupportedError
 from .spec import Spec, spec_of
 
 
@@ -117,6 +118,13 @@ def propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
     """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker` where meta cannot tell."""
     if func._schema.name in LIARS:
         raise NeedsWorker
+    if func._schema.name.startswith("aten::_nested"):
+        raise NotSupportedError(f"{func}: nested tensors live here only; remote tensors are strided. Pad them, or keep a list of tensors")
+    with _disable_current_modes():  # a mode that records operators must not see these
+        return _propagate(func, args, kwargs, spec_of_operand)
+
+
+def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], spec_of_operand: Callable[[Any], Spec]) -> Outcome:
     operands = tensors_of(args, kwargs)
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)
@@ -125,8 +133,7 @@ def propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]
     try:
-        with _disable_current_modes():
-            out = func(*margs, **mkwargs)
+        out = func(*margs, **mkwargs)
     except NotImplementedError:
         raise NeedsWorker from None
     except RuntimeError as error:
@@ -149,6 +156,9 @@ def outcome(
         if isinstance(value, torch.Tensor):
             if id(value) in same:
                 return Same(same[id(value)])
+            if value.layout is not torch.strided or value.is_quantized:
+                what = value.layout if value.layout is not torch.strided else "quantized"
+                raise NotSupportedError(f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally")
             return New(spec_of(value), alias)
         if isinstance(value, (list, tuple)):
             return [result(item, alias) for item in value]

@@ -19,6 +19,8 @@ from .wire.codec import Buffer
 from .wire.messages import Failure
 from .wire.shared import Segment
 
+_finishing = threading.Lock()  # between `done` and `then`
+
 _SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead workers
 
 
@@ -39,9 +41,19 @@ class Request:
 
     def finish(self) -> None:
         """Mark the request as answered."""
-        self.done = True
-        if self.then is not None:
-            self.then(self)
+        with _finishing:
+            self.done = True
+            then = self.then
+        if then is not None:
+            then(self)
+
+    def when_done(self, then: Callable[[Request], None]) -> None:
+        """Call `then` when the request is answered, or now if it is."""
+        with _finishing:
+            if not self.done:
+                self.then = then
+                return
+        then(self)
 
 
 class Requests:

@@ -72,30 +72,18 @@ class DistributedTensor(torch.Tensor):
         """
         target: Any = kwargs.pop("device", None)
         rest = list(args)
-        if rest and (
-            rest[0] is None
-            or isinstance(rest[0], (str, torch.device, Place))
-            or (isinstance(rest[0], int) and not isinstance(rest[0], bool))
-        ):
+        if rest and isinstance(rest[0], torch.Tensor):
+            kwargs.setdefault("dtype", rest[0].dtype)
+            target = rest.pop(0).device
+        elif rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place, int))):
             target = rest.pop(0)
-        elif rest and isinstance(rest[0], torch.Tensor):
-            other = rest.pop(0)
-            kwargs.setdefault("dtype", other.dtype)
-            target = other.device if isinstance(other, DistributedTensor) else torch.device(other.device)
         if target is None and node is None:
-            return super().to(*rest, **kwargs)
-        if isinstance(target, (Place, torch.device)) or target is None or node is not None:
-            pass
-        elif isinstance(target, str) and target.partition(":")[0] not in ("remote", "lazy"):
-            target = torch.device(target)
+            return super().to(*args, **kwargs)
         destination = self._destination(target, node)
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)
-        residence = active_session().residence(destination)
-        if residence is self._handle.place:
-            # torch promises `self` here, but C++ would compare lazy:k with remote:k and copy
-            return super().to(*rest, **kwargs) if rest or kwargs else self
-        return super().to(residence.lazy, *rest, **kwargs)
+        # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
+        return super().to(active_session().residence(destination).lazy, *rest, **kwargs)
 
     def _destination(self, target: Any, node: int | None) -> Place | None:
         """Return the place that a `.to` names, or None for a device of this process."""
@@ -160,19 +148,20 @@ class DistributedTensor(torch.Tensor):
     @property
     def data(self) -> Any:
         """The same value without history; assigning makes this tensor the other one's value."""
-        return self.detach()
+        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        return dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         # torch's own setter would change the wrapper's size and keep the old value, silently
         if not isinstance(other, DistributedTensor):
             raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
-        if other.place == self.place:
-            alias: Any = other.detach()
+        alias: Any = other.data
+        if (other.place, other.dtype) == (self.place, self.dtype):
             self._handle = alias._handle
             reshape_wrapper(self, self._handle.spec)
-        else:  # the wrapper's C++ side knows its place, so it changes too
-            torch.utils.swap_tensors(self, other.detach().requires_grad_(self.requires_grad))
+        else:  # the wrapper's C++ side has its own idea of these, so it changes too
+            torch.utils.swap_tensors(self, alias.requires_grad_(self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distruntime.errors import InternalError, ProtocolError
+from distruntime.errors import InternalError, NotSupportedError, ProtocolError
 from distruntime.wire.codec import Buffer, bytes_tensor
 from distruntime.wire.messages import (
     CHECK,
@@ -151,7 +151,7 @@ class Executor:
                     slots[p[i + 3 + offset]] = torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(
                         value
                     )
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, NotSupportedError) as error:
                 self._fail(template, slots, p, i + 3, error)
         return after
 
@@ -172,7 +172,7 @@ class Executor:
             try:
                 self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in results]), None)
                 return after
-            except (TypeError, NotImplementedError) as error:
+            except (TypeError, NotSupportedError) as error:
                 self._fail(template, slots, p, i + 2, error)
                 bad = self._failures[-1]
         self._send(Failed(request, failure_fields(bad)), None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distruntime.errors import NotSupportedError
 from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure
 
@@ -46,9 +47,9 @@ def described(values: list[Any]) -> str:
 
 def spec_fields(tensor: torch.Tensor) -> list[Any]:
     """Return a tensor's metadata in the order of the wire: sizes, strides, offset, dtype, conjugate and negative bits."""
-    if tensor.layout is not torch.strided:
-        raise NotImplementedError(
-            f"the result has layout {tensor.layout}; remote tensors are strided only. "
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NotSupportedError(
+            f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote tensors are strided only. "
             "Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)

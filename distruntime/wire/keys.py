@@ -75,14 +75,7 @@ class KeyPair:
         """
         try:
             mode = path.stat().st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigurationError(f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen {path}")
-            if mode & 0o077:
-                raise ConfigurationError(
-                    f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. "
-                    f"Do: chmod 600 {path}"
-                )
-            public, secret = zmq.auth.load_certificate(path)
+            public, secret = _read(path) if stat.S_ISREG(mode) else (b"", None)
         except FileNotFoundError:
             raise ConfigurationError(
                 f"got no key file at {path}, expected the key that the master and all workers share. "
@@ -90,8 +83,12 @@ class KeyPair:
             ) from None
         except OSError as error:
             raise ConfigurationError(f"the key file {path} cannot be read: {error.strerror}. It must be readable by you alone.") from error
-        except ValueError:
-            public, secret = b"", None
+        if not stat.S_ISREG(mode):
+            raise ConfigurationError(f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen FILE")
+        if mode & 0o077:
+            raise ConfigurationError(
+                f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
+            )
         if not _is_key(public) or secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
             raise ConfigurationError(
                 f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` writes. "
@@ -171,6 +168,13 @@ def _is_private(address: str) -> bool:
     except OSError:
         return False  # choose() cannot vouch for what is not there; binding there fails on its own
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(path)
+    except ValueError:  # no key in it
+        return b"", None
 
 
 def _is_key(text: bytes) -> bool:

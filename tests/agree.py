@@ -1,0 +1,241 @@
+"""Remote results must be what the same code gives locally: metadata, values, gradients, kinds of error.
+
+Every comparison here runs the same code twice, once on "cpu" and once on a worker. Nothing is compared with a stored number.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import distruntime as dr
+
+REMOTE = "remote"
+_Case = Callable[..., Any]
+
+
+class Disagreement(AssertionError):
+    """The worker's result is not the local one."""
+
+
+def is_remote(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "remote"
+
+
+class Copier:
+    """Copies trees of tensors to a device with everything that code can see: strides, offsets, shared storages, shared identity."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tree: Any) -> Any:
+        return tree_map(self._leaf, tree)
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device(self.device)
+        if not isinstance(value, torch.Tensor):
+            return self.device if isinstance(value, str) and value == "cpu" else value
+        if id(value) not in self._seen:  # the original is kept too: its id must not be given away
+            copy = self._tensor(value.detach()).detach()
+            if isinstance(value, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, value.requires_grad)
+            self._seen[id(value)] = value, copy.requires_grad_(value.requires_grad)
+        return self._seen[id(value)][1]
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            return value.clone() if self.device == "cpu" else value.to(self.device)
+        if value.is_conj():
+            return self._tensor(value.conj()).conj()
+        if value.is_neg():
+            return self._tensor(value._neg_view())._neg_view()
+        storage = value.untyped_storage()
+        key = storage._cdata, value.dtype
+        if key not in self._storages:
+            flat = torch.empty(0, dtype=value.dtype).set_(storage)
+            self._storages[key] = flat, flat.clone() if self.device == "cpu" else flat.to(self.device)
+        flat = self._storages[key][1]
+        return flat.as_strided(value.size(), value.stride(), value.storage_offset())
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The copies that want gradients, in the order in which they were met."""
+        return [copy for _, copy in self._seen.values() if copy.requires_grad]
+
+
+def gradients(outputs: Any, leaves: list[torch.Tensor], device: str) -> list[torch.Tensor | None]:
+    """Gradients of all differentiable outputs, weighted at random: a plain sum would hide what is constant along it."""
+    outs = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not outs or not leaves:
+        return []
+    generator = torch.Generator().manual_seed(1)
+    # Complex weights are drawn as such; `randn` keeps to the layout that the output has no say in: contiguous.
+    weights = [torch.randn(o.shape, dtype=o.dtype, generator=generator).to(device) for o in outs]
+    found = torch.autograd.grad(outs, leaves, weights, allow_unused=True)
+    # Detached: whether a gradient is a view is an accident (C++ formulas take other branches for tensor subclasses).
+    return [None if g is None else g.detach() for g in found]
+
+
+def outcome(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What the code gives: a result whose tensors are all here and computed, or the error it raises."""
+    try:
+        return _settled(run), None
+    except Exception as error:  # any kind: it is compared with the other side's
+        return None, error.with_traceback(None)
+
+
+def _settled(run: Callable[[], Any]) -> Any:
+    result = run()
+    return result, dr.fetch(tree_map(_detached, result))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def check(
+    local: Callable[[], Any],
+    remote: Callable[[], Any],
+    *,
+    values: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+    must_work: bool = False,
+) -> bool:
+    """Run both and raise `Disagreement` unless they agree. True if there was a result to compare, False if both raised alike."""
+    __tracebackhide__ = True
+    if must_work:  # an error of the local run is then the case's own
+        expected, expected_error = _settled(local), None
+    else:
+        expected, expected_error = outcome(local)
+    got, error = outcome(remote)
+    if expected_error is not None:
+        if error is None:
+            raise Disagreement(f"raises {_one_line(expected_error)} locally, but not remotely")
+        if not isinstance(error, type(expected_error)):
+            raise Disagreement(f"raises {_one_line(expected_error)} locally, but {_one_line(error)} remotely") from error
+        return False
+    if error is not None:
+        raise Disagreement(f"works locally, but raises {_one_line(error)} remotely") from error
+    compare(expected, got, values=values, rtol=rtol, atol=atol)
+    return True
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def compare(
+    expected: tuple[Any, Any], got: tuple[Any, Any], *, values: bool = True, rtol: float | None = None, atol: float | None = None
+) -> None:
+    """Both arguments are (tree as the code gave it, the same tree fetched)."""
+    __tracebackhide__ = True
+    locals_, spec = tree_flatten(expected[0])
+    proxies, got_spec = tree_flatten(got[0])
+    if spec != got_spec:
+        raise Disagreement(f"structure: local {spec}, remote {got_spec}")
+    fetched = tree_flatten(got[1])[0]
+    for i, (a, proxy, b) in enumerate(zip(locals_, proxies, fetched, strict=True)):
+        if not isinstance(a, torch.Tensor):
+            if type(a) is not type(b) or not (a == b or (a != a and b != b) or _close_numbers(a, b)):
+                raise Disagreement(f"result {i}: local {a!r}, remote {b!r}")
+            continue
+        if not isinstance(proxy, torch.Tensor):
+            raise Disagreement(f"result {i}: local is a tensor, remote {proxy!r}")
+        for name in _VISIBLE:
+            here, there = _visible(a, name), _visible(proxy, name)
+            if here != there:
+                raise Disagreement(f"result {i}: {name}: local {here}, remote {there}")
+        if is_remote(b):
+            raise Disagreement(f"result {i} was not fetched")
+        if b.shape != a.shape or b.dtype != a.dtype:
+            raise Disagreement(f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} {tuple(b.shape)}")
+        if values:
+            _compare_values(i, a.detach(), b, rtol, atol)
+
+
+_VISIBLE = ("shape", "dtype", "layout", "stride", "storage_offset", "is_conj", "is_neg", "requires_grad", "is_leaf", "_is_view")
+
+
+def _visible(tensor: torch.Tensor, name: str) -> Any:
+    if name in ("stride", "storage_offset") and tensor.layout is not torch.strided:
+        return None
+    if name == "stride":  # a dimension of one element or none is never stepped along: torch itself lets its stride float
+        return [step for step, size in zip(tensor.stride(), tensor.size(), strict=True) if size > 1 and tensor.numel()]
+    value = getattr(tensor, name)
+    return value() if callable(value) else value
+
+
+def _close_numbers(a: Any, b: Any) -> bool:
+    return isinstance(a, (float, complex)) and abs(a - b) <= 1e-6 * abs(a)
+
+
+def _compare_values(i: int, a: torch.Tensor, b: torch.Tensor, rtol: float | None, atol: float | None) -> None:
+    __tracebackhide__ = True
+    quick = a.layout is torch.strided and not a.is_quantized and a.dtype is not torch.complex32  # `equal` knows no complex32
+    if quick and torch.equal(a, b):
+        return
+    try:
+        torch.testing.assert_close(b, a, equal_nan=True, rtol=rtol, atol=atol, check_stride=False)
+    except AssertionError as error:
+        raise Disagreement(f"result {i}: {' '.join(str(error).split())}") from None
+
+
+def agrees(case: _Case | None = None, *, remote_result: bool = True, rtol: float | None = None, atol: float | None = None) -> Any:
+    """Make a test of `case(device)`: run on "cpu" and on a worker, it must give equal results, or raise errors of the same class.
+
+    Unless `remote_result=False`, something in the remote result must live on the worker: a case that never left would prove nothing.
+    """
+    if case is None:
+        return functools.partial(agrees, remote_result=remote_result, rtol=rtol, atol=atol)
+    names = list(inspect.signature(case).parameters)
+    assert names[0] == "device", f"{case.__name__} must take the device first"
+
+    @functools.wraps(case)
+    def test(session: object, **arguments: Any) -> None:
+        __tracebackhide__ = True
+        reached: list[bool] = []
+
+        def run(device: str) -> Any:
+            torch.manual_seed(0)
+            result = case(device, **arguments)
+            if device == REMOTE:
+                reached.append(any(is_remote(leaf) for leaf in tree_leaves(result)))
+            return result
+
+        check(lambda: run("cpu"), lambda: run(REMOTE), rtol=rtol, atol=atol, must_work=True)
+        assert reached == [True] or not remote_result, "nothing in the result is remote"
+
+    signature = inspect.signature(case)
+    rest = [p for name, p in signature.parameters.items() if name != "device"]
+    session_parameter = inspect.Parameter("session", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = inspect.Signature([session_parameter, *rest])  # type: ignore[attr-defined]  # pytest reads the fixtures off it
+    return test
+
+
+def tensor(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    """Equal random numbers on every device, drawn here: a case must not depend on the worker's generator by accident."""
+    value = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return value.to(device).requires_grad_(grad)
+
+
+def quietly(run: Callable[[], Any]) -> Any:
+    """Torch's own test data and deprecated operators warn; what is compared here is results."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run()
+
+
+def some(items: list[Any], limit: int) -> Iterator[Any]:
+    """At most `limit` of the items, evenly spread, first and last included."""
+    if len(items) <= limit:
+        return iter(items)
+    return (items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit))

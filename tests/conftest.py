@@ -1,0 +1,56 @@
+"""One session is shared by most tests; a test that needs its own, or that breaks it, leaves the next one to start another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+
+torch.set_num_threads(1)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
+
+_shared: list[object] = []
+
+
+def _usable() -> bool:
+    if not (_shared and dr.is_initialized()):
+        return False
+    try:
+        return torch.ones((), device=REMOTE).item() == 1.0
+    except (dr.NodeFailed, dr.SessionClosed):
+        return False
+
+
+@pytest.fixture
+def session() -> Iterator[object]:
+    """Two workers on this machine, each with its CPU. Shared: a test leaves it as it found it, with no failure unread."""
+    if not _usable():
+        dr.shutdown()
+        _shared[:] = [dr.init_master_worker()]
+    yield _shared[0]
+    if dr.is_initialized():
+        dr.synchronize()
+
+
+@pytest.fixture
+def fresh_session() -> Iterator[Callable[..., Any]]:
+    """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test."""
+    _shared.clear()
+    dr.shutdown()
+    yield dr.init_master_worker
+    dr.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Equal random numbers in every test, and no test leaves process-wide settings behind."""
+    torch.manual_seed(0)
+    grad, default = torch.is_grad_enabled(), torch.get_default_device()
+    yield
+    assert torch.is_grad_enabled() == grad
+    assert torch.get_default_device() == default
+    assert torch.get_default_dtype() == torch.float32

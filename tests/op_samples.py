@@ -1,0 +1,129 @@
+"""Runs the entries of PyTorch's own operator database here and on a worker. Shared by `test_op_db.py` and `long/op_db_dtypes.py`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, some
+
+with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+# What these give is uninitialised memory: only the metadata can agree.
+_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+_VARIANT_SAMPLES = 3  # in-place, method and out= run on this many samples of each entry
+
+
+def entries(dtype: torch.dtype) -> list[OpInfo]:
+    return [op for op in op_db if dtype in op.dtypes]
+
+
+def differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
+    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+
+
+def run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
+    """Compare one entry on up to `limit` of its sample inputs, its variants on a few. Raises `Disagreement` at the first difference."""
+    return int(quietly(lambda: _run_entry(op, dtype, limit)))
+
+
+def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
+    torch.manual_seed(0)
+    grad = differentiable(op, dtype)
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
+    had_result = 0
+    for number, sample in enumerate(some(samples, limit)):
+        had_result += _compare(op, "function", op.op, sample, grad)
+        if number >= _VARIANT_SAMPLES:
+            continue
+        if op.method_variant is not None:
+            _compare(op, "method", op.method_variant, sample, grad)
+        if op.inplace_variant is not None and not sample.broadcasts_input:
+            _compare(op, "in-place", _on_a_clone(op.inplace_variant), sample, grad and op.supports_inplace_autograd)
+        if op.supports_out:
+            plain = sample.transform(lambda t: t.detach() if isinstance(t, torch.Tensor) else t)
+            _compare(op, "out=", _into(op.op, resize=False), plain, False)
+            _compare(op, "resized out=", _into(op.op, resize=True), plain, False)
+        _compare(op, "memory", _memory(op.op), sample, False)
+    return had_result
+
+
+def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: SampleInput, grad: bool) -> bool:
+    def run(device: str) -> Any:
+        copy = Copier(device)
+        inputs, args, kwargs = copy((sample.input, sample.args, sample.kwargs))
+        torch.manual_seed(2)
+        result = function(inputs, *args, **kwargs)
+        if not grad:
+            return result, []
+        leaves = copy.leaves()
+        processed = sample.output_process_fn_grad(
+            result
+        )  # keeps what is well defined, such as the sizes of eigenvectors but not their signs
+        return result, gradients(processed, leaves, device)
+
+    try:
+        return check(lambda: run("cpu"), lambda: run(REMOTE), values=op.name not in _UNINITIALISED)
+    except Disagreement as difference:
+        where = f"{form} of input={_brief(sample.input)} args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
+        raise Disagreement(f"{difference} [{where}]") from difference.__cause__
+
+
+def _on_a_clone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place on a copy: a leaf that wants a gradient may not be written."""
+    return lambda first, *args, **kwargs: function(tree_map_only(torch.Tensor, torch.clone, first), *args, **kwargs)
+
+
+def _into(function: Callable[..., Any], *, resize: bool) -> Callable[..., Any]:
+    """The out= form, into tensors of the right size or into empty ones that it must resize."""
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = function(first, *args, **kwargs)
+        kwargs.pop("device", None)  # `out` says it; torch's parser refuses both together, for it reads another name off a remote `out`
+        # Filled: where torch itself leaves a part of `out` unwritten, both sides must show the same.
+        out = tree_map_only(torch.Tensor, lambda t: t.new_empty(0) if resize else torch.full_like(t, 3), plain)
+        out = tuple(out) if isinstance(out, (tuple, list)) else out
+        result = function(first, *args, **kwargs, out=out)
+        same = [a is b for a, b in zip(tree_leaves(result), tree_leaves(out), strict=True)]
+        return out, same
+
+    return run
+
+
+def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The results' memory in its own order: shows a worker's tensor that is laid out otherwise than its proxy says."""
+
+    def flat(tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.layout is not torch.strided or not _fills_its_memory(tensor):
+            return None
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+    return lambda *args, **kwargs: tree_map_only(torch.Tensor, flat, function(*args, **kwargs))
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.size(), strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
+
+
+def _brief(value: Any) -> str:
+    def leaf(tensor: torch.Tensor) -> str:
+        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
+        return f"<{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {strides}>"
+
+    return repr(tree_map_only(torch.Tensor, lambda t: _Shown(leaf(t)), value))[:400]
+
+
+class _Shown(str):
+    __repr__ = str.__str__

@@ -1,0 +1,96 @@
+"""Every optimizer of PyTorch's own optimizer database, default arguments included: five steps here and on a worker."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from agree import REMOTE, Disagreement, check, quietly, tensor
+
+with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
+
+STEPS = 5
+
+# What does not agree, and why. A case that starts to agree must leave this table: the test says so.
+_SPARSE = "sparse gradients: remote tensors are strided"
+_SPARSE_CASES = ("as it comes", "0 default", "1 non-default lr", "2 Tensor lr", "3 maximize")
+KNOWN = dict.fromkeys((f"SparseAdam {case}" for case in _SPARSE_CASES), _SPARSE)
+
+
+class _Net(torch.nn.Module):
+    """Matrices only: some optimizers (Muon) take nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8, bias=False)
+        self.second = torch.nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class _SparseNet(torch.nn.Module):
+    """Its gradients are sparse: some optimizers (SparseAdam) take nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.table(torch.arange(3, device=x.device)).tanh()
+        return out
+
+
+def _train(info: OptimizerInfo, kwargs: dict[str, Any], device: str) -> Any:
+    torch.manual_seed(0)
+    model = (_SparseNet() if info.only_supports_sparse_grads else _Net()).to(device)
+    optimizer = info.optim_cls(model.parameters(), **kwargs)
+    x, losses = tensor(device, 16, 6), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        if info.step_requires_closure:
+            losses.append(optimizer.step(closure).detach())
+        else:
+            losses.append(closure().detach())
+            optimizer.step()
+    return losses, [p.detach() for p in model.parameters()], optimizer.state_dict()["state"]
+
+
+def _cases() -> Iterator[Any]:
+    for info in optim_db:
+        name = info.optim_cls.__name__
+        forms: list[tuple[str, dict[str, Any]]] = [("", {})]
+        forms += [(f" {form}", {form: True}) for form in info.supported_impls]
+        inputs = info.optim_inputs_func(device="cpu")
+        yield pytest.param(info, {}, id=f"{name} as it comes")
+        for form, extra in forms:
+            if "differentiable" in extra:  # steps on leaves are refused by autograd: covered by test_autograd
+                continue
+            for number, given in enumerate(inputs):
+                kwargs = {**given.kwargs, **extra}
+                yield pytest.param(info, kwargs, id=f"{name} {number} {given.desc}{form}")
+
+
+@pytest.mark.parametrize(("info", "kwargs"), list(_cases()))
+def test_optimizer(session: object, request: pytest.FixtureRequest, info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
+    name = request.node.callspec.id
+    try:
+        assert quietly(lambda: check(lambda: _train(info, kwargs, "cpu"), lambda: _train(info, kwargs, REMOTE)))
+    except Disagreement:
+        if name not in KNOWN:
+            raise
+    else:
+        assert name not in KNOWN, "agrees now: take it out of KNOWN"

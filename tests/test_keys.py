@@ -150,7 +150,7 @@ def test_all_who_come_first_at_once_get_one_key() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://gpu1:1", "tcp://10.1.2.3:1"])
 def test_other_machines_need_a_key_that_exists_or_the_word_insecure(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="keygen.*--insecure"):
+    with pytest.raises(ConfigurationError, match=r"keygen.*--insecure"):
         choose(address)
     assert not default_path().exists()
     assert choose(address, insecure=True) is None

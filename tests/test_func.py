@@ -13,10 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from agree import agrees, tensor
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),  # torch's own forward formulas use it
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),  # torch.func.linearize
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # torch's own forward formulas use it
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:
@@ -40,13 +37,6 @@ def test_grad_vjp_jvp(device: str) -> Any:
         value,
         pull(v),
     )
-
-
-@pytest.mark.xfail(strict=True, reason="torch traces it with fake tensors and folds constants that have no values there")
-@agrees
-def test_linearize(device: str) -> Any:
-    value, push = func.linearize(torch.sin, tensor(device, 4))
-    return value, push(tensor(device, 4, seed=1))
 
 
 @agrees

@@ -40,7 +40,7 @@ Place(node=1, device='cuda:0')
 >>> x @ y
 Traceback (most recent call last):
     ...
-distruntime.errors.PlacementError: aten.mm.default: operands live on different nodes: `self` on node 0 cuda:0 (...), `mat2` on node 1 cuda:0 (...)
+distruntime.errors.PlacementError: aten.mm.default: operands live on different nodes: `self` on node 0 cuda:0 (...), `mat2` on node 1 ...
   move one of them, for instance mat2.to(self.device)      (copies 36 B from node 1 cuda:0 to node 0 cuda:0)
 >>> torch.equal(x @ y.to(x.device), x)
 True
@@ -49,7 +49,7 @@ Traceback (most recent call last):
     ...
 distruntime.errors.PlacementError: node 0 (...) has no device 'cuda:5': it has cpu, cuda:0
 
-Nothing waits until a value is read. So a mistake that only the worker can see surfaces there, in its own class, with the line that issued it:
+Nothing waits until a value is read. A mistake that only the worker can see surfaces there, in its own class, with the line that issued it:
 
 >>> row = x[torch.tensor([9], device="remote")]
 >>> total = row.sum() + 1

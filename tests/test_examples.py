@@ -17,7 +17,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def run(*arguments: str, folder: Path, stdin: str = "") -> str:
     """Return what a Python process printed; fail with all of it where its status is not 0."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
-    env = {**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(folder), "PYTHONWARNINGS": "ignore"}
+    quiet = {"IPYTHONDIR": str(folder), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}  # kernel threads get in each other's way in CI
+    env = {**os.environ, "PYTHONPATH": path, **quiet}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

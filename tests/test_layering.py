@@ -25,7 +25,7 @@ MASTER = {
     "context": "errors handle",
     "line": "node",
     "opaque": "",
-    "propagate": "spec",
+    "propagate": "errors spec",
     "stall": "errors line node",
     "wire.connections": "",
     "wire.channel": "errors wire.connections wire.keys",
@@ -43,7 +43,7 @@ MASTER = {
     "tensor": "context dispatch errors first handle render session transfer",
     "composite": "dispatch first handle line spec tensor transfer",
     "factories": "context errors handle session tensor",
-    "fetch": "failure requests session stall tensor transfer",
+    "fetch": "failure requests session spec stall tensor transfer",
     "random": "first handle line session spec tensor transfer",
     "device_module": "context errors handle random session tensor",
     "load": "session",
@@ -72,7 +72,7 @@ OUTSIDE = {
     "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.keys"},
     "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
     "cloudpickle": set[str](),
-    # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy: places, channels, shared memory
+    # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {"distruntime.session", "distruntime.wire.channel", "distruntime.wire.shared"},
 }
 WIRE_WITH_TORCH = {"distruntime.wire.codec"}

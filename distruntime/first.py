@@ -17,7 +17,7 @@ from .errors import InternalError, NotSupportedError, PlacementError
 from .handle import Handle, Residence, Storage, next_ref
 from .line import user_line
 from .node import Line
-from .propagate import LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
+from .propagate import LENGTHS, LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
 from .session import active_session
 from .spec import Spec, spec_from_wire
 from .stall import before_wait
@@ -214,6 +214,11 @@ def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
         return learn(cls, func, args, kwargs, place, signature, line)
+    if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # out=
+        if outcome.reshaped and func._schema.returns:  # meta kernels resize `out` to other strides than the real ones do
+            return learn(cls, func, args, kwargs, place, None, line)
+        if any(isinstance(a, float) for a in args):  # which may say how large `out` must be (arange), and are not in the signature
+            signature = None
     node = place.node
     with node.lock:
         number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), place)
@@ -270,11 +275,14 @@ def learn(
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
     operands: list[Any] = tensors_of(args, kwargs)
-    if any(str(r.type) == "List[Tensor]" for r in schema.returns):
+    listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
+    if listed and schema.name not in LENGTHS:
         raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
-    count = len(schema.returns)
+    count = LENGTHS[schema.name](args) if listed else len(schema.returns)
+    returns = list(schema.returns) * count if listed else schema.returns
+    shared = shared * count if listed else shared
     with node.lock:
-        number, words = template(func, cls, args, kwargs, 1 if count == 1 else [1] * count, place)
+        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, place)
         request = session.requests.new(node)
         refs = [next_ref() for _ in range(count)]
         handles = [Handle(ref, _PENDING, place, Storage()) for ref in refs]
@@ -285,7 +293,7 @@ def learn(
         raise InternalError(f"a worker described {func} by {described!r}")
     out: list[Any] = []
     results: list[Result] = []
-    for handle, fields, argument, alias in zip(handles, described, schema.returns, shared):
+    for handle, fields, argument, alias in zip(handles, described, returns, shared):
         if not isinstance(fields, list) or not fields or isinstance(fields[0], str):
             out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
             results.append(None)
@@ -307,6 +315,8 @@ def learn(
         with node.lock:
             number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), place)
             place.cache[signature] = entry_for(func, cls, args, number, outcome)
+    if listed:
+        return out
     return out[0] if count == 1 else tuple(out)
 
 

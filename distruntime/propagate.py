@@ -59,6 +59,9 @@ class Outcome:
 LIARS = {
     "aten::_fft_r2c": "strides",
     "aten::_fft_c2c": "strides",
+    "aten::_fft_c2r": "strides",
+    "aten::max_unpool2d": "strides",
+    "aten::nonzero_static": "strides",
     "aten::_linalg_svd": "strides",
     "aten::linalg_eig": "strides",
     "aten::native_batch_norm": "shapes of the saved statistics in eval mode",
@@ -67,6 +70,9 @@ LIARS = {
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
 }
+
+# Operators without a meta kernel whose result is a list; its length follows from the arguments.
+LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {"aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))}
 
 # Views that their schemas do not own up to.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
@@ -158,7 +164,9 @@ def outcome(
                 return Same(same[id(value)])
             if value.layout is not torch.strided or value.is_quantized:
                 what = value.layout if value.layout is not torch.strided else "quantized"
-                raise NotSupportedError(f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally")
+                raise NotSupportedError(
+                    f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally"
+                )
             return New(spec_of(value), alias)
         if isinstance(value, (list, tuple)):
             return [result(item, alias) for item in value]

@@ -73,8 +73,9 @@ class DistributedTensor(torch.Tensor):
         target: Any = kwargs.pop("device", None)
         rest = list(args)
         if rest and isinstance(rest[0], torch.Tensor):
-            kwargs.setdefault("dtype", rest[0].dtype)
-            target = rest.pop(0).device
+            other = rest.pop(0)
+            kwargs = {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest)), **kwargs}
+            target, rest = other.device, []
         elif rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place, int))):
             target = rest.pop(0)
         if target is None and node is None:

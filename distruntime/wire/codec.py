@@ -120,9 +120,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a CPU tensor, without a copy if it is contiguous; the view keeps the memory alive."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if not flat.numel():
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not dense.numel():
         return memoryview(b"")
+    flat = dense.as_strided((dense.numel(),), (1,))  # not view(-1): a dimension of size 1 keeps whatever stride it had
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

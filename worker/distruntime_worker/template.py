@@ -7,6 +7,7 @@ An instruction is [template, operand words..., result refs...]; the compiled fun
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,18 @@ Run = Callable[[Slots, list[Any], int], int]
 Fail = Callable[["Template", Slots, list[Any], int, BaseException], None]
 
 
+_ON_IMPORT = {  # torch's operators that exist only once their module is imported
+    "torch_nn": "torch.nn.modules.linear_cross_entropy",
+    "torch_attn": "torch.nn.attention.varlen",
+}
+
+
 def operator(name: str) -> Callable[..., Any]:
     """Return the operator that `name` ("aten::add.Tensor") names here; one that raises if this torch does not have it."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
+    if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
+        importlib.import_module(_ON_IMPORT[namespace])
     try:
         found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):

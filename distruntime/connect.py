@@ -110,6 +110,10 @@ def _check(
         raise ConfigurationError(f"listen={listen!r} needs world_size=: how many workers will dial in")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
+    if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
+        raise ConfigurationError(
+            f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
+        )
     if simulate_cuda and (workers is not None or listen is not None):
         raise ConfigurationError("simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves")
 
@@ -277,7 +281,7 @@ def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welc
             f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
             "install the same distruntime on both"
         )
-    node = Node(index, peer, address, session.send)
+    node = Node(index, peer, address, session.channel.send)
     node.welcome, node.round_trip = welcome, round_trip
     node.shared = session.challenge is not None and welcome.shared == session.secret
     return node

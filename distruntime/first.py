@@ -17,7 +17,7 @@ from .errors import InternalError, NotSupportedError, PlacementError
 from .handle import Handle, Residence, Storage, next_ref
 from .line import user_line
 from .node import Line
-from .propagate import LENGTHS, LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
+from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
 from .session import active_session
 from .spec import Spec, spec_from_wire
 from .stall import before_wait
@@ -213,12 +213,29 @@ def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place
     try:
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
+        if not func._schema.returns:  # fused optimizers: there is nothing to predict
+            outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
+            return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
         return learn(cls, func, args, kwargs, place, signature, line)
     if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # out=
         if outcome.reshaped and func._schema.returns:  # meta kernels resize `out` to other strides than the real ones do
             return learn(cls, func, args, kwargs, place, None, line)
         if any(isinstance(a, float) for a in args):  # which may say how large `out` must be (arange), and are not in the signature
             signature = None
+    return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
+
+
+def _issue_new(
+    cls: Any,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    signature: tuple[Any, ...] | None,
+    line: Line,
+    outcome: Outcome,
+) -> Any:
+    """Give a call its template, remember both under its signature, and issue it."""
     node = place.node
     with node.lock:
         number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), place)
@@ -310,7 +327,9 @@ def learn(
             handle.storage = operands[alias]._handle.storage
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
-    if signature is not None and schema.name in LIARS and not written:  # deterministic: only the meta kernel was wrong
+    if (
+        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not written
+    ):  # deterministic: only the meta kernel was wrong
         outcome = Outcome(results, count == 1, (), ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), place)

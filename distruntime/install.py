@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import threading
 from typing import Any
 
 import torch
@@ -16,13 +18,14 @@ from .composite import KERNELS
 from .context import device_name
 from .device_module import RemoteModule
 from .dispatch import dispatch
-from .first import create, wrap
+from .errors import NotSupportedError
+from .first import create
 from .handle import Place
 from .load import load
 from .opaque import hide
 from .session import active, active_session
 from .tensor import DistributedTensor
-from .transfer import upload
+from .uninitialized import install_materialize, set_aside
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []
@@ -70,9 +73,20 @@ def install() -> None:
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign]
     torch.load = load
+    install_materialize()
+    threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
     hide(__name__.partition(".")[0])
     os.register_at_fork(after_in_child=_forked)
+
+
+def _import_ahead() -> None:
+    """Import what the first operator would import anyway: a second that the start of the workers hides.
+
+    torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import `torch._dynamo`.
+    """
+    for name in ("torch.distributed.tensor", "torch._dynamo"):
+        importlib.import_module(name)
 
 
 def _implement(op: Any, function: Any, backend: str) -> None:
@@ -118,7 +132,7 @@ def _read(proxy: torch.Tensor) -> Any:
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device. Return when its memory may be written again."""
     place = active_session().current(like_torch=False)
-    return wrap(DistributedTensor, upload(self.detach(), place))  # type: ignore[no-any-return]
+    return self.detach().to(place.device)  # type: ignore[return-value]
 
 
 # Module.to() must swap parameters in place when it crosses the border: then tied weights stay tied and optimizers keep theirs, in both
@@ -130,8 +144,18 @@ _to: Any = torch.nn.Module.to
 
 def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
     future = torch.__future__
-    if not active or future.get_swap_module_params_on_conversion() or not _crosses(self, fn):
+    if not active or future.get_swap_module_params_on_conversion():
         return _apply(self, fn, recurse)
+    with set_aside(self, fn):
+        return _convert(self, fn, recurse)
+
+
+def _convert(self: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+    if not _crosses(self, fn):
+        return _apply(self, fn, recurse)
+    if isinstance(self, torch.jit.ScriptModule):
+        raise NotSupportedError("a scripted module keeps its parameters in C++ and stays where it is; send the original: module.to(...)")
+    future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
     try:
         return _apply(self, fn, recurse)
@@ -140,18 +164,14 @@ def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
 
 
 def _crosses(module: torch.nn.Module, fn: Any) -> bool:
-    """Whether a conversion moves parameters to another place, here or there, tried on an empty tensor at each place."""
-    samples: dict[Place | None, torch.Tensor] = {}
+    """Whether a conversion turns local parameters into remote ones or back, tried on an empty tensor of each kind."""
+    samples: dict[bool, torch.Tensor] = {}
     for p in module.parameters():
-        place = p.place if isinstance(p, DistributedTensor) else None
-        if place not in samples:
-            samples[place] = torch.empty(0, dtype=p.dtype, device=p.device)
+        remote = isinstance(p, DistributedTensor)
+        if remote not in samples:
+            samples[remote] = torch.empty(0, dtype=p.dtype, device=p.device)
     with torch.no_grad():
-        return any(_place_of(fn(sample)) != place for place, sample in samples.items())
-
-
-def _place_of(tensor: torch.Tensor) -> Place | None:
-    return tensor.place if isinstance(tensor, DistributedTensor) else None
+        return any(isinstance(fn(sample), DistributedTensor) is not remote for remote, sample in samples.items())
 
 
 def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from .errors import NodeFailed
+from .wire.channel import PeerGone
 from .wire.codec import Buffer, encode
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
 
@@ -86,7 +87,7 @@ class Node:
     (Ctrl-C can strike between the two), and the worker drops a segment that comes twice.
     """
 
-    def __init__(self, index: int, peer: bytes, address: str, send: Callable[[bytes, Sequence[Buffer]], Sent | None]) -> None:
+    def __init__(self, index: int, peer: bytes, address: str, send: Callable[..., Sent | None]) -> None:
         self.index, self.peer, self.address = index, peer, address
         self._send = send
         self.lock = threading.RLock()
@@ -106,6 +107,8 @@ class Node:
         self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
         self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
         self.shared = False  # whether the worker reads this process's shared memory
+        self.gone: Callable[[Node], None] = _unthrottled  # called when the worker's connection is no more; the session sets it
+        self.parked = [False]  # whether the pump sleeps; the session shares its own
         self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
         self.session: Any = None  # the Session that owns it, two layers up
         self.bytes_sent = 0
@@ -197,7 +200,7 @@ class Node:
             self._flushing = True
             try:
                 if self._unsent is not None:
-                    self._dispatch()
+                    self._resend()
                 freed = self.freed
                 while freed:
                     self.log.append(-freed.pop())
@@ -220,18 +223,22 @@ class Node:
                 self._new_templates, self._payloads, self._payload_bytes, self._releases = [], [], 0, []
                 self._unsent = frames
                 self.flights.append(flight)
-                self.enough = _enough(len(self.flights))
-                self._dispatch()
+                self.enough = min(BATCH, FIRST_BATCH << (len(self.flights) - 1))
+                self.sent = self._send(self.peer, frames, copy=len(frames) == 1)
+                self._unsent = None
+                self.bytes_sent += len(frames[0])
+                if self.parked[0]:
+                    self.stir()
+            except PeerGone:
+                self.gone(self)
             finally:
                 self._flushing = False
 
-    def _dispatch(self) -> None:
-        frames = self._unsent
-        assert frames is not None
-        self.sent = self._send(self.peer, frames)
+    def _resend(self) -> None:
+        """Send the segment that Ctrl-C kept from going, or from being known to have gone: the worker drops one that comes twice."""
+        assert self._unsent is not None
+        self.sent = self._send(self.peer, self._unsent, copy=len(self._unsent) == 1)
         self._unsent = None
-        self.bytes_sent += sum(len(f) for f in frames)
-        self.stir()
 
     @property
     def busy(self) -> bool:

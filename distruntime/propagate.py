@@ -62,6 +62,7 @@ LIARS = {
     "aten::_fft_c2r": "strides",
     "aten::max_unpool2d": "strides",
     "aten::nonzero_static": "strides",
+    "aten::multilabel_margin_loss_forward": "shape for a single sample",
     "aten::_linalg_svd": "strides",
     "aten::linalg_eig": "strides",
     "aten::native_batch_norm": "shapes of the saved statistics in eval mode",
@@ -70,6 +71,9 @@ LIARS = {
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
 }
+
+# On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.
+LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
 
 # Operators without a meta kernel whose result is a list; its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {"aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))}
@@ -132,6 +136,8 @@ def propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
 
 def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], spec_of_operand: Callable[[Any], Spec]) -> Outcome:
     operands = tensors_of(args, kwargs)
+    if func._schema.name in LOW_PRECISION_LIARS and any(t.dtype in (torch.bfloat16, torch.float16) for t in operands):
+        raise NeedsWorker
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)
     margs, mkwargs = tree_map_only(torch.Tensor, lambda _: next(twins), (list(args), dict(kwargs)))

@@ -56,7 +56,7 @@ class Session:
         self._numbering = threading.RLock()
         self._stop = False
         self._wake = threading.Event()
-        self._parked = False
+        self._parked = [False]
         self._announcer = Announcer()
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
@@ -72,7 +72,8 @@ class Session:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
             assert node.welcome is not None
-            node.session, node.throttle, node.stir = self, self.throttle, self._stir
+            node.session, node.throttle, node.gone = self, self.throttle, self._gone
+            node.stir, node.parked = self._wake.set, self._parked
             node.forgetters.append(lambda node=node: self._drop_signatures(node))  # type: ignore[misc]
             for name, *_ in node.welcome.devices:
                 if len(self._pinned) < _PINNED:
@@ -248,7 +249,7 @@ class Session:
         except PeerGone:
             node = self._by_peer.get(peer)
             if node is not None:
-                self.lose(node, "is not connected any more")
+                self._gone(node)
             return None
 
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
@@ -332,9 +333,9 @@ class Session:
             if self._active():
                 time.sleep(_TICK)
             else:
-                self._parked = True
+                self._parked[0] = True
                 self._wake.wait(_IDLE)
-                self._parked = False
+                self._parked = [False]
                 self._wake.clear()
             try:
                 self.requests.glance(self._read)
@@ -350,10 +351,8 @@ class Session:
     def _active(self) -> bool:
         return len(self.requests) > 0 or any(node.flights or node.log for node in self.nodes)
 
-    def _stir(self) -> None:
-        """Wake the pump if it sleeps: something is in flight."""
-        if self._parked:
-            self._wake.set()
+    def _gone(self, node: Node) -> None:
+        self.lose(node, self._epitaph(node) or "is not connected any more")
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 

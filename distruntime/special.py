@@ -35,7 +35,7 @@ def move(proxy: Any, place: Residence) -> Any:
         handle.place.node.session.require_open()
         handle.place.node.require_alive()
         return call(cls, func, [proxy], {"device": place.lazy}, place, None)
-    return wrap(cls, upload(download(handle, "copy between nodes"), place))
+    return download(handle, "copy between nodes").to(place.device)
 
 
 def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -121,6 +121,14 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
     return packed, func(twin, lengths, batch_first)[1]
 
 
+def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no kernel for.
+    source = args[0]
+    if type(source) is not cls or source.dtype.is_floating_point or source.place.device != "cpu":
+        return NotImplemented
+    return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
+
+
 def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
@@ -131,6 +139,7 @@ SPECIAL: dict[str, Special] = {
     "aten::copy_": _copy,
     "aten::_efficientzerotensor": _zeros,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::histc": _histc,
     "aten::is_pinned": _never_pinned,
     "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
 }

@@ -13,7 +13,6 @@ import torch
 from .context import current_gpu, device_name
 from .dispatch import dispatch
 from .errors import NotSupportedError, PlacementError
-from .first import reshape_wrapper
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
@@ -84,7 +83,8 @@ class DistributedTensor(torch.Tensor):
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
-        return super().to(active_session().residence(destination).lazy, *rest, **kwargs)
+        residence = active_session().residence(destination)  # held, so that its number stays its own until the copy lives there
+        return super().to(residence.lazy, *rest, **kwargs)
 
     def _destination(self, target: Any, node: int | None) -> Place | None:
         """Return the place that a `.to` names, or None for a device of this process."""
@@ -129,6 +129,15 @@ class DistributedTensor(torch.Tensor):
             raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
         return item(self._handle)
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self.item(), ndigits)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Without arguments, return the name of the class that the RFC gives it; with a dtype, convert."""
+        if dtype is None:
+            return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
+        return super().type(dtype, non_blocking, **kwargs)
+
     def tolist(self) -> Any:
         """Return the values as nested lists of numbers. Block until they are here."""
         return download(self._handle, "tolist").tolist()
@@ -154,15 +163,12 @@ class DistributedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        # torch's own setter would change the wrapper's size and keep the old value, silently
+        # torch's own setter changes the wrapper's sizes, dtype and device, and would keep the old value, silently
         if not isinstance(other, DistributedTensor):
             raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
         alias: Any = other.data
-        if (other.place, other.dtype) == (self.place, self.dtype):
-            self._handle = alias._handle
-            reshape_wrapper(self, self._handle.spec)
-        else:  # the wrapper's C++ side has its own idea of these, so it changes too
-            torch.utils.swap_tensors(self, alias.requires_grad_(self.requires_grad))
+        torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
+        self._handle = alias._handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -70,8 +70,9 @@ class _Master:
             while (item := self._segments.get()) is not None:
                 try:
                     self.executor.run(*item)
-                except ProtocolError as error:
-                    self.broken = str(error)
+                except Exception as error:  # the master must hear of it, whatever it is
+                    self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
+                    log.exception("the executing thread ends")
                     self._channel.wake()
                     return
 
@@ -148,20 +149,18 @@ class Daemon:
             self._leave("protocol error")
 
     def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
+        """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
         buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
         try:
             if not buffers:
                 raise ProtocolError("a message without frames")
-            self._receive(peer, decode(buffers[0]), buffers[1:])
-        except ProtocolError as error:
-            self._drop(peer, str(error))
-
-    def _receive(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
-        master = self._master
-        if master is not None and peer == master.peer:
+            message, master = decode(buffers[0]), self._master
+            if master is None or peer != master.peer:
+                self._greet(peer, message)
+                return
             match message:
                 case Segment():
-                    master.put(message, payloads)
+                    master.put(message, buffers[1:])
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():
@@ -173,11 +172,13 @@ class Daemon:
                     self._leave(message.reason)
                 case _:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
-        elif isinstance(message, Hello):
+        except ProtocolError as error:
+            self._drop(peer, str(error))
+
+    def _greet(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif isinstance(message, Goodbye):
-            pass  # of a master that is no longer ours
-        else:
+        elif not isinstance(message, Goodbye):  # of a master that is no longer ours
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from distruntime.errors import ConfigurationError
 
+_MOST = 127
+
 
 def memory(keys: tuple[str, ...] = ("MemTotal", "MemAvailable")) -> list[int]:
     """Return total and available bytes of main memory."""
@@ -26,6 +28,10 @@ class Devices:
 
     def __init__(self, only: tuple[str, ...] = (), simulate_cuda: int = 0) -> None:
         self.simulated = simulate_cuda > 0
+        if not 0 <= simulate_cuda <= _MOST:
+            raise ConfigurationError(
+                f"--simulate-cuda is a number from 0 to {_MOST}, the most that torch can tell apart; got {simulate_cuda}"
+            )
         count = simulate_cuda or torch.cuda.device_count()
         have = ["cpu", *(f"cuda:{k}" for k in range(count))]
         unknown = [name for name in only if name not in have]

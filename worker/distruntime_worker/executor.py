@@ -172,7 +172,7 @@ class Executor:
             try:
                 self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in results]), None)
                 return after
-            except (TypeError, NotSupportedError) as error:
+            except Exception as error:  # whatever it is, it is the answer
                 self._fail(template, slots, p, i + 2, error)
                 bad = self._failures[-1]
         self._send(Failed(request, failure_fields(bad)), None)

@@ -17,7 +17,7 @@ from .wire.codec import Buffer, encode
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
 
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
-FIRST_BATCH = 64  # words that gather behind one segment in flight; twice as many behind two, and so on: a worker that is nearly idle gets
+FIRST_BATCH = 160  # words that gather behind one segment in flight; twice as many behind two, and so on: a worker that is nearly idle gets
 # work soon (a training step that reads its loss each time: 2.2 times local without this), a busy one in large pieces
 WINDOW = 64  # segments in flight: at 100,000 operations a second enough for a round trip of half a second
 PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight

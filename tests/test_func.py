@@ -13,7 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from agree import agrees, tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # torch's own forward formulas use it
+pytestmark = [  # torch's own forward formulas use it; torch 2.15 warns in another class
+    pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning"),
+]
 
 
 def _loss(x: torch.Tensor) -> torch.Tensor:

@@ -400,10 +400,10 @@ def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str)
 def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> None:
     listener, dialler = pair(make, address)
     stop = threading.Event()
-    count = 3000
+    count = 1000
 
     def interrupt() -> None:
-        while not stop.wait(0.003):
+        while not stop.wait(0.005):
             os.kill(os.getpid(), signal.SIGINT)
 
     class Interrupted(Exception):
@@ -418,10 +418,10 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
     thread = threading.Thread(target=interrupt)
     try:
         thread.start()
-        deadline = time.monotonic() + DEADLINE
-        while sent < count and time.monotonic() < deadline:
+        deadline = time.monotonic() + 3 * DEADLINE
+        while (sent < count or not interrupted) and time.monotonic() < deadline:
             try:
-                while sent < count:
+                while sent < count or not interrupted:
                     dialler.send(b"listener", [b"head", b"%d" % sent, b"tail"])
                     sent += 1
             except Interrupted:
@@ -439,8 +439,10 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
         for _, frames in receive(listener):
             assert len(frames) == 3 and frames[0] == b"head" and frames[2] == b"tail"
             got.append(content(frames[1]))
-    assert interrupted and sent == count
-    assert [number for number in dict.fromkeys(got)] == [b"%d" % number for number in range(count)] + [b"last"]
+    assert interrupted and sent >= count
+    numbers = list(dict.fromkeys(got))[:-1]
+    assert numbers == [b"%d" % number for number in range(len(numbers))]
+    assert len(numbers) - sent in (0, 1)  # one may have gone although the interrupt kept it from being counted
 
 
 def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPair | None) -> None:

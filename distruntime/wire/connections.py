@@ -56,6 +56,7 @@ class Connections:
         self.dialled: set[Peer] = set()
         self.placed: dict[Peer, int] = {}  # who dialled us, and the fd of the connection
         self._has_key = has_key
+        self._refused = False  # a failed handshake was reported; libzmq then reports the end of that connection, by its fd
         self._dialled_at: dict[str, Peer] = {}
         self._reached: set[Peer] = set()  # of the dialled peers: connected now
         self._peer_of: dict[int, Peer] = {}
@@ -142,6 +143,7 @@ class Connections:
         dialled = self._dialled_at.get(endpoint)
         match event:
             case zmq.EVENT_ACCEPTED:
+                self.unplaced.discard(value)
                 lost = self._lost(value, endpoint)  # libzmq does not report connections that it closed by its own decision
                 self.unplaced.add(value)
                 return lost
@@ -150,8 +152,16 @@ class Connections:
                     return None  # accepted: place() reports it
                 self._reached.add(dialled)
                 return PeerEvent("connected", dialled, endpoint)
+            case zmq.EVENT_DISCONNECTED if dialled is None and value in self.unplaced:
+                return self._lost_stranger(value, endpoint)
             case zmq.EVENT_DISCONNECTED:
                 return self._lost(value, endpoint) if dialled is None else self._lost_dialled(dialled, endpoint)
+            case _:
+                self._refused = self._refused or dialled is None
+                return self._failed(event, value, dialled, endpoint)
+
+    def _failed(self, event: int, value: int, dialled: Peer | None, endpoint: str) -> PeerEvent:
+        match event:
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 return PeerEvent("auth_failed", dialled, endpoint, f"key refused (status {value})")
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -170,8 +180,12 @@ class Connections:
         self._reached.discard(peer)
         return PeerEvent("disconnected", peer, endpoint)
 
-    def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
+    def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
         self.unplaced.discard(fd)
+        reported, self._refused = self._refused, False
+        return None if reported else PeerEvent("handshake_failed", None, endpoint, "hung up before it said who it is")
+
+    def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
         peer = self._peer_of.pop(fd, None)
         if peer is None:
             return None  # never said its name, or has come back on another connection since

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks`. Every figure is a ratio within one run."""

@@ -1,0 +1,62 @@
+"""Run the benchmarks and print their figures: `python -m benchmarks [NAME ...] [--quick] [--markdown]`.
+
+Ends with status 1 if a figure is on the wrong side of its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+import torch
+
+from . import bandwidth, distance, floor, latency, training_step
+from .harness import Figure
+
+BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
+    "floor": floor.measure,
+    "latency": latency.measure,
+    "training_step": training_step.measure,
+    "bandwidth": bandwidth.measure,
+    "distance": distance.measure,
+}
+
+
+def machine() -> str:
+    """Return one line about this machine."""
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def row(figure: Figure) -> str:
+    """Return a figure as a row of the table."""
+    bar = "" if figure.bar is None else f"{'at most' if figure.most else 'at least'} {figure.bar:g}"
+    verdict = "" if figure.bar is None else "yes" if figure.passed else "**no**"
+    return f"| {figure.name} | {figure.value:.2f} {figure.unit} | {bar} | {verdict} | {figure.note} |"
+
+
+def main() -> int:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is given")
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that they run, not to quote")
+    asked = parser.parse_args()
+    unknown = set(asked.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    torch.set_num_threads(1)
+    print(f"{datetime.date.today()}, {machine()}, load {os.getloadavg()[0]:.1f}\n")
+    print("| figure | measured | bar | met | in numbers |\n|---|---|---|---|---|", flush=True)
+    figures: list[Figure] = []
+    for name in asked.names or BENCHMARKS:
+        found = BENCHMARKS[name](asked.quick)
+        figures += found
+        print("\n".join(map(row, found)), flush=True)
+    return 0 if all(figure.passed for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

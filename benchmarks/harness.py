@@ -1,0 +1,131 @@
+"""What every benchmark shares: figures with their bars, interleaved measurements, daemons and a proxy that delays.
+
+A figure is a ratio within one run, against a floor or against the same work done locally; the two sides are measured in turn and the
+median of the ratios counts, since a shared machine's mood changes more between minutes than the two differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure. `bar` is the limit it is held to, None where it is shown only; `most` says on which side of it is good."""
+
+    name: str
+    value: float
+    unit: str
+    bar: float | None
+    note: str = ""
+    most: bool = True
+
+    @property
+    def passed(self) -> bool:
+        """Whether the figure is on the good side of its bar."""
+        return self.bar is None or (self.value <= self.bar if self.most else self.value >= self.bar)
+
+
+def seconds(work: Callable[[], object], times: int = 1) -> float:
+    """Return the mean seconds of one call."""
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    return (time.perf_counter() - start) / times
+
+
+def in_turn(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[float, float, float]:
+    """Measure the two in turn; return the median of the ratios and both medians."""
+    pairs = [(ours(), theirs()) for _ in range(rounds)]
+    return statistics.median(a / b for a, b in pairs), statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+def free_port() -> int:
+    """Return a loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def daemon(*options: str, address: str = "") -> Iterator[str]:
+    """Run `distruntime-worker --listen` on this machine; give its address."""
+    where = address or f"tcp://127.0.0.1:{free_port()}"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "distruntime_worker", "--listen", where, "--threads", "1", "--log-level", "warning", *options]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    try:
+        yield where
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+class Delay:
+    """A TCP proxy on loopback that holds every byte for `delay` seconds, each way, without limiting how many are under way."""
+
+    def __init__(self, target: str, delay: float) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target, self.delay = (host, int(port)), delay
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._stop = False
+        self._sockets: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._stop:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            there = socket.create_connection(self._target)
+            for s in (here, there):
+                s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._sockets.append(s)
+            threading.Thread(target=self._pump, args=(here, there), daemon=True).start()
+            threading.Thread(target=self._pump, args=(there, here), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        waiting: deque[tuple[float, bytes]] = deque()
+        source.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(source, selectors.EVENT_READ)
+            while not self._stop:
+                timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+                try:
+                    if selector.select(timeout):
+                        data = source.recv(1 << 20)
+                        if not data:
+                            break
+                        waiting.append((time.monotonic() + self.delay, data))
+                    while waiting and waiting[0][0] <= time.monotonic():
+                        sink.setblocking(True)
+                        sink.sendall(waiting.popleft()[1])
+                        sink.setblocking(False)
+                except (BlockingIOError, InterruptedError):
+                    continue
+                except OSError:
+                    break  # one side has closed
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._stop = True
+        for s in self._sockets:
+            s.close()

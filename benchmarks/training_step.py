@@ -1,0 +1,57 @@
+"""A training step of a 3-layer MLP (batch 64, hidden 256) with autograd and SGD, op by op on a worker, against the same step here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import distruntime as dr
+
+from .harness import Figure, in_turn, seconds
+
+STEPS = 200
+
+
+def stepper(device: str) -> Callable[[], torch.Tensor]:
+    """Return a function that makes one step and returns the loss, on `device`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+    ).to(device)
+    x, y = torch.randn(64, 256).to(device), torch.randint(0, 10, (64,)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def measure(quick: bool) -> list[Figure]:
+    """Return the figures: the loss read at the end, and read after every step."""
+    steps, rounds = (STEPS // 10, 3) if quick else (STEPS, 9)
+    with dr.init_master_worker(world_size=1, quiet=True):
+        local, remote = stepper("cpu"), stepper("remote")
+
+        def at_the_end(step: Callable[[], torch.Tensor]) -> float:
+            def run() -> None:
+                for _ in range(steps):
+                    loss = step()
+                loss.item()
+
+            return seconds(run) / steps
+
+        def each(step: Callable[[], torch.Tensor]) -> float:
+            return seconds(lambda: step().item(), steps)
+
+        at_the_end(remote), at_the_end(local)
+        ratio, ours, theirs = in_turn(lambda: at_the_end(remote), lambda: at_the_end(local), rounds)
+        figures = [Figure("training step / local", ratio, "x", 1.5, f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms")]
+        ratio, ours, theirs = in_turn(lambda: each(remote), lambda: each(local), rounds)
+        figures.append(Figure("the same, loss read each step", ratio, "x", None, f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms"))
+    return figures

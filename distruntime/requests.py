@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from .announce import Announcer
 from .errors import ProtocolError
 from .node import Cause, Node
 from .wire.codec import Buffer
@@ -65,6 +66,7 @@ class Requests:
         self._reading = threading.Lock()  # held by the one thread that reads the socket
         self._arrived = threading.Condition()
         self._followers = 0
+        self.announcer = Announcer()
 
     def new(self, node: Node) -> Request:
         """Return a request with a number of its own."""
@@ -113,29 +115,50 @@ class Requests:
                 request.lost = why
                 request.finish()
 
-    def wait(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None) -> bool:
-        """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline."""
-        while not ready():
-            limit = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
-            if limit <= 0:
-                return False
-            if self._reading.acquire(blocking=False):
+    @property
+    def attended(self) -> bool:
+        """Whether a thread is reading the socket now."""
+        return self._reading.locked()
+
+    def wait(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None, node: Node | None = None) -> bool:
+        """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.
+
+        `node` is whom a long wait names at a terminal.
+        """
+        slices = 0
+        try:
+            while not ready():
+                slices += 1
+                if slices == 2 and node is not None:
+                    self.announcer.begin(node)
+                if not self._wait_once(ready, read, deadline):
+                    return False
+            return True
+        finally:
+            if slices > 1:
+                self.announcer.end()
+
+    def _wait_once(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None) -> bool:
+        limit = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
+        if limit <= 0:
+            return False
+        if self._reading.acquire(blocking=False):
+            try:
+                if not ready():
+                    read(limit)
+            finally:
+                self._reading.release()
+            if self._followers:
+                with self._arrived:
+                    self._arrived.notify_all()
+        else:
+            with self._arrived:
+                self._followers += 1
                 try:
                     if not ready():
-                        read(limit)
+                        self._arrived.wait(min(limit, 0.02))  # the reader may have left between the two looks
                 finally:
-                    self._reading.release()
-                if self._followers:
-                    with self._arrived:
-                        self._arrived.notify_all()
-            else:
-                with self._arrived:
-                    self._followers += 1
-                    try:
-                        if not ready():
-                            self._arrived.wait(min(limit, 0.02))  # the reader may have left between the two looks
-                    finally:
-                        self._followers -= 1
+                    self._followers -= 1
         return True
 
     def glance(self, read: Callable[[float], None]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from .announce import Announcer
 from .context import current_device, current_gpu, current_node
 from .errors import PlacementError, ProtocolError, SessionClosed
 from .failure import remote_error
@@ -29,6 +28,8 @@ log = logging.getLogger("distruntime")
 _PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
 _LAST = 127
 _TICK = 0.001  # seconds between looks of the pump while something is in flight
+_WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
+_SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -57,7 +58,6 @@ class Session:
         self._stop = False
         self._wake = threading.Event()
         self._parked = [False]
-        self._announcer = Announcer()
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __enter__(self) -> Session:
@@ -182,14 +182,11 @@ class Session:
     def result(self, request: Request, timeout: float | None = None) -> bool:
         """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._announcer.begin(request.node)
         try:
-            return self.requests.wait(lambda: request.done, self._read, deadline)
+            return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
         except KeyboardInterrupt:
             self.requests.forget(request)
             raise
-        finally:
-            self._announcer.end()
 
     def value(self, request: Request) -> Any:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -211,11 +208,7 @@ class Session:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
         for other in self.nodes:
             other.flush()
-        self._announcer.begin(node)
-        try:
-            self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None)
-        finally:
-            self._announcer.end()
+        self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
 
     def synchronize(self, node: Node) -> None:
         """Block until a worker has run everything issued so far; raise its first failure that nobody has read."""
@@ -255,7 +248,7 @@ class Session:
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
 
     def _read(self, timeout: float) -> None:
-        arrived = self.channel.receive(timeout)
+        arrived = self.channel.receive(timeout, _SPIN if timeout else 0.0)
         for peer, frames in arrived:
             self.take(peer, frames)
         if not arrived:
@@ -331,7 +324,7 @@ class Session:
     def _pump_loop(self) -> None:
         while not self._stop:
             if self._active():
-                time.sleep(_TICK)
+                time.sleep(_WAITED if self.requests.attended else _TICK)
             else:
                 self._parked[0] = True
                 self._wake.wait(_IDLE)
@@ -342,7 +335,7 @@ class Session:
                 for node in self.nodes:
                     if (node.log or node.freed) and not node.busy:
                         node.flush()
-                self._announcer.look()
+                self.requests.announcer.look()
             except ChannelClosed:
                 return
             except Exception:
@@ -358,6 +351,8 @@ class Session:
 
     def require_open(self) -> None:
         """Raise `SessionClosed` if the session has ended, or this is a forked child of the process that owns it."""
+        if self.closed is None:  # a forked child has called `abandon`
+            return
         if self.foreign:
             raise SessionClosed(
                 "remote tensors belong to the process that made them; this is a forked child of it. "

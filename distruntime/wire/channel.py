@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import zmq
@@ -36,6 +37,7 @@ Frames = list["bytes | zmq.Frame"]
 # (pyzmq's COPY_THRESHOLD draws the same line for sending).
 LARGE = 65536
 
+_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _ZAP_DOMAIN = "distruntime"
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
 _EVENTS, _POLLIN, _SRCFD, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD), int(zmq.RCVMORE)
@@ -173,13 +175,16 @@ class Channel:
                 self._after_use()
         return None if copy else zmq.MessageTracker(*trackers)
 
-    def receive(self, timeout: float | None) -> list[tuple[Peer, Frames]]:
+    def receive(self, timeout: float | None, spin: float = 0.0) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
 
         Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer without
         a copy). A wake() while nobody waits makes the next wait return. `timeout` 0 only takes what is there, None waits for ever. Ctrl-C
         interrupts a wait and loses nothing; in the microsecond in which libzmq hands over a frame it costs that message (pyzmq drops it),
         never the next one.
+
+        `spin` looks again and again for so many seconds before it sleeps: an answer that is about to come finds this thread awake. It keeps
+        other Python threads waiting meanwhile.
 
         Raises:
             ChannelClosed: it is closed, or was closed meanwhile.
@@ -194,7 +199,10 @@ class Channel:
             self._waiting = waiting = not self._inbox and timeout != 0
         if waiting:
             try:
-                self._wait(None if timeout is None else time.monotonic() + timeout)
+                if spin:
+                    self._spin(time.perf_counter() + spin)
+                if not self._inbox:
+                    self._wait(None if timeout is None else time.monotonic() + timeout)
             finally:
                 self._waiting = False
         messages, self._inbox = self._inbox, []
@@ -277,6 +285,18 @@ class Channel:
         except zmq.ZMQError:
             pass  # its first frame was refused already: the peer has gone
         self._unsent = None
+
+    def _spin(self, end: float) -> None:
+        """Look for a message until `end`, leaving the lock to senders in between."""
+        while time.perf_counter() < end:
+            _yield()  # libzmq's own thread may need this core to bring what is looked for
+            with self._lock:
+                if self._closed:
+                    return
+                if self._option(_EVENTS) & _POLLIN:
+                    with suppress(zmq.Again):
+                        self._read()
+                    return
 
     def _wait(self, deadline: float | None) -> None:
         """Block until there is something to return from receive()."""

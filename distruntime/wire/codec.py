@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -30,10 +32,17 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
 _FIELDS = {cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls)) for cls in MESSAGES}
 
 
+def _only(name: str) -> Callable[[Message], tuple[Any]]:
+    return lambda message: (getattr(message, name),)
+
+
+_VALUES = {cls: attrgetter(*names) if len(names := [name for name, _ in _FIELDS[cls]]) > 1 else _only(names[0]) for cls in MESSAGES}
+
+
 def encode(message: Message) -> bytes:
     """Return the first frame of `message`; raise `ValueError` or `OverflowError` for what cannot travel."""
     cls = type(message)
-    packed: bytes = msgpack.packb([_NUMBER[cls], *(getattr(message, name) for name, _ in _FIELDS[cls])])
+    packed: bytes = msgpack.packb((_NUMBER[cls], *_VALUES[cls](message)))
     return packed
 
 

@@ -65,11 +65,13 @@ class Executor:
         self._started = 0.0
         self._shared = Attached()
         self._thread: int | None = None  # the executing thread
+        self.running = False  # whether it runs a segment
 
     # -- segments (the executing thread) -----------------------------------------------------------------------------------------
 
     def run(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
         """Run one segment and send its `Done`; raise `ProtocolError` where its words make no sense."""
+        self.running = True
         self._segment, self._payloads, self._started, self._thread = segment, payloads, time.monotonic(), threading.get_ident()
         for fields in segment.templates:
             self._add(*fields)
@@ -93,6 +95,7 @@ class Executor:
         self._failures, self._corrections = [], []
         if waiting:
             self._serve(start + n)
+        self.running = False
 
     def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
         if number != self._next_template:

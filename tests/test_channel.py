@@ -260,6 +260,15 @@ def raw_connection(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=DEADLINE)
 
 
+def test_noise_that_passes_for_an_old_zmq_peer_is_a_message_of_a_stranger(make: Make, address: str) -> None:
+    """ZMTP 1 had no greeting: without keys, the right few bytes are an identity and a message."""
+    listener = make(address)
+    with raw_connection(listener.address) as stranger:
+        stranger.sendall(b"\x01\x00\x06\x00hello")
+        [(peer, frames)] = receive(listener)
+    assert frames == [b"hello"] and event(listener, "disconnected").peer == peer
+
+
 @pytest.mark.parametrize(
     "garbage",
     [

@@ -344,7 +344,7 @@ class Channel:
                 connections.place(peer, None)
         else:
             if peer not in connections.dialled:
-                connections.place(peer, head.get(_SRCFD))
+                connections.place(peer, _connection(head))
             head = head.bytes
         frames: Frames = [head]
         if len(partial) > 2:
@@ -399,6 +399,13 @@ class _Wake:
         os.close(self.fd)
         if self._write_fd != self.fd:
             os.close(self._write_fd)
+
+
+def _connection(frame: zmq.Frame) -> int | None:
+    try:
+        return int(frame.get(_SRCFD))
+    except zmq.ZMQError:
+        return None  # noise that passed for ZMTP 1, which carries no properties
 
 
 def _resolve(address: str) -> list[str]:

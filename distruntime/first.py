@@ -146,20 +146,7 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
     words[0] = number
     fresh: list[Handle] = []
 
-    def build(result: Result) -> Any:
-        if isinstance(result, New):
-            storage = Storage() if result.alias is None else operands[result.alias]._handle.storage
-            handle = Handle(next_ref(), result.spec, place, storage)
-            words.append(handle.ref)
-            fresh.append(handle)
-            return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
-        if isinstance(result, Same):
-            return operands[result.operand]
-        if isinstance(result, list):
-            return [build(item) for item in result]
-        return None
-
-    built = [build(result) for result in outcome.results]
+    built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
     issue(words, fresh, [operands[k] for k in outcome.written], place, line)
     if outcome.rebased is not None:
         target, source = outcome.rebased
@@ -169,6 +156,21 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
     if outcome.single:
         return built[0]
     return tuple(built) if built else None
+
+
+# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
+def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence) -> Any:
+    if isinstance(result, New):
+        storage = Storage() if result.alias is None else operands[result.alias]._handle.storage
+        handle = Handle(next_ref(), result.spec, place, storage)
+        words.append(handle.ref)
+        fresh.append(handle)
+        return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
+    if isinstance(result, Same):
+        return operands[result.operand]
+    if isinstance(result, list):
+        return [_build(cls, item, operands, words, fresh, place) for item in result]
+    return None
 
 
 def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: Residence, line: Line) -> None:
@@ -387,19 +389,19 @@ def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     """Return the tensors of a call with the names that the operator's schema gives them, list members as `tensors[2]`."""
     found: list[tuple[str, Any]] = []
     names = [a.name for a in func._schema.arguments]
-
-    def look(name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append((name, value))
-        elif isinstance(value, (list, tuple)):
-            for k, item in enumerate(value):
-                look(f"{name}[{k}]", item)
-
     for k, value in enumerate(args):
-        look(names[k] if k < len(names) else f"argument {k}", value)
+        _look(found, names[k] if k < len(names) else f"argument {k}", value)
     for name, value in kwargs.items():
-        look(name, value)
+        _look(found, name, value)
     return found
+
+
+def _look(found: list[tuple[str, Any]], name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append((name, value))
+    elif isinstance(value, (list, tuple)):
+        for k, item in enumerate(value):
+            _look(found, f"{name}[{k}]", item)
 
 
 def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> tuple[Any, Any]:

@@ -164,24 +164,25 @@ def outcome(
     schema = func._schema
     single = len(schema.returns) == 1
 
-    def result(value: Any, alias: int | None) -> Result:
-        if isinstance(value, torch.Tensor):
-            if id(value) in same:
-                return Same(same[id(value)])
-            if value.layout is not torch.strided or value.is_quantized:
-                what = value.layout if value.layout is not torch.strided else "quantized"
-                raise NotSupportedError(
-                    f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally"
-                )
-            return New(spec_of(value), alias)
-        if isinstance(value, (list, tuple)):
-            return [result(item, alias) for item in value]
-        if value is None:
-            return None
-        raise NeedsWorker  # a number or a truth value: the worker says
-
     values = [out] if single else list(out) if schema.returns else []
-    results = [result(value, alias) for value, alias in zip(values, shared)]
+    results = [_result(func, same, value, alias) for value, alias in zip(values, shared)]
     reshaped = tuple((k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k])
     rebased = (0, 1) if schema.name == "aten::set_" and len(metas) == 2 else None
     return Outcome(results, single, written, reshaped, rebased)
+
+
+def _result(func: torch._ops.OpOverload, same: dict[int, int], value: Any, alias: int | None) -> Result:
+    if isinstance(value, torch.Tensor):
+        if id(value) in same:
+            return Same(same[id(value)])
+        if value.layout is not torch.strided or value.is_quantized:
+            what = value.layout if value.layout is not torch.strided else "quantized"
+            raise NotSupportedError(
+                f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally"
+            )
+        return New(spec_of(value), alias)
+    if isinstance(value, (list, tuple)):
+        return [_result(func, same, item, alias) for item in value]
+    if value is None:
+        return None
+    raise NeedsWorker  # a number or a truth value: the worker says

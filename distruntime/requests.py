@@ -44,7 +44,7 @@ class Request:
         """Mark the request as answered."""
         with _finishing:
             self.done = True
-            then = self.then
+            then, self.then = self.then, None  # it may lead back to this request, and so to its bytes
         if then is not None:
             then(self)
 

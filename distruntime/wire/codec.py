@@ -144,7 +144,8 @@ def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:
     count = 1
     for n in sizes:
         count *= n
-    view = memoryview(data)
+    # The tensor keeps alive exactly the view it is made from: one of kept memory is told apart by its own death.
+    view = data if isinstance(data, memoryview) else memoryview(data)
     if view.nbytes != count * kind.itemsize:
         raise ProtocolError(f"{view.nbytes} bytes for a tensor of {count * kind.itemsize}")
     if not count:

@@ -31,7 +31,7 @@ from distruntime.wire.messages import (
     Reply,
     Segment,
 )
-from distruntime.wire.shared import Attached
+from distruntime.wire.shared import Attached, KeptMemory
 
 from .devices import Devices
 from .functions import FUNCTIONS
@@ -64,6 +64,7 @@ class Executor:
         self._gate = threading.Lock()  # guards who takes a fetch out of _waiting
         self._started = 0.0
         self._shared = Attached()
+        self._kept = KeptMemory()
         self._thread: int | None = None  # the executing thread
         self.running = False  # whether it runs a segment
 
@@ -186,7 +187,9 @@ class Executor:
         try:
             if isinstance(data, list):
                 name, nbytes = data
-                value = bytes_tensor(dtype, sizes, memoryview(self._shared[name])[:nbytes]).clone()
+                kept = self._kept.take(nbytes)
+                kept[:] = memoryview(self._shared[name])[:nbytes]
+                value = bytes_tensor(dtype, sizes, kept)
             else:
                 value = bytes_tensor(dtype, sizes, self._payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))

@@ -5,7 +5,7 @@ Each is called as an operator is, by its own name, with tensors and constants; w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,21 +54,21 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, list):
-            return [leaf(item) for item in value]
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
-            if next(wanted):
-                inputs.append(value.requires_grad_())
-        return value
-
     with torch.enable_grad():
-        results = call(*[leaf(a) for a in args])
+        results = call(*[_leaf(a, wanted, inputs) for a in args])
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
+
+
+def _leaf(value: Any, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_leaf(item, wanted, inputs) for item in value]
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if next(wanted):
+            inputs.append(value.requires_grad_())
+    return value
 
 
 def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tensor]:

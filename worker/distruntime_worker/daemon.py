@@ -56,15 +56,18 @@ class _Master:
         self.broken: str | None = None
         self.thread.start()
 
-    def send(self, message: Message, payload: memoryview | None = None) -> None:
-        """Send to the master, from any thread; a master that has gone meanwhile is no error here."""
+    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
+        """Send to the master, from any thread; a master that has gone meanwhile is no error here.
+
+        Without `copy`, return what tells when the payload's memory has been read.
+        """
         try:
             if payload is None:
-                self._channel.send(self.peer, [encode(message)])
-            else:
-                self._channel.send(self.peer, [encode(message), payload])
+                return self._channel.send(self.peer, [encode(message)])
+            return self._channel.send(self.peer, [encode(message), payload], copy=copy)
         except PeerGone:
             log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
+            return None
 
     def _run(self) -> None:
         with torch.no_grad():
@@ -88,6 +91,7 @@ class _Master:
 
     def close(self) -> None:
         """Let the thread end after what it is running; its values go with it."""
+        self.executor.closed = True
         self._segments.put(None)
 
 

@@ -230,7 +230,10 @@ def test_after_hanging_up_the_peer_is_unknown(make: Make, address: str) -> None:
 def test_without_the_right_key_nothing_gets_in(make: Make, address: str, held: tuple[KeyPair | None, KeyPair | None]) -> None:
     listener, stranger, friend = make(address, held[0]), make(None, held[1], b"stranger"), make(None, held[0], b"friend")
     stranger.connect(listener.address, b"listener")
-    stranger.send(b"listener", [b"let me in"])
+    try:
+        stranger.send(b"listener", [b"let me in"])
+    except PeerGone:
+        pass  # libzmq does not dial again where it saw itself that the handshake cannot succeed
     refused, refusal = event(listener, "auth_failed", "handshake_failed"), event(stranger, "auth_failed", "handshake_failed")
     assert (refused.peer, refusal.peer) == (None, b"listener")
     assert "auth_failed" in (refused.kind, refusal.kind)  # whoever sees it first hangs up on the other

@@ -66,9 +66,13 @@ def daemon(*options: str, address: str = "") -> Iterator[str]:
     """Run `distruntime-worker --listen` on this machine; give its address."""
     where = address or f"tcp://127.0.0.1:{free_port()}"
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "distruntime_worker", "--listen", where, "--threads", "1", "--log-level", "warning", *options]
+    command = [sys.executable, "-m", "distruntime_worker", "--listen", where, "--threads", "1", "--log-level", "error", *options]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     try:
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        while process.poll() is None:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), timeout=10):
+                break
         yield where
     finally:
         process.terminate()

@@ -15,7 +15,6 @@ import torch
 from .first import HUGE, Entry, emit, first_time
 from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
-from .node import WINDOW
 from .special import SPECIAL
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
@@ -118,6 +117,6 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         node.lines.append((end, line[1], line[2]))
         if len(log) > node.enough:
             node.flush()
-    if len(node.flights) >= WINDOW:
+    if node.busy:
         node.throttle(node)
     return out

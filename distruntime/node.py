@@ -19,7 +19,7 @@ from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welco
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
 FIRST_BATCH = 160  # words that gather behind one segment in flight; twice as many behind two, and so on: a worker that is nearly idle gets
 # work soon (a training step that reads its loss each time: 2.2 times local without this), a busy one in large pieces
-WINDOW = 64  # segments in flight: at 100,000 operations a second enough for a round trip of half a second
+WINDOW = 1 << 18  # words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second
 PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
 _MOST_TEMPLATES = 1 << 15
 _MOST_FAILURES = 1000
@@ -74,6 +74,7 @@ class _Flight:
 
     seq: int
     lines: list[Line]
+    words: int
     nbytes: int
     checks: int
     releases: list[Callable[[], None]]
@@ -117,6 +118,8 @@ class Node:
         self._checks = 0
         self._payloads: list[Buffer] = []
         self._payload_bytes = 0
+        self.busy = False  # whether the window is full, so that whoever issues must wait
+        self._words = self._bytes = 0  # in flight
         self._releases: list[Callable[[], None]] = []
         self._templates: dict[Any, int] = {}
         self._next_template = self._generation = FIRST_TEMPLATE  # the current generation's first number
@@ -215,7 +218,7 @@ class Node:
                     taken = min(taken, upto - self.base)
                     lines = bisect.bisect_right([line[0] for line in self.lines], self.base + taken)
                 frames: list[Buffer] = [encode(Segment(self._seq + 1, self.base, self._new_templates, log[:taken])), *self._payloads]
-                flight = _Flight(self._seq + 1, self.lines[:lines], self._payload_bytes + len(frames[0]), self._checks, self._releases)
+                flight = _Flight(self._seq + 1, self.lines[:lines], taken, self._payload_bytes, self._checks, self._releases)
                 # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
                 self._seq += 1
                 self.base += taken
@@ -223,6 +226,9 @@ class Node:
                 self._new_templates, self._payloads, self._payload_bytes, self._releases = [], [], 0, []
                 self._unsent = frames
                 self.flights.append(flight)
+                self._words += taken
+                self._bytes += flight.nbytes
+                self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
                 self.enough = min(BATCH, FIRST_BATCH << (len(self.flights) - 1))
                 self.sent = self._send(self.peer, frames, copy=len(frames) == 1)
                 self._unsent = None
@@ -240,16 +246,6 @@ class Node:
         self.sent = self._send(self.peer, self._unsent, copy=len(self._unsent) == 1)
         self._unsent = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether the window is full, so that whoever issues must wait."""
-        return len(self.flights) >= WINDOW or self.payload_bytes > PAYLOAD_WINDOW
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that are sent and not acknowledged, or gathered."""
-        return sum(f.nbytes for f in tuple(self.flights)) + self._payload_bytes
-
     # -- what comes back ---------------------------------------------------------------------------------------------------------
 
     def done(self, message: Done) -> None:
@@ -262,9 +258,12 @@ class Node:
             flight: _Flight | None = None
             while self.flights and self.flights[0].seq <= message.seq:
                 flight = self.flights.popleft()
+                self._words -= flight.words
+                self._bytes -= flight.nbytes
                 for release in flight.releases:
                     release()
             self.enough = _enough(len(self.flights))
+            self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
             if flight is not None:
                 for number in [n for n in self.checks if n <= flight.checks]:
                     del self.checks[number]
@@ -302,6 +301,8 @@ class Node:
                 self.failed = why
                 self.log, self.lines, self._payloads, self._payload_bytes = [], [], [], 0
                 self.flights.clear()
+                self._words = self._bytes = 0
+                self.busy = False
                 self.enough = 0
                 self._unsent = None
                 for drop in self.forgetters:

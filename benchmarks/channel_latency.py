@@ -44,7 +44,7 @@ def echo_channel(address: str, told: Connection) -> None:
     told.send(channel.address)
     while True:
         for peer, frames in channel.receive(None):
-            channel.send(peer, [bytes(frames[0])])
+            channel.send(peer, [frames[0] if isinstance(frames[0], bytes) else frames[0].bytes])
             if frames[0] == STOP:
                 told.recv()
                 channel.close()

@@ -20,7 +20,7 @@ class Empty(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> Any:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, (20, 20), strides=(20, 1), storage_offset=0, dtype=torch.float32, device=torch.device("lazy", 5), storage_size=1 << 50
         )
 
@@ -28,7 +28,7 @@ class Empty(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return EMPTY
 
 

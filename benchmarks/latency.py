@@ -48,7 +48,9 @@ def _compare(name: str, raw: str, session: dr.Session, rounds: int, note: str = 
         socket.send(b"stop")
         socket.recv()
     process.join()
-    return Figure(f".item() of a ready value / raw ping-pong, {name}", ratio, "x", bar, f"{ours * 1e6:.0f} us, raw {theirs * 1e6:.0f} us{note}")
+    return Figure(
+        f".item() of a ready value / raw ping-pong, {name}", ratio, "x", bar, f"{ours * 1e6:.0f} us, raw {theirs * 1e6:.0f} us{note}"
+    )
 
 
 def measure(quick: bool) -> list[Figure]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .dispatch import dispatch
-from .first import common_place, issue, template, wrap
+from .first import common_place, issue, relieve, template, wrap
 from .handle import Handle, Residence, Storage, next_ref
 from .line import user_line
 from .spec import Spec, spec, spec_of
@@ -146,16 +146,17 @@ class _Whole(torch.autograd.Function):
         ctx.op, ctx.rebuild, ctx.place = op, rebuild, place
         ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
         ctx.set_materialize_grads(False)
+        relieve(place.node)
         args, kwargs = rebuild(tensors)
         by_name = [*args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
         flags = list(ctx.needs_input_grad[3:])
         specs = _specs(op, args, kwargs)
         name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
         number, words = template(
-            None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place, name="distruntime::record"
+            None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place.node, name="distruntime::record"
         )
         handles = [Handle(next_ref(), s, place, Storage()) for s in (*specs, _NO_TENSOR)]
-        issue([number, *words, *(h.ref for h in handles)], handles, (), place, user_line())
+        issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
         ctx.tape = handles.pop()
         ctx.wanted = flags
         return tuple(wrap(DistributedTensor, h) for h in handles)
@@ -176,9 +177,11 @@ class _Whole(torch.autograd.Function):
         place: Residence = ctx.place
         tape = wrap(DistributedTensor, ctx.tape)
         wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
-        number, words = template(None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place, name="distruntime::replay_backward")
+        number, words = template(
+            None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
+        )
         handles = [Handle(next_ref(), _dense(t._handle.spec), place, Storage()) for t in wanted]
-        issue([number, *words, *(h.ref for h in handles)], handles, (), place, user_line())
+        issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
         made = iter(handles)
         return None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
 

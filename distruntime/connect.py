@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import platform
 import shutil
@@ -26,6 +27,8 @@ from .wire.channel import Channel, PeerEvent
 from .wire.codec import encode
 from .wire.keys import choose
 from .wire.messages import PROTOCOL, Hello, Join, Refused, Welcome
+
+log = logging.getLogger("distruntime")
 
 
 def init_master_worker(
@@ -184,6 +187,9 @@ def _gather(session: Session, count: int, timeout: float, say: Callable[[str], N
         if time.monotonic() > tick:
             say(".")
             tick += 0.25
+        for event in session.channel.events():
+            if event.kind in ("auth_failed", "handshake_failed"):
+                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
         for peer, frames in session.channel.receive(0.05):
             session.take(peer, frames)
         for peer, message in session.greetings:
@@ -233,7 +239,7 @@ def _attach(addresses: list[str], key: Path | None, insecure: bool, timeout: flo
                     greeted[number] = time.monotonic()
                     session.send(f"node-{number}".encode(), [_hello(session)])
                 refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
-                if len(refusals) >= 2:
+                if refusals:  # libzmq does not dial again after a mismatch of keys
                     raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
             if time.monotonic() > deadline:
                 late = [k for k in range(len(addresses)) if k not in welcomed]

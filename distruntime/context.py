@@ -38,12 +38,17 @@ def current_gpu() -> str:
     return device if device is not None and device.startswith("cuda") else "cuda:0"
 
 
+Entered = tuple["_Set", "Token[int | None] | None", "Token[str | None] | None", Any]
+
+# What each thread and task has entered, the innermost last: a context object may be shared, and be entered again.
+_entered: ContextVar[tuple[Entered, ...]] = ContextVar("distruntime_entered", default=())
+
+
 class _Set:
     """Sets context variables for the length of a `with` block. May be entered again, also by several threads."""
 
     def __init__(self, node: int | None, device: str | None, default: bool) -> None:
         self._node, self._device, self._default = node, device, default
-        self._entered: list[tuple[Token[int | None] | None, Token[str | None] | None, Any]] = []
 
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
@@ -51,10 +56,13 @@ class _Set:
         device = current_device.set(self._device) if self._device is not None else None
         if mode is not None:
             mode.__enter__()
-        self._entered.append((node, device, mode))
+        _entered.set((*_entered.get(), (self, node, device, mode)))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        node, device, mode = self._entered.pop()
+        stack = _entered.get()
+        last = max(k for k, entry in enumerate(stack) if entry[0] is self)
+        _, node, device, mode = stack[last]
+        _entered.set((*stack[:last], *stack[last + 1 :]))
         if mode is not None:
             mode.__exit__(kind, error, trace)
         if device is not None:

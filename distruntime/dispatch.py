@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .first import HUGE, Entry, emit, first_time
+from .first import HUGE, Entry, emit, first_time, relieve
 from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
 from .special import SPECIAL
@@ -97,6 +97,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         return first_time(cls, func, args, kwargs or {}, signature, SPECIAL)
     template, spec, alias, _, _ = entry
     if spec is None or (alias is not None and _inference()):
+        relieve(place.node)
         return emit(cls, entry, words, args, kwargs, place, user_line())
     ref = next_ref()
     words[0] = template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .spec import Spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import request, tensor_from
+
+log = logging.getLogger("distruntime")
 
 
 class Fetched(concurrent.futures.Future[Any]):
@@ -40,6 +43,18 @@ class Fetched(concurrent.futures.Future[Any]):
             return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         finally:
             del self  # else what is raised would hold this frame, the future, and so itself
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Set the outcome, unless somebody has cancelled the future meanwhile (asyncio does, past a deadline)."""
+        try:
+            if error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(value)
+        except concurrent.futures.InvalidStateError:
+            log.debug("a value came for a future that was cancelled")
+        finally:
+            del error  # else it would hold this frame and itself
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
@@ -71,7 +86,7 @@ def fetch_async(tree: Any) -> Fetched:
     def finish() -> None:
         bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
         if bad is not None:
-            future.set_exception(remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
+            future.settle(None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
             return
         data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
         same: dict[int, torch.Tensor] = {}
@@ -79,7 +94,7 @@ def fetch_async(tree: Any) -> Fetched:
             if want is not None and want.leaf not in same:
                 alias = data[want.key].detach()
                 same[want.leaf] = alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
-        future.set_result(tree_unflatten([leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape))
+        future.settle(tree_unflatten([leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape), None)
 
     def arrived(_: Request) -> None:
         left[0] -= 1

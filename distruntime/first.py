@@ -6,7 +6,8 @@ travel as they are stand in `special.SPECIAL`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -16,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 from .errors import InternalError, NotSupportedError, PlacementError
 from .handle import Handle, Residence, Storage, next_ref
 from .line import user_line
-from .node import Line
+from .node import Line, Node
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
 from .session import active_session
 from .spec import Spec, spec_from_wire
-from .stall import before_wait
+from .stall import before_wait, note_wait
 from .transfer import upload
 from .wire.codec import OPERAND, pack_constant
 from .wire.messages import CHECK, LEARN
@@ -72,7 +73,7 @@ def reshape_wrapper(proxy: Any, spec: Spec) -> None:
     torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
 
 
-def pattern(value: Any, cls: Any, place: Residence, words: list[Any]) -> Any:
+def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
     """Return an argument's part of a template, appending its operand words."""
     if type(value) is cls:
         words.append(value._handle.ref)
@@ -81,7 +82,7 @@ def pattern(value: Any, cls: Any, place: Residence, words: list[Any]) -> Any:
         words.append(value)
         return ["number"]
     if isinstance(value, (list, tuple)):
-        return ["list", *(pattern(item, cls, place, words) for item in value)]
+        return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
         if value.type in ("lazy", "remote"):
             return ["device", active_session().numbered(value.index).place.device]
@@ -103,18 +104,18 @@ def _results_pattern(results: list[Result], single: bool) -> Any:
 
 
 def template(
-    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, place: Residence, name: str | None = None
+    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, node: Node, name: str | None = None
 ) -> tuple[int, list[Any]]:
-    """Return the number of the template for this call on the worker of `place`, and the operand words of the call."""
+    """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""
     words: list[Any] = []
-    packed_args = [pattern(a, cls, place, words) for a in args]
-    packed_kwargs = {k: pattern(a, cls, place, words) for k, a in kwargs.items()}
+    packed_args = [pattern(a, cls, words) for a in args]
+    packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
     if name is None:
         schema = func._schema
         name = f"{schema.name}.{schema.overload_name or 'default'}"
     fields = [name, packed_args, packed_kwargs, results]
-    with place.node.lock:
-        return place.node.template(msgpack.packb(fields), fields), words
+    with node.lock:
+        return node.template(msgpack.packb(fields), fields), words
 
 
 def _flat(results: list[Result]) -> list[Result]:
@@ -147,7 +148,7 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
     fresh: list[Handle] = []
 
     built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
-    issue(words, fresh, [operands[k] for k in outcome.written], place, line)
+    issue(words, fresh, [operands[k] for k in outcome.written], place.node, line)
     if outcome.rebased is not None:
         target, source = outcome.rebased
         operands[target]._handle.storage = operands[source]._handle.storage
@@ -173,9 +174,8 @@ def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fres
     return None
 
 
-def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: Residence, line: Line) -> None:
-    """Append one instruction and note which values it makes and which storages it changes."""
-    node = place.node
+def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], node: Node, line: Line) -> None:
+    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock."""
     with node.lock:
         end = node.append(words, line)
         for handle in fresh:
@@ -184,6 +184,10 @@ def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], place: 
             proxy._handle.storage.written = end
         if not fresh and not written:
             node.checked = end
+
+
+def relieve(node: Node) -> None:
+    """Block while the window of `node` is full. Not under its lock: whoever reads the acknowledgements needs that."""
     if node.busy:
         node.throttle(node)
 
@@ -239,8 +243,9 @@ def _issue_new(
 ) -> Any:
     """Give a call its template, remember both under its signature, and issue it."""
     node = place.node
+    relieve(node)
     with node.lock:
-        number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), place)
+        number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), node)
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
@@ -249,7 +254,7 @@ def _issue_new(
                 place.cache.clear()
             place.cache[signature] = entry
             if fresh and all(r.alias is None for r in fresh):
-                words[:0] = [CHECK, node.check(_corrector(place, signature, cls, func, args)), [r.spec.wire() for r in fresh]]
+                words[:0] = [CHECK, node.check(_corrector(place.cache, signature, cls, func, args)), [r.spec.wire() for r in fresh]]
                 return _emit_checked(cls, entry, words, args, kwargs, place, line)
         return emit(cls, entry, words, args, kwargs, place, line)
 
@@ -259,26 +264,34 @@ def _emit_checked(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any],
     return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)  # CHECK is 0, the word that emit writes first
 
 
-def _corrector(place: Residence, signature: tuple[Any, ...], cls: Any, func: Any, args: Sequence[Any]) -> Callable[[int, list[Any]], None]:
-    """Return what puts the real metadata of a result into the cache. It holds no proxy: only which arguments were."""
+def _corrector(
+    cache: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], cls: Any, func: Any, args: Sequence[Any]
+) -> Callable[[int, list[Any]], None]:
+    """Return what puts the real metadata of a result into the cache. It holds no proxy, only which arguments were, and no place."""
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
     def correct(result: int, fields: list[Any]) -> None:
-        entry = place.cache.get(signature)
+        entry = cache.get(signature)
         if entry is None:
             return
         number, _, _, outcome, _ = entry
         position = iter(range(1 << 30))
-
-        def mend(r: Result) -> Result:
-            if isinstance(r, New):
-                return New(spec_from_wire(fields), r.alias) if next(position) == result else r
-            return [mend(item) for item in r] if isinstance(r, list) else r
-
-        mended = Outcome([mend(r) for r in outcome.results], outcome.single, outcome.written, outcome.reshaped, outcome.rebased)
-        place.cache[signature] = entry_for(func, _Placeholder, shape, number, mended)
+        mended = Outcome(
+            [_mend(r, result, fields, position) for r in outcome.results],
+            outcome.single,
+            outcome.written,
+            outcome.reshaped,
+            outcome.rebased,
+        )
+        cache[signature] = entry_for(func, _Placeholder, shape, number, mended)
 
     return correct
+
+
+def _mend(r: Result, result: int, fields: list[Any], position: Iterator[int]) -> Result:
+    if isinstance(r, New):
+        return New(spec_from_wire(fields), r.alias) if next(position) == result else r
+    return [_mend(item, result, fields, position) for item in r] if isinstance(r, list) else r
 
 
 class _Placeholder:
@@ -301,13 +314,15 @@ def learn(
     returns = list(schema.returns) * count if listed else schema.returns
     shared = shared * count if listed else shared
     with node.lock:
-        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, place)
+        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
         request = session.requests.new(node)
         refs = [next_ref() for _ in range(count)]
         handles = [Handle(ref, _PENDING, place, Storage()) for ref in refs]
-        issue([LEARN, request.number, number, *words, *refs], handles, [operands[k] for k in written], place, line)
+        issue([LEARN, request.number, number, *words, *refs], handles, [operands[k] for k in written], node, line)
         node.flush()
+    started = time.perf_counter()
     described = session.value(request)
+    note_wait(f"{func}", started)
     if not isinstance(described, list) or len(described) != count:
         raise InternalError(f"a worker described {func} by {described!r}")
     out: list[Any] = []
@@ -334,7 +349,7 @@ def learn(
     ):  # deterministic: only the meta kernel was wrong
         outcome = Outcome(results, count == 1, (), ())
         with node.lock:
-            number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), place)
+            number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), node)
             place.cache[signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out
@@ -357,6 +372,7 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
     words: list[Any] = [0, *(a for a in args if type(a) is float), *(v for v in kwargs.values() if type(v) is float)]
+    relieve(place.node)
     return emit(cls, entry, words, args, kwargs, place, user_line())
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
-from .errors import NodeFailed
+from .errors import NodeFailed, ProtocolError
 from .wire.channel import PeerGone
 from .wire.codec import Buffer, encode
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
@@ -58,6 +58,13 @@ def _undisturbed() -> None:
 
 def _unthrottled(node: Node) -> None:
     """Of a node that no session has taken yet."""
+
+
+def failure_from(fields: Any) -> Failure:
+    """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
+    if not isinstance(fields, list) or len(fields) != 7 or [type(f) for f in fields] != [int, int, str, str, str, str, str]:
+        raise ProtocolError("what should be a failure is none")
+    return Failure(*fields)
 
 
 @dataclass(frozen=True)
@@ -251,10 +258,14 @@ class Node:
     def done(self, message: Done) -> None:
         """Take an acknowledgement: free the window, file the failures under their lines, correct predictions."""
         with self.lock:
-            for number, result, fields in message.corrections:
-                correct = self.checks.get(number)
-                if correct is not None:
-                    correct(result, fields)
+            failures = [failure_from(fields) for fields in message.failures]
+            try:
+                for number, result, fields in message.corrections:
+                    correct = self.checks.get(number)
+                    if correct is not None:
+                        correct(result, fields)
+            except (TypeError, ValueError) as error:
+                raise ProtocolError(f"Done carries a correction that makes no sense: {error}") from None
             flight: _Flight | None = None
             while self.flights and self.flights[0].seq <= message.seq:
                 flight = self.flights.popleft()
@@ -267,8 +278,8 @@ class Node:
             if flight is not None:
                 for number in [n for n in self.checks if n <= flight.checks]:
                     del self.checks[number]
-                for fields in message.failures:
-                    self._file(Failure(*fields), flight.lines)
+                for failure in failures:
+                    self._file(failure, flight.lines)
             if len(self.log) > self.enough:
                 self.flush()
 

@@ -6,11 +6,14 @@ one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .first import issue, template, wrap
 from .handle import Handle, Place, Residence, Storage, next_ref
 from .line import user_line
+from .node import Node
 from .session import Session, active_session
 from .spec import spec
 from .tensor import DistributedTensor
@@ -29,13 +32,16 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
     session = active_session()
     for node in session.nodes:
         if node.failed is None:
+            own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
             for name in session.devices(node.index):
-                _seed(session.residence(Place(node.index, name)), (int(seed) + (node.index if distinct else 0)) % (1 << 64))
+                _call(node, "manual_seed", [torch.device(name), str(own)])
 
 
-def _seed(place: Residence, seed: int) -> None:
-    number, words = template(None, DistributedTensor, [place.lazy, str(seed)], {}, 0, place, name="distruntime::manual_seed")
-    issue([number, *words], [], (), place, user_line())
+def _call(node: Node, function: str, args: list[Any], fresh: Handle | None = None) -> None:
+    """Issue one of the worker's own functions."""
+    number, words = template(None, DistributedTensor, args, {}, 0 if fresh is None else 1, node, name=f"distruntime::{function}")
+    handles = [] if fresh is None else [fresh]
+    issue([number, *words, *(h.ref for h in handles)], handles, (), node, user_line())
 
 
 def _state_bytes(place: Residence) -> int:
@@ -51,11 +57,10 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     session: Session = place.node.session
     session.require_open()
     place.node.require_alive()
-    number, words = template(None, DistributedTensor, [place.lazy], {}, 1, place, name="distruntime::get_rng_state")
     size = _state_bytes(place)
     home = session.residence(Place(place.place.node, "cpu")) if "cpu" in session.devices(place.place.node) else place
     handle = Handle(next_ref(), spec((size,), (1,), 0, torch.uint8), home, Storage())
-    issue([number, *words, handle.ref], [handle], (), place, user_line())
+    _call(place.node, "get_rng_state", [place.lazy], handle)
     return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
 
 
@@ -64,5 +69,4 @@ def set_rng_state(state: torch.Tensor, place: Residence) -> None:
     if not isinstance(state, DistributedTensor) or state.get_node() != place.place.node:
         local = state.cpu()
         state = wrap(DistributedTensor, upload(local, place))
-    number, words = template(None, DistributedTensor, [place.lazy, state], {}, 0, place, name="distruntime::set_rng_state")
-    issue([number, *words], [], (), place, user_line())
+    _call(place.node, "set_rng_state", [place.lazy, state])

@@ -15,11 +15,11 @@ from typing import Any
 
 from .announce import Announcer
 from .errors import ProtocolError
-from .node import Cause, Node
+from .node import Cause, Node, failure_from
 from .wire.codec import Buffer
-from .wire.messages import Failure
 from .wire.shared import Segment
 
+_READER = "reader"
 _finishing = threading.Lock()  # between `done` and `then`
 
 _SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead workers
@@ -63,8 +63,8 @@ class Requests:
     def __init__(self) -> None:
         self._numbers = count(1).__next__
         self._open: dict[int, Request] = {}
-        self._reading = threading.Lock()  # held by the one thread that reads the socket
-        self._arrived = threading.Condition()
+        self._reader: dict[str, int] = {}  # the one thread that reads the socket, under _READER
+        self._arrived = threading.Condition()  # its lock is re-entrant
         self._followers = 0
         self.announcer = Announcer()
 
@@ -81,17 +81,24 @@ class Requests:
         """Drop a request; its reply, if one comes, is ignored."""
         self._open.pop(request.number, None)
 
-    def reply(self, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
+    def _of(self, number: int, node: Node) -> Request | None:
+        request = self._open.get(number)
+        if request is not None and request.node is not node:
+            raise ProtocolError(f"a reply to request {number}, which went to another node")
+        return request
+
+    def reply(self, node: Node, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
         """Take a reply; ignore one that nobody waits for any more (Ctrl-C)."""
-        request = self._open.pop(number, None)
+        request = self._of(number, node)
         if request is not None:
+            self.forget(request)
             request.value = value
             request.payload = payloads[0] if payloads else None
             request.finish()
 
-    def part(self, number: int, offset: int, payloads: Sequence[Buffer]) -> None:
+    def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:
         """Put a part of a large reply in its place; ignore one that nobody waits for any more."""
-        request = self._open.get(number)
+        request = self._of(number, node)
         if request is None:
             return
         room = request.buffer.memory if isinstance(request.buffer, Segment) else request.buffer
@@ -99,13 +106,12 @@ class Requests:
             raise ProtocolError("a part does not fit what was asked for")
         memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]
 
-    def fail(self, number: int, fields: list[Any]) -> None:
+    def fail(self, node: Node, number: int, fields: list[Any]) -> None:
         """Take a `Failed`."""
-        request = self._open.pop(number, None)
+        request = self._of(number, node)
         if request is not None:
-            if len(fields) != 7:
-                raise ProtocolError("Failed carries no failure")
-            request.cause = request.node.cause(Failure(*fields))
+            request.cause = request.node.cause(failure_from(fields))
+            self.forget(request)
             request.finish()
 
     def lose(self, node: Node | None, why: str) -> None:
@@ -118,7 +124,28 @@ class Requests:
     @property
     def attended(self) -> bool:
         """Whether a thread is reading the socket now."""
-        return self._reading.locked()
+        return bool(self._reader)
+
+    def _read_alone(self, read: Callable[[float], None], limit: float, ready: Callable[[], bool]) -> bool:
+        """Read if no other thread does; return whether this one did.
+
+        A signal handler, a finalizer or a future's callback may wait for a value inside the thread that reads: then that thread reads
+        again, from within. The mark is set and taken away inside one `try`, so that Ctrl-C cannot leave it behind.
+        """
+        me = threading.get_ident()
+        again = self._reader.get(_READER) == me
+        try:
+            if self._reader.setdefault(_READER, me) != me:  # atomic
+                return False
+            if not ready():
+                read(limit)
+            return True
+        finally:
+            if not again and self._reader.get(_READER) == me:
+                del self._reader[_READER]
+                if self._followers:
+                    with self._arrived:
+                        self._arrived.notify_all()
 
     def wait(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None, node: Node | None = None) -> bool:
         """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.
@@ -142,16 +169,7 @@ class Requests:
         limit = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
         if limit <= 0:
             return False
-        if self._reading.acquire(blocking=False):
-            try:
-                if not ready():
-                    read(limit)
-            finally:
-                self._reading.release()
-            if self._followers:
-                with self._arrived:
-                    self._arrived.notify_all()
-        else:
+        if not self._read_alone(read, limit, ready):
             with self._arrived:
                 self._followers += 1
                 try:
@@ -163,11 +181,8 @@ class Requests:
 
     def glance(self, read: Callable[[float], None]) -> None:
         """Read what is there without waiting, unless another thread is reading anyway."""
-        if self._reading.acquire(blocking=False):
-            try:
-                read(0)
-            finally:
-                self._reading.release()
-            if self._followers:
-                with self._arrived:
-                    self._arrived.notify_all()
+        self._read_alone(read, 0.0, _never)
+
+
+def _never() -> bool:
+    return False

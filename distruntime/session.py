@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from .handle import Place, Residence
 from .launch import LocalWorker
 from .node import Node, Sent
 from .requests import Request, Requests
+from .stall import note_wait
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
@@ -47,6 +49,7 @@ class Session:
         self.default: tuple[int, str | None] = (0, None)
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
+        self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
         self._by_peer = {node.peer: node for node in nodes}
         self._pid = os.getpid()
@@ -185,7 +188,8 @@ class Session:
         try:
             return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
         except KeyboardInterrupt:
-            self.requests.forget(request)
+            if request.then is None:  # a future may be asked again
+                self.requests.forget(request)
             raise
 
     def value(self, request: Request) -> Any:
@@ -208,7 +212,9 @@ class Session:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
         for other in self.nodes:
             other.flush()
+        started = time.perf_counter()
         self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
+        note_wait("a full window", started)
 
     def synchronize(self, node: Node) -> None:
         """Block until a worker has run everything issued so far; raise its first failure that nobody has read."""
@@ -229,7 +235,7 @@ class Session:
             cause = node.unread[key]
             node.unread.clear()
             if more:
-                print(f"distruntime: {more} more failure{'s' if more > 1 else ''} on {node} not shown", flush=True)
+                log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
             raise remote_error(node, cause)
 
     def _post(self, node: Node, message: Message) -> None:
@@ -248,11 +254,12 @@ class Session:
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
 
     def _read(self, timeout: float) -> None:
-        arrived = self.channel.receive(timeout, _SPIN if timeout else 0.0)
-        for peer, frames in arrived:
-            self.take(peer, frames)
-        if not arrived:
+        if not self._arrived:
+            self._arrived.extend(self.channel.receive(timeout, _SPIN if timeout else 0.0))
+        if not self._arrived:
             self._look_for_the_dead()
+        while self._arrived:  # one at a time: Ctrl-C, or a reader within this one, finds the rest here
+            self.take(*self._arrived.popleft())
 
     def take(self, peer: bytes, frames: Sequence[Any]) -> None:
         """Act on one message. A worker that breaks the protocol is dropped; a stranger is not listened to."""
@@ -282,11 +289,11 @@ class Session:
             case Done():
                 node.done(message)
             case Part():
-                self.requests.part(message.request, message.offset, payloads)
+                self.requests.part(node, message.request, message.offset, payloads)
             case Reply():
-                self.requests.reply(message.request, message.value, payloads)
+                self.requests.reply(node, message.request, message.value, payloads)
             case Failed():
-                self.requests.fail(message.request, message.failure)
+                self.requests.fail(node, message.request, message.failure)
             case Goodbye():
                 self.lose(node, f"left: {message.reason}")
             case _:
@@ -295,6 +302,8 @@ class Session:
     def _look_for_the_dead(self) -> None:
         for event in self.channel.events():
             node = self._by_peer.get(event.peer) if event.peer is not None else None
+            if event.kind in ("auth_failed", "handshake_failed"):
+                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
             if event.kind == "disconnected" and node is not None and node.welcome is not None:
                 self.lose(node, self._epitaph(node) or "closed the connection")
         for node in self.nodes:

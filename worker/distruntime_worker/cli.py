@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from distruntime.errors import ConfigurationError
+from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.keys import KeyPair, choose, default_path, is_local
 
 from . import daemon
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["keygen"]:
             return _keygen(_keygen_parser().parse_args(arguments[1:]))
         return _serve(_parser().parse_args(arguments))
-    except ConfigurationError as error:
+    except (ConfigurationError, ConnectionFailed) as error:
         print(f"distruntime-worker: {error}", file=sys.stderr)
         return 2
 

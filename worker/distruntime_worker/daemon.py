@@ -11,11 +11,12 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode
 from distruntime.wire.messages import PROTOCOL, Ask, Fetch, Goodbye, Hello, Join, Message, Refused, Reply, Segment, Welcome
@@ -140,7 +141,10 @@ class Daemon:
                 if self._master is not None and (event.peer == self._master.peer or self._config.master is not None):
                     self._leave("connection closed")
             elif event.kind in ("auth_failed", "handshake_failed"):
-                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
+                what = event.kind.replace("_", " ")
+                if self._config.master is not None:  # libzmq does not dial again after a mismatch of keys
+                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
+                log.warning("refused a connection (%s): %s", what, event.detail or event.address)
         if self._master is not None and self._master.broken is not None:
             self._drop(self._master.peer, self._master.broken)
 
@@ -213,7 +217,8 @@ class Daemon:
             )
             return
         log.warning("refused a master on %s: %s", hello.host, reason)
-        self._channel.send(peer, [encode(Refused(reason))])
+        with suppress(PeerGone):  # it did not wait for the answer
+            self._channel.send(peer, [encode(Refused(reason))])
 
     def _about(self, what: str) -> Any:
         assert self._master is not None

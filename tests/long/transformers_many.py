@@ -57,6 +57,8 @@ _SMALL = {
         "state_size": 8,
     },
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1, "num_channels": 3, "layer_types": None},
+    # Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators there, from one here.
+    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "text_encoder_layerdrop"), 0.0),
 }
 _KINDS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL")
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -75,6 +76,8 @@ class Channel:
         self.address = ""
         self._keys = keys
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that uses the socket now
+        self._late: deque[tuple[tuple[Any, ...], tuple[int, ...]]] = deque()  # messages that came meanwhile
         self._closed = False
         self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
         self._woken = False
@@ -153,26 +156,39 @@ class Channel:
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
         flags = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
+        if self._owner is not None:  # maybe this very thread, in a finalizer that the collector runs in the midst of it
+            self._late.append((parts, flags))
+            if self._owner is None:
+                self._send_late()
+            return None if copy else zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
         trackers: list[Any] = []
         with self._lock:
-            if self._closed:
-                raise ChannelClosed(_CLOSED)
-            if self._unsent is not None:
-                self._finish_sending()
-            self._unsent = unsent = map(self._send_frame, parts, flags)
+            self._owner = threading.get_ident()
             try:
-                trackers.extend(unsent)
-            except zmq.ZMQError as error:
+                if self._closed:
+                    raise ChannelClosed(_CLOSED)
+                if self._unsent is not None:
+                    self._finish_sending()
+                if self._late:
+                    self._drain_late()  # first come, first sent
+                self._unsent = unsent = map(self._send_frame, parts, flags)
+                try:
+                    trackers.extend(unsent)
+                except zmq.ZMQError as error:
+                    self._unsent = None
+                    if error.errno == zmq.EHOSTUNREACH:
+                        raise PeerGone(f"no connection to {peer!r}") from None
+                    raise
+                except BaseException:
+                    self._finish_sending()
+                    raise
                 self._unsent = None
-                if error.errno == zmq.EHOSTUNREACH:
-                    raise PeerGone(f"no connection to {peer!r}") from None
-                raise
-            except BaseException:
-                self._finish_sending()
-                raise
-            self._unsent = None
-            if self._waiting:
-                self._after_use()
+                if self._waiting:
+                    self._after_use()
+            finally:
+                self._owner = None
+        if self._late:
+            self._send_late()
         return None if copy else zmq.MessageTracker(*trackers)
 
     def receive(self, timeout: float | None, spin: float = 0.0) -> list[tuple[Peer, Frames]]:
@@ -189,14 +205,22 @@ class Channel:
         Raises:
             ChannelClosed: it is closed, or was closed meanwhile.
         """
+        if self._owner == threading.get_ident():
+            raise DistruntimeError("a finalizer that runs inside the socket's own code cannot wait for a value")
         with self._lock:
-            if self._closed:
-                raise ChannelClosed(_CLOSED)
-            if self._connections.poll(0):
-                self._connections.read()  # before their messages, which are then received with their fd
-            while self._partial or self._option(_EVENTS) & _POLLIN:
-                self._read()
-            self._waiting = waiting = not self._inbox and timeout != 0
+            self._owner = threading.get_ident()
+            try:
+                if self._closed:
+                    raise ChannelClosed(_CLOSED)
+                if self._connections.poll(0):
+                    self._connections.read()  # before their messages, which are then received with their fd
+                while self._partial or self._option(_EVENTS) & _POLLIN:
+                    self._read()
+                self._waiting = waiting = not self._inbox and timeout != 0
+            finally:
+                self._owner = None
+        if self._late:
+            self._send_late()
         if waiting:
             try:
                 if spin:
@@ -205,6 +229,8 @@ class Channel:
                     self._wait(None if timeout is None else time.monotonic() + timeout)
             finally:
                 self._waiting = False
+            if self._late:
+                self._send_late()
         messages, self._inbox = self._inbox, []
         return messages
 
@@ -277,6 +303,26 @@ class Channel:
         if self._waiting and self._option(_EVENTS) & _POLLIN:
             self._wake.signal()
 
+    def _send_late(self) -> None:
+        """Send what came while somebody was using the socket: a send never waits, so that no two locks can wait for each other."""
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                if not self._closed:
+                    self._drain_late()
+                if self._waiting:
+                    self._after_use()
+            finally:
+                self._owner = None
+
+    def _drain_late(self) -> None:
+        while self._late:
+            if self._unsent is not None:
+                self._finish_sending()
+            parts, flags = self._late.popleft()
+            self._unsent = map(self._send_frame, parts, flags)
+            self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
+
     def _finish_sending(self) -> None:
         """Send the rest of a message that an interrupt cut short (the lock is held)."""
         try:
@@ -291,12 +337,16 @@ class Channel:
         while time.perf_counter() < end:
             _yield()  # libzmq's own thread may need this core to bring what is looked for
             with self._lock:
-                if self._closed:
-                    return
-                if self._option(_EVENTS) & _POLLIN:
-                    with suppress(zmq.Again):
-                        self._read()
-                    return
+                self._owner = threading.get_ident()
+                try:
+                    if self._closed:
+                        return
+                    if self._option(_EVENTS) & _POLLIN:
+                        with suppress(zmq.Again):
+                            self._read()
+                        return
+                finally:
+                    self._owner = None
 
     def _wait(self, deadline: float | None) -> None:
         """Block until there is something to return from receive()."""
@@ -304,24 +354,32 @@ class Channel:
         while waiting:
             ready = self._poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
             with self._lock:
-                if self._closed:
-                    raise ChannelClosed(_CLOSED)
-                waiting = bool(ready)  # or else the time is up
-                for fd, _ in ready:
-                    if fd == self._fd:
-                        try:
-                            # One message, and the next receive() looks for more: two looks less on the way of a lone reply.
-                            self._read()
-                        except zmq.Again:
-                            pass  # something else kept libzmq busy
-                    elif fd == self._connections.fd:
-                        waiting = not self._connections.read() and waiting
-                    else:
-                        self._wake.clear()
-                        waiting, self._woken = waiting and not self._woken, False
-                        while self._partial or self._option(_EVENTS) & _POLLIN:
-                            self._read()
-                waiting = waiting and not self._inbox
+                self._owner = threading.get_ident()
+                try:
+                    if self._closed:
+                        raise ChannelClosed(_CLOSED)
+                    waiting = bool(ready) and self._look(ready)  # or else the time is up
+                finally:
+                    self._owner = None
+
+    def _look(self, ready: list[tuple[int, int]]) -> bool:
+        """Take what the poll found (the lock is held); return whether to wait on."""
+        waiting = True
+        for fd, _ in ready:
+            if fd == self._fd:
+                try:
+                    # One message, and the next receive() looks for more: two looks less on the way of a lone reply.
+                    self._read()
+                except zmq.Again:
+                    pass  # something else kept libzmq busy
+            elif fd == self._connections.fd:
+                waiting = not self._connections.read() and waiting
+            else:
+                self._wake.clear()
+                waiting, self._woken = waiting and not self._woken, False
+                while self._partial or self._option(_EVENTS) & _POLLIN:
+                    self._read()
+        return waiting and not self._inbox
 
     def _read(self) -> None:
         """Move one message to the inbox, or raise zmq.Again (the lock is held)."""

@@ -53,9 +53,15 @@ def attention(
         if _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled) == _FLASH:
             if attn_mask is not None and attn_mask.dtype == torch.bool:
                 attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-            return _aten._scaled_dot_product_flash_attention_for_cpu(
+            single = query.dim() == 3  # from torch 2.15: the kernel takes it as a batch of one
+            if single:
+                query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+                while attn_mask is not None and attn_mask.dim() < 4:
+                    attn_mask = attn_mask.unsqueeze(0)
+            result = _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
+            return result.squeeze(0) if single else result
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return _whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
 

@@ -216,6 +216,9 @@ def first_time(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
 def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
+    known = place.unproven.get(signature) if signature is not None else None
+    if known is not None:
+        return _issue_new(cls, func, args, kwargs, place, signature, line, known[3])
     try:
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
@@ -252,10 +255,12 @@ def _issue_new(
         if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
             if len(place.cache) >= _MOST_SIGNATURES:
                 place.cache.clear()
-            place.cache[signature] = entry
             if fresh and all(r.alias is None for r in fresh):
-                words[:0] = [CHECK, node.check(_corrector(place.cache, signature, cls, func, args)), [r.spec.wire() for r in fresh]]
+                place.unproven[signature] = entry
+                correct = _corrector(place.unproven, place.cache, signature, cls, func, args)
+                words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
                 return _emit_checked(cls, entry, words, args, kwargs, place, line)
+            place.cache[signature] = entry
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
@@ -265,14 +270,22 @@ def _emit_checked(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any],
 
 
 def _corrector(
-    cache: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], cls: Any, func: Any, args: Sequence[Any]
-) -> Callable[[int, list[Any]], None]:
-    """Return what puts the real metadata of a result into the cache. It holds no proxy, only which arguments were, and no place."""
+    unproven: dict[tuple[Any, ...], Any],
+    cache: dict[tuple[Any, ...], Any],
+    signature: tuple[Any, ...],
+    cls: Any,
+    func: Any,
+    args: Sequence[Any],
+) -> Callable[[int | None, list[Any]], None]:
+    """Return what moves a signature into the cache, with its results' real metadata. It holds no proxy."""
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
-    def correct(result: int, fields: list[Any]) -> None:
-        entry = cache.get(signature)
-        if entry is None:
+    def correct(result: int | None, fields: list[Any]) -> None:
+        entry = unproven.get(signature)
+        if entry is None:  # forgotten, or an earlier call of this signature has proven it
+            return
+        if result is None:
+            cache[signature] = unproven.pop(signature)
             return
         number, _, _, outcome, _ = entry
         position = iter(range(1 << 30))
@@ -283,7 +296,7 @@ def _corrector(
             outcome.reshaped,
             outcome.rebased,
         )
-        cache[signature] = entry_for(func, _Placeholder, shape, number, mended)
+        unproven[signature] = entry_for(func, _Placeholder, shape, number, mended)
 
     return correct
 

@@ -31,9 +31,10 @@ class Residence:
 
     Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's signature to its
     template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path.
+    A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
     """
 
-    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "lazy", "node", "number", "place")
+    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "lazy", "node", "number", "place", "unproven")
 
     def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
@@ -41,7 +42,13 @@ class Residence:
         self.device = torch.device("remote", number)
         self.free = node.freed.append
         self.cache: dict[tuple[Any, ...], Any] = {}
+        self.unproven: dict[tuple[Any, ...], Any] = {}
         self._released = released
+
+    def forget(self) -> None:
+        """Send every call down the slow path."""
+        self.cache.clear()
+        self.unproven.clear()
 
     def __del__(self) -> None:
         self._released(self.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
@@ -62,6 +63,8 @@ def install() -> None:
             _implement(op, _factory(op), backend)
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
+        for op in _WHOLE:
+            _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
         _implement(op, kernel, "AutogradLazy")
     for backend in ("Lazy", "PrivateUse1"):
@@ -87,6 +90,10 @@ def _import_ahead() -> None:
     """
     for name in ("torch.distributed.tensor", "torch._dynamo"):
         importlib.import_module(name)
+
+
+# CPUs and GPUs have kernels for these, other devices a formula; a kernel here keeps C++ from taking them apart above Python's key.
+_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default)
 
 
 def _implement(op: Any, function: Any, backend: str) -> None:

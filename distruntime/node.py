@@ -106,7 +106,7 @@ class Node:
         self.flights: deque[_Flight] = deque()
         self.checked = 0  # position after the last instruction that only checks: reads wait for it, as its failure has no value to poison
         self.enough = 0  # words beyond which the log is sent: none while nothing is in flight
-        self.checks: dict[int, Callable[[int, list[Any]], None]] = {}
+        self.checks: dict[int, Callable[[int | None, list[Any]], None]] = {}
         self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again
         self.unread: dict[tuple[int, int], Cause] = {}
         self.failed: str | None = None
@@ -166,8 +166,8 @@ class Node:
         self.log += [FORGET, self._generation]
         self._generation = self._next_template
 
-    def check(self, correct: Callable[[int, list[Any]], None]) -> int:
-        """Return a number for CHECK; `correct(result, spec fields)` is called if the worker finds a prediction wrong."""
+    def check(self, correct: Callable[[int | None, list[Any]], None]) -> int:
+        """Return a number for CHECK; `correct` is called with (result, spec fields) where a prediction was wrong, then with (None, [])."""
         self._checks += 1
         self.checks[self._checks] = correct
         return self._checks
@@ -277,7 +277,7 @@ class Node:
             self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
             if flight is not None:
                 for number in [n for n in self.checks if n <= flight.checks]:
-                    del self.checks[number]
+                    self.checks.pop(number)(None, [])
                 for failure in failures:
                     self._file(failure, flight.lines)
             if len(self.log) > self.enough:

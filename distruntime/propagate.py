@@ -70,6 +70,7 @@ LIARS = {
     "aten::_native_batch_norm_legit_no_training": "shapes of the saved statistics",
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
+    "aten::_grouped_mm": "takes bfloat16 only, in torch 2.13",
 }
 
 # On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.

@@ -32,6 +32,7 @@ _LAST = 127
 _TICK = 0.001  # seconds between looks of the pump while something is in flight
 _WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
 _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
+_LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -49,6 +50,7 @@ class Session:
         self.default: tuple[int, str | None] = (0, None)
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
+        self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
         self._by_peer = {node.peer: node for node in nodes}
@@ -155,7 +157,7 @@ class Session:
     def _drop_signatures(self, node: Node) -> None:
         for residence in list(self._residences.values()):
             if residence.node is node:
-                residence.cache.clear()
+                residence.forget()
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
@@ -256,7 +258,9 @@ class Session:
     def _read(self, timeout: float) -> None:
         if not self._arrived:
             self._arrived.extend(self.channel.receive(timeout, _SPIN if timeout else 0.0))
-        if not self._arrived:
+        now = time.monotonic()
+        if not self._arrived or now > self._looked + _LOOK:
+            self._looked = now
             self._look_for_the_dead()
         while self._arrived:  # one at a time: Ctrl-C, or a reader within this one, finds the rest here
             self.take(*self._arrived.popleft())
@@ -379,7 +383,7 @@ class Session:
         """In a forked child: forget the session without touching what it shares with the parent."""
         self.closed = "it belongs to the parent process"
         for residence in list(self._residences.values()):
-            residence.cache.clear()
+            residence.forget()
 
     def shutdown(self, *, raise_unread: bool = True, timeout: float = 10.0) -> None:
         """End the session: what is in flight gets `timeout` seconds to finish, then workers drop their values.
@@ -404,7 +408,7 @@ class Session:
             self._stop = True
             self._wake.set()
             for residence in list(self._residences.values()):
-                residence.cache.clear()
+                residence.forget()
             self.requests.lose(None, "shutdown")
             if self._pump.is_alive() and self._pump is not threading.current_thread():
                 self._pump.join(2.0)

@@ -141,5 +141,9 @@ SPECIAL: dict[str, Special] = {
     "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::histc": _histc,
     "aten::is_pinned": _never_pinned,
+    **dict.fromkeys(
+        ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
+        _refuse("the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"),
+    ),
     "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
 }

@@ -79,6 +79,7 @@ class DistributedTensor(torch.Tensor):
             target = rest.pop(0)
         if target is None and node is None:
             return super().to(*args, **kwargs)
+        self._handle.place.node.session.require_open()
         destination = self._destination(target, node)
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)

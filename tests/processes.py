@@ -83,7 +83,12 @@ class Child:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.printed: list[str] = []

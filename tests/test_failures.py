@@ -61,7 +61,9 @@ def test_running_out_of_memory_can_be_caught_as_such(session: object) -> None:
     assert isinstance(caught.value, dr.RemoteError)
 
 
-@pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch._C._LinAlgError", "IndexError", "KeyError", "ZeroDivisionError", "StopIteration"])
+@pytest.mark.parametrize(
+    "kind", ["torch.OutOfMemoryError", "torch._C._LinAlgError", "IndexError", "KeyError", "ZeroDivisionError", "StopIteration"]
+)
 def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     from distruntime.failure import remote_error
     from distruntime.node import Cause
@@ -71,12 +73,16 @@ def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     original = {"torch.OutOfMemoryError": torch.OutOfMemoryError, "torch._C._LinAlgError": torch.linalg.LinAlgError}.get(kind) or vars(
         __import__("builtins")
     )[kind]
-    error = remote_error(active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "Traceback", "aten::op", "(2,) float32"), "x.py:1"))
+    error = remote_error(
+        active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "Traceback", "aten::op", "(2,) float32"), "x.py:1")
+    )
     assert isinstance(error, original) and isinstance(error, dr.RemoteError)
     assert str(error).startswith("what it said")
 
 
-@pytest.mark.parametrize("kind", ["os.system", "SystemExit", "KeyboardInterrupt", "builtins.eval", "__import__", "numpy.exceptions.AxisError"])
+@pytest.mark.parametrize(
+    "kind", ["os.system", "SystemExit", "KeyboardInterrupt", "builtins.eval", "__import__", "numpy.exceptions.AxisError"]
+)
 def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
     from distruntime.failure import remote_error
     from distruntime.node import Cause
@@ -146,7 +152,16 @@ def test_a_failure_is_raised_at_every_read(session: object) -> None:
 
 def test_a_failure_reaches_the_operators_that_wait(session: object) -> None:
     poisoned = out_of_range().sum()
-    for read in (bool, int, float, torch.nonzero, lambda t: f"{t:.2f}", lambda t: t.tolist(), dr.fetch, lambda t: dr.fetch_async([t]).result()):
+    for read in (
+        bool,
+        int,
+        float,
+        torch.nonzero,
+        lambda t: f"{t:.2f}",
+        lambda t: t.tolist(),
+        dr.fetch,
+        lambda t: dr.fetch_async([t]).result(),
+    ):
         with pytest.raises(IndexError, match="out of bounds"):
             read(poisoned)
     assert "out of bounds" in repr(poisoned)  # printing never raises
@@ -537,6 +552,7 @@ def test_ctrl_c_during_a_wait_leaves_the_session_usable() -> None:
 
 def _sleeps(pid: int) -> bool:
     """Whether a process has waited for a moment without running: it is in a system call that blocks, not on its way there."""
+
     def ticks() -> str:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             fields = file.read().rpartition(")")[2].split()

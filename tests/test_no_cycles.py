@@ -76,7 +76,12 @@ def _reads(x: torch.Tensor) -> None:
 
 
 def _errors(x: torch.Tensor) -> None:
-    for wrong in (lambda: x @ torch.ones(7, 7, device="remote"), lambda: x + torch.ones(3, 3), lambda: x.numpy(), lambda: x.to("remote:99")):
+    for wrong in (
+        lambda: x @ torch.ones(7, 7, device="remote"),
+        lambda: x + torch.ones(3, 3),
+        lambda: x.numpy(),
+        lambda: x.to("remote:99"),
+    ):
         with pytest.raises((RuntimeError, TypeError)):
             wrong()
     with pytest.raises(IndexError):

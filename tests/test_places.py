@@ -135,7 +135,12 @@ def test_a_local_tensor_goes_to_any_place(place: Where) -> None:
 
 def test_dtype_and_place_change_together() -> None:
     x = at(CPU0)
-    for y in (x.to("cuda:1", torch.float64), x.to("cuda:1", dtype=torch.float64), x.to(device="cuda:1", dtype=torch.float64), x.cuda(1).double()):
+    for y in (
+        x.to("cuda:1", torch.float64),
+        x.to("cuda:1", dtype=torch.float64),
+        x.to(device="cuda:1", dtype=torch.float64),
+        x.cuda(1).double(),
+    ):
         assert where(y) == GPU1 and y.dtype is torch.float64 and y.tolist() == [1, 2, 3]
     y = x.to(torch.zeros(1, dtype=torch.int64))
     assert where(y) is HERE and y.dtype is torch.int64
@@ -395,10 +400,12 @@ def test_more_than_127_places_at_once_is_a_clear_error(many: None) -> None:
     with pytest.raises(dr.PlacementError, match="127 places"):
         kept[0].to(dr.place(2, 99))
     del kept[-1]
-    assert where(kept[0].to(dr.place(2, 99))) == (2, "cuda:99")
+    moved = kept[0].to(dr.place(2, 99))
+    assert where(moved) == (2, "cuda:99")
     torch.manual_seed(5)  # seeds the other places too, and needs no number for that
     with dr.on(2, 70), pytest.raises(dr.PlacementError, match="127 places"):
         torch.rand(1)
+    del moved
     kept.clear()
     assert new(298).tolist() == [0, 0]
 

@@ -81,7 +81,10 @@ def test_a_tensor_of_many_elements_is_no_scalar(session: object) -> None:
         bool(torch.ones(0, device=REMOTE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64],
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (40, 50), (3, 1, 2)])
 def test_copies_keep_values_dtype_and_shape(session: object, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     local = torch.randn(shape).mul(3).to(dtype)
@@ -97,7 +100,13 @@ def test_copies_keep_values_dtype_and_shape(session: object, dtype: torch.dtype,
 def test_views_are_read_as_they_are(session: object) -> None:
     local = torch.arange(24.0).reshape(4, 6)
     x = local.to(REMOTE)
-    for view in (lambda t: t.t(), lambda t: t[1:3, ::2], lambda t: t[:, :1].expand(4, 5), lambda t: t.flatten()[3:7], lambda t: t.unfold(1, 3, 2)):
+    for view in (
+        lambda t: t.t(),
+        lambda t: t[1:3, ::2],
+        lambda t: t[:, :1].expand(4, 5),
+        lambda t: t.flatten()[3:7],
+        lambda t: t.unfold(1, 3, 2),
+    ):
         assert torch.equal(view(x).cpu(), view(local))
         assert view(x).cpu().stride() == view(local).clone().stride()
         assert view(x).tolist() == view(local).tolist()
@@ -340,7 +349,9 @@ IMPLICIT: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("wait", IMPLICIT)
-def test_implicit_waits_warn_with_the_users_line(session: object, sync_mode: Callable[[str | int], None], wait: Callable[[torch.Tensor], Any]) -> None:
+def test_implicit_waits_warn_with_the_users_line(
+    session: object, sync_mode: Callable[[str | int], None], wait: Callable[[torch.Tensor], Any]
+) -> None:
     x = torch.ones(3, device=REMOTE)
     sync_mode("warn")
     with pytest.warns(UserWarning, match=r"(?s)wait.*test_reading.py:\d+"):
@@ -348,7 +359,9 @@ def test_implicit_waits_warn_with_the_users_line(session: object, sync_mode: Cal
 
 
 @pytest.mark.parametrize("wait", IMPLICIT)
-def test_implicit_waits_can_be_forbidden(session: object, sync_mode: Callable[[str | int], None], wait: Callable[[torch.Tensor], Any]) -> None:
+def test_implicit_waits_can_be_forbidden(
+    session: object, sync_mode: Callable[[str | int], None], wait: Callable[[torch.Tensor], Any]
+) -> None:
     x = torch.ones(3, device=REMOTE)
     sync_mode(2)
     assert dr.get_sync_debug_mode() == 2
@@ -406,7 +419,8 @@ def test_every_implicit_wait_is_a_stall(session: object, wait: Callable[[torch.T
     assert [row.line.partition(":")[0].rpartition("/")[2] for row in dr.stalls()] == ["test_reading.py"]
 
 
-def test_waiting_for_room_in_the_window_is_a_stall(fresh_session: Callable[..., Any]) -> None:
+def test_waiting_for_room_in_the_window_is_a_stall(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distruntime.node.WINDOW", 200)  # words: some fifty operations
     fresh_session(world_size=1)
     x = torch.ones(400, 400, device=REMOTE)
     y = x @ x

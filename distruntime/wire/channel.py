@@ -103,9 +103,12 @@ class Channel:
         self._send_frame: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._socket)
         self._receive_frame: Callable[..., Any] = zmq.backend.Socket.recv.__get__(self._socket)
         self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._socket)
+        self._polling = False
         self._poll = select.poll()
         self._fd: int = self._option(zmq.FD)
-        for fd in (self._connections.fd, self._fd, self._wake.fd):  # in this order they are reported: connections before their messages
+        # In this order they are reported: connections before their messages.
+        self._watched = self._connections.fd, self._fd, self._wake.fd
+        for fd in self._watched:
             self._poll.register(fd, select.POLLIN)
         _channels.add(self)
 
@@ -214,8 +217,9 @@ class Channel:
                     raise ChannelClosed(_CLOSED)
                 if self._connections.poll(0):
                     self._connections.read()  # before their messages, which are then received with their fd
-                while self._partial or self._option(_EVENTS) & _POLLIN:
-                    self._read()
+                with suppress(zmq.Again):  # an interrupt can leave half a message behind whose rest is not here yet
+                    while self._partial or self._option(_EVENTS) & _POLLIN:
+                        self._read()
                 self._waiting = waiting = not self._inbox and timeout != 0
             finally:
                 self._owner = None
@@ -352,7 +356,8 @@ class Channel:
         """Block until there is something to return from receive()."""
         waiting = True
         while waiting:
-            ready = self._poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = self._polled(left)
             with self._lock:
                 self._owner = threading.get_ident()
                 try:
@@ -361,6 +366,18 @@ class Channel:
                     waiting = bool(ready) and self._look(ready)  # or else the time is up
                 finally:
                     self._owner = None
+
+    def _polled(self, timeout: float | None) -> list[tuple[int, int]]:
+        if self._polling:  # a signal handler waits within a wait: a poll object takes one at a time
+            nested = select.poll()
+            for fd in self._watched:
+                nested.register(fd, select.POLLIN)
+            return nested.poll(timeout)
+        self._polling = True
+        try:
+            return self._poll.poll(timeout)
+        finally:
+            self._polling = False
 
     def _look(self, ready: list[tuple[int, int]]) -> bool:
         """Take what the poll found (the lock is held); return whether to wait on."""
@@ -377,8 +394,9 @@ class Channel:
             else:
                 self._wake.clear()
                 waiting, self._woken = waiting and not self._woken, False
-                while self._partial or self._option(_EVENTS) & _POLLIN:
-                    self._read()
+                with suppress(zmq.Again):
+                    while self._partial or self._option(_EVENTS) & _POLLIN:
+                        self._read()
         return waiting and not self._inbox
 
     def _read(self) -> None:

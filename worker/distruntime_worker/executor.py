@@ -93,8 +93,8 @@ class Executor:
         except (IndexError, TypeError, KeyError) as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
         self._payloads = ()
-        self.executed = start + n
         self._send(Done(segment.seq, [failure_fields(f) for f in self._failures[:_MOST_FAILURES]], self._corrections), None)
+        self.executed = start + n  # only now: see _serve
         self._failures, self._corrections = [], []
         if waiting:
             self._serve(start + n)
@@ -215,7 +215,7 @@ class Executor:
         if self.executed < fetch.after:
             with self._gate:
                 self._waiting.append(fetch)
-            if self.executed < fetch.after and self.status()[0] < fetch.after:
+            if self.executed < fetch.after and (fetch.form == "done" or self.status()[0] < fetch.after):
                 return
             with self._gate:  # the log got there meanwhile: one of the two threads takes the fetch out
                 if fetch not in self._waiting:
@@ -225,7 +225,8 @@ class Executor:
 
     def _serve(self, position: int) -> None:
         with self._gate:
-            ready = [fetch for fetch in self._waiting if fetch.after <= position]
+            # "done" is answered when the segment's `Done` has gone: whoever waits for it wants to hear of failures first.
+            ready = [f for f in self._waiting if f.after <= position and (f.form != "done" or self.executed >= f.after)]
             for fetch in ready:
                 self._waiting.remove(fetch)
         for fetch in ready:

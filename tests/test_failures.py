@@ -365,7 +365,7 @@ def test_a_killed_worker_is_an_error_of_what_was_on_it(fresh_session: Callable[.
         text = str(caught.value)
         assert "node 1" in text and victim.host in text and "SIGKILL" in text and "go on" in text, text
     assert (here_ + 1).tolist() == [2, 2, 2]
-    for use in (lambda: there + 1, lambda: there.cpu(), lambda: there.to(node=0), lambda: dr.fetch(there), lambda: there.add_(here_.cpu())):
+    for use in (lambda: there + 1, lambda: there.cpu(), lambda: there.to(node=0), lambda: dr.fetch(there), lambda: there.add_(here_.cpu())):  # noqa: F821
         with pytest.raises(dr.NodeFailed):
             use()
     with dr.on(1), pytest.raises(dr.NodeFailed):

@@ -1,4 +1,4 @@
-"""What is let go of on the master is gone from the worker, at once and with the garbage collector off: a cycle on the master is memory on a GPU."""
+"""What is let go of on the master is gone from the worker, with the garbage collector off: a cycle here is memory on a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _results_of_all_kinds() -> None:
     x = torch.rand(6, 6, device=REMOTE)
     values, indices = x.max(dim=1)
     u, s, v = torch.linalg.svd(x)
-    parts = x.split(2)
+    x.split(2)
     y = x[1:3].t()
     y.mul_(2)
     x.t_()

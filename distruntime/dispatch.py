@@ -110,13 +110,13 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     line = (0, code, frame.f_lasti) if code in USERS else user_line()
     node = place.node
     with node.lock:
-        freed, log = node.freed, node.log
+        freed = node.freed
         while freed:
-            log.append(-freed.pop())
-        log += words
-        handle.made = end = node.base + len(log)
+            node.log.append(-freed.pop())
+        node.log += words  # looked up anew: a finalizer may have run above, and have sent the log
+        handle.made = end = node.base + len(node.log)
         node.lines.append((end, line[1], line[2]))
-        if len(log) > node.enough:
+        if len(node.log) > node.enough:
             node.flush()
     if node.busy:
         node.throttle(node)

@@ -24,6 +24,7 @@ from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 from .wire.shared import SharedPool, challenge
+from .wire.shield import shield
 
 log = logging.getLogger("distruntime")
 
@@ -257,13 +258,14 @@ class Session:
 
     def _read(self, timeout: float) -> None:
         if not self._arrived:
-            self._arrived.extend(self.channel.receive(timeout, _SPIN if timeout else 0.0))
+            self.channel.receive(timeout, _SPIN if timeout else 0.0, self._arrived)
         now = time.monotonic()
         if not self._arrived or now > self._looked + _LOOK:
             self._looked = now
             self._look_for_the_dead()
-        while self._arrived:  # one at a time: Ctrl-C, or a reader within this one, finds the rest here
-            self.take(*self._arrived.popleft())
+        with shield:
+            while self._arrived:  # one at a time: a reader within this one finds the rest here
+                self.take(*self._arrived.popleft())
 
     def take(self, peer: bytes, frames: Sequence[Any]) -> None:
         """Act on one message. A worker that breaks the protocol is dropped; a stranger is not listened to."""

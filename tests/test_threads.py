@@ -476,7 +476,7 @@ def under_interrupts(seed: int, rounds: int) -> None:
     for k, future in futures:
         try:
             x, y = future.result(timeout=5)
-        except TimeoutError:  # Ctrl-C in the microsecond in which pyzmq hands over a frame costs that message: see Channel.receive
+        except TimeoutError:
             lost += 1
             continue
         if x.tolist() != [k + 5.0] * 3 or y.tolist() != [2.0 * k + 1] * 3:
@@ -492,10 +492,9 @@ def under_interrupts(seed: int, rounds: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_of_interrupts_leaves_the_session_usable_and_the_values_right(seed: int) -> None:
     with Child(under_interrupts, seed, 1_500) as child:
-        struck = int(child.expect("struck"))
-        assert struck > 100
+        assert int(child.expect("struck")) > 100
         assert child.expect("beside") == "fine []"
         assert child.expect("wrong") == "0 []"
-        assert int(child.expect("lost")) <= struck // 25
+        assert int(child.expect("lost")) == 0
         assert child.expect("fresh") == "[0.0, 2.0, 4.0, 6.0]"
         child.finish()

@@ -31,6 +31,7 @@ from distruntime.errors import ConfigurationError, DistruntimeError
 from distruntime.wire.connections import Connections, Peer
 from distruntime.wire.connections import PeerEvent as PeerEvent
 from distruntime.wire.keys import KeyPair
+from distruntime.wire.shield import shield
 
 Frames = list["bytes | zmq.Frame"]
 
@@ -194,13 +195,12 @@ class Channel:
             self._send_late()
         return None if copy else zmq.MessageTracker(*trackers)
 
-    def receive(self, timeout: float | None, spin: float = 0.0) -> list[tuple[Peer, Frames]]:
+    def receive(self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
 
         Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer without
         a copy). A wake() while nobody waits makes the next wait return. `timeout` 0 only takes what is there, None waits for ever. Ctrl-C
-        interrupts a wait and loses nothing; in the microsecond in which libzmq hands over a frame it costs that message (pyzmq drops it),
-        never the next one.
+        interrupts a wait and loses nothing. `into` takes the messages too, before Ctrl-C can come between.
 
         `spin` looks again and again for so many seconds before it sleeps: an answer that is about to come finds this thread awake. It keeps
         other Python threads waiting meanwhile.
@@ -210,7 +210,7 @@ class Channel:
         """
         if self._owner == threading.get_ident():
             raise DistruntimeError("a finalizer that runs inside the socket's own code cannot wait for a value")
-        with self._lock:
+        with shield, self._lock:
             self._owner = threading.get_ident()
             try:
                 if self._closed:
@@ -235,7 +235,10 @@ class Channel:
                 self._waiting = False
             if self._late:
                 self._send_late()
-        messages, self._inbox = self._inbox, []
+        with shield:
+            messages, self._inbox = self._inbox, []
+            if into is not None:
+                into.extend(messages)
         return messages
 
     def wake(self) -> None:
@@ -346,7 +349,7 @@ class Channel:
                     if self._closed:
                         return
                     if self._option(_EVENTS) & _POLLIN:
-                        with suppress(zmq.Again):
+                        with shield, suppress(zmq.Again):
                             self._read()
                         return
                 finally:
@@ -358,7 +361,7 @@ class Channel:
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             ready = self._polled(left)
-            with self._lock:
+            with shield, self._lock:
                 self._owner = threading.get_ident()
                 try:
                     if self._closed:

@@ -7,6 +7,7 @@ numbers, texts and indices in `test_values.py`; local code in `test_local_code.p
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -78,7 +79,8 @@ def test_random_numbers_follow_the_seed(device: str) -> Any:
 
 def test_fork_rng_restores_both_sides(session: object) -> None:
     torch.manual_seed(3)
-    with torch.random.fork_rng():  # the default device type is the current accelerator's
+    newer = inspect.signature(torch.random.fork_rng).parameters["device_type"].default is None
+    with torch.random.fork_rng(**({} if newer else {"device_type": REMOTE})):  # by default the current accelerator's; torch 2.11: CUDA's
         inside = torch.rand(3, device=REMOTE), torch.rand(3)
     after = torch.rand(3, device=REMOTE), torch.rand(3)
     assert torch.equal(inside[0].cpu(), after[0].cpu()) and torch.equal(inside[1], after[1])

@@ -407,12 +407,12 @@ class Storm:
         self._thread.join()
 
 
-def under_interrupts(seed: int, rounds: int) -> None:
+def under_interrupts(seed: int, rounds: int, rate: float) -> None:
     """The child: operations and reads under a storm of Ctrl-C, with a thread beside that must never notice."""
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)
     dr.init_master_worker(world_size=2)
-    storm = Storm(seed, 2_000.0)
+    storm = Storm(seed, rate)
     kept: list[tuple[int, torch.Tensor]] = []
     futures: list[tuple[int, dr.Fetched]] = []
     beside, stop = [0], threading.Event()
@@ -489,10 +489,13 @@ def under_interrupts(seed: int, rounds: int) -> None:
     dr.shutdown()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_storm_of_interrupts_leaves_the_session_usable_and_the_values_right(seed: int) -> None:
-    with Child(under_interrupts, seed, 1_500) as child:
-        assert int(child.expect("struck")) > 100
+def test_interrupts_leave_the_session_usable_and_the_values_right() -> None:
+    survives_interrupts(seed=0, rounds=300, rate=300.0, least=20)
+
+
+def survives_interrupts(seed: int, rounds: int, rate: float, least: int) -> None:
+    with Child(under_interrupts, seed, rounds, rate) as child:
+        assert int(child.expect("struck")) >= least
         assert child.expect("beside") == "fine []"
         assert child.expect("wrong") == "0 []"
         assert int(child.expect("lost")) == 0

@@ -141,7 +141,8 @@ class Requests:
                 read(limit)
             return True
         finally:
-            if not again and self._reader.get(_READER) == me:
+            # No call until the mark is gone: Ctrl-C strikes between calls.
+            if not again and _READER in self._reader and self._reader[_READER] == me:
                 del self._reader[_READER]
                 if self._followers:
                     with self._arrived:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .errors import PlacementError
-from .handle import Place
 
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
@@ -79,8 +78,3 @@ def node_context(node: int, device: str | None, default: bool = False) -> _Set:
 def device_context(device: str) -> _Set:
     """Return the context that makes `device` the current device of whichever node is current."""
     return _Set(None, device, False)
-
-
-def describe(place: Place, host: str) -> str:
-    """Return "node 1 cuda:0 (gpubox)"."""
-    return f"{place} ({host})"

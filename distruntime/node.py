@@ -119,7 +119,6 @@ class Node:
         self.parked = [False]  # whether the pump sleeps; the session shares its own
         self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
         self.session: Any = None  # the Session that owns it, two layers up
-        self.bytes_sent = 0
         self.sent: Sent | None = None  # of the last segment
         self._seq = 0
         self._checks = 0
@@ -239,7 +238,6 @@ class Node:
                 self.enough = min(BATCH, FIRST_BATCH << (len(self.flights) - 1))
                 self.sent = self._send(self.peer, frames, copy=len(frames) == 1)
                 self._unsent = None
-                self.bytes_sent += len(frames[0])
                 if self.parked[0]:
                     self.stir()
             except PeerGone:

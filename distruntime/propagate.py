@@ -83,11 +83,6 @@ LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {"aten::_histogramdd_bin_ed
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
 
 
-def is_tensor_operand(value: Any) -> bool:
-    """Whether a leaf of the arguments is a tensor."""
-    return isinstance(value, torch.Tensor)
-
-
 def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments, in the order in which operand words are written."""
     return [leaf for leaf in tree_flatten((list(args), kwargs))[0] if isinstance(leaf, torch.Tensor)]

@@ -28,7 +28,7 @@ MASTER = {
     "node": "errors wire.channel wire.codec wire.messages",
     "failure": "errors node",
     "handle": "node spec",
-    "context": "errors handle",
+    "context": "errors",
     "line": "node",
     "stall": "errors line node",
     "announce": "node",

@@ -35,6 +35,7 @@ BESIDE = {
 BESIDE_ON_THE_WORKER = {
     "Channel": "the socket's own loop, which waits when the message comes",
     "Connections": "the socket's own loop",
+    "_Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
     "Shield": "keeps Ctrl-C out of it",
     "Daemon._watch": "looks for peers that left, between messages",
     "_Master.send": "the acknowledgement, after the kernel",

@@ -114,8 +114,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         while freed:
             node.log.append(-freed.pop())
         node.log += words  # looked up anew: a finalizer may have run above, and have sent the log
-        handle.made = end = node.base + len(node.log)
-        node.lines.append((end, line[1], line[2]))
+        handle.born = born = (node.base + len(node.log), line[1], line[2])
+        node.lines.append(born)
         if len(node.log) > node.enough:
             node.flush()
     if node.busy:

@@ -177,13 +177,13 @@ def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fres
 def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], node: Node, line: Line) -> None:
     """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock."""
     with node.lock:
-        end = node.append(words, line)
+        born = node.append(words, line)
         for handle in fresh:
-            handle.made = end
+            handle.born = born
         for proxy in written:
-            proxy._handle.storage.written = end
+            proxy._handle.storage.written = born[0]
         if not fresh and not written:
-            node.checked = end
+            node.checked = born[0]
 
 
 def relieve(node: Node) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .node import Node
+from .node import Line, Node
 from .spec import Spec
 
 next_ref = count(1).__next__  # atomic; the master alone hands out refs, so creating a value needs no reply
@@ -73,9 +73,9 @@ class Handle:
     only appends.
     """
 
-    __slots__ = ("made", "place", "ref", "spec", "storage")
+    __slots__ = ("born", "place", "ref", "spec", "storage")
 
-    made: int  # position in the node's log after the instruction that creates the value
+    born: Line  # the position in the node's log after the instruction that creates the value, and the line that issued it
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
         self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
@@ -83,7 +83,7 @@ class Handle:
     @property
     def ready_at(self) -> int:
         """The position in the node's log from which the value is what a read issued now must see."""
-        return max(self.made, self.storage.written)
+        return max(self.born[0], self.storage.written)
 
     def __del__(self) -> None:
         self.place.free(self.ref)

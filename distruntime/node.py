@@ -171,35 +171,35 @@ class Node:
         self.checks[self._checks] = correct
         return self._checks
 
-    def append(self, words: list[Any], line: Line) -> int:
-        """Append one instruction to the log; send the log if the worker has nothing to do. Return the position after it, at once."""
+    def append(self, words: list[Any], line: Line) -> Line:
+        """Append one instruction to the log; send the log if the worker has nothing to do. Return its entry in `lines`, at once."""
         with self.lock:
             freed = self.freed
             while freed:
                 self.log.append(-freed.pop())
             self.log += words
-            end = self.base + len(self.log)
-            self.lines.append((end, line[1], line[2]))
+            entry = (self.base + len(self.log), line[1], line[2])
+            self.lines.append(entry)
             if len(self.log) > self.enough:
                 self.flush()
-            return end
+            return entry
 
-    def append_payload(self, words: list[Any], data: Buffer, line: Line) -> int:
-        """Append an instruction whose last word is the number of a payload frame; send at once. Return the position after it."""
+    def append_payload(self, words: list[Any], data: Buffer, line: Line) -> Line:
+        """Append an instruction whose last word is the number of a payload frame; send at once. Return its entry in `lines`."""
         with self.lock:
             self._payloads.append(data)
             self._payload_bytes += len(data)
-            end = self.append([*words, len(self._payloads) - 1], line)
+            entry = self.append([*words, len(self._payloads) - 1], line)
             self.flush()
-            return end
+            return entry
 
-    def append_shared(self, words: list[Any], line: Line, release: Callable[[], None]) -> int:
+    def append_shared(self, words: list[Any], line: Line, release: Callable[[], None]) -> Line:
         """Append an instruction that reads shared memory; send at once, and call `release` when it has run."""
         with self.lock:
             self._releases.append(release)
-            end = self.append(words, line)
+            entry = self.append(words, line)
             self.flush()
-            return end
+            return entry
 
     def flush(self, upto: int | None = None) -> None:
         """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks; a failed node swallows it."""

@@ -46,16 +46,16 @@ def upload(
     sent = None
     if segment is not None:
         segment.memory[: len(data)] = data
-        end = node.append_shared([*head, [segment.name, len(data)]], line, partial(node.session.shared.give, segment))
+        born = node.append_shared([*head, [segment.name, len(data)]], line, partial(node.session.shared.give, segment))
     elif len(data) <= INLINE_BYTES:
-        end = node.append([*head, bytes(data)], line)
+        born = node.append([*head, bytes(data)], line)
     else:
         with node.lock:
-            end = node.append_payload(head, data, line)
+            born = node.append_payload(head, data, line)
             sent = node.sent
-    handle.made = end
+    handle.born = born
     if into is not None:
-        handle.storage.written = end
+        handle.storage.written = born[0]
     if node.busy:
         node.throttle(node)
     if sent is not None and not non_blocking:

@@ -27,6 +27,7 @@ from .wire.channel import Channel, PeerEvent
 from .wire.codec import encode
 from .wire.keys import choose
 from .wire.messages import PROTOCOL, Hello, Join, Refused, Welcome
+from .wire.shared import warm_malloc
 
 log = logging.getLogger("distruntime")
 
@@ -69,6 +70,7 @@ def init_master_worker(
             "distruntime.shutdown() first"
         )
     install()
+    warm_malloc()
     say = _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print
     path = Path(key) if key is not None else None
     if workers is not None:

@@ -50,7 +50,7 @@ MASTER = {
     "load": "session",
     "uninitialized": "tensor",
     "install": "composite context device_module dispatch errors first handle load opaque session tensor uninitialized",
-    "connect": "errors install launch node session table wire.channel wire.codec wire.keys wire.messages",
+    "connect": "errors install launch node session table wire.channel wire.codec wire.keys wire.messages wire.shared",
     "": "connect errors factories fetch handle placing random session stall table tensor",
     "__main__": "distruntime",
     "demo": "distruntime",

@@ -7,6 +7,7 @@ a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -16,9 +17,25 @@ from dataclasses import dataclass
 
 from distruntime.errors import ProtocolError
 
+_LARGEST_KEPT = (32 << 20) - (1 << 16)  # bytes; glibc's own limit for what follows is 32 MiB
+
 LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
 _SMALLEST = 1 << 20
 _MOST = 1 << 30  # bytes that a session keeps at most; past that, transfers take the socket
+
+
+def warm_malloc() -> None:
+    """Bring glibc's malloc to where it is after any program has freed a block of nearly 32 MiB: from then on it keeps pages.
+
+    Its threshold for giving blocks back to the kernel grows with the largest block that it has given back. So no setting is changed, and
+    nothing is touched: 64 MiB down a TCP socket, whose parts each took fresh pages before, went from 1.4 and 1.6 to 3.6 and 2.8 GiB/s
+    (two runs each in turn, 2026-11, 2 shared cores). Elsewhere than on glibc nothing happens.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+        libc.free(libc.malloc(_LARGEST_KEPT))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,9 @@ from .errors import (
     ProtocolError,
     RemoteError,
     SessionClosed,
+    StreamCancelled,
     UsageError,
+    WaitTimeout,
 )
 from .factories import (
     BFloat16Tensor,
@@ -44,12 +46,13 @@ from .factories import (
     tensor,
     zeros,
 )
-from .fetch import Fetched, fetch, fetch_async, synchronize
+from .fetch import Fetched, fetch, fetch_async
 from .handle import Place
 from .placing import device, node, on, place, set_place
 from .random import manual_seed
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+from .stream import Event, Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
 from .table import NodeInfo, nodes
 from .tensor import DistributedTensor
 
@@ -65,6 +68,7 @@ __all__ = [
     "DistributedTensor",
     "DistruntimeError",
     "DoubleTensor",
+    "Event",
     "Fetched",
     "FloatTensor",
     "HalfTensor",
@@ -82,8 +86,13 @@ __all__ = [
     "SessionClosed",
     "ShortTensor",
     "Stall",
+    "Stream",
+    "StreamCancelled",
     "UsageError",
+    "WaitTimeout",
     "arange",
+    "current_stream",
+    "default_stream",
     "device",
     "empty",
     "eye",
@@ -105,10 +114,12 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "set_implicit_waits",
     "set_place",
     "set_sync_debug_mode",
     "shutdown",
     "stalls",
+    "stream",
     "synchronize",
     "tensor",
     "zeros",

@@ -14,8 +14,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .dispatch import dispatch
-from .first import common_place, issue, relieve, template, wrap
+from .first import common_place, relieve, template, wrap
 from .handle import Handle, Residence, Storage, next_ref
+from .issue import issue, issue_draw
 from .line import user_line
 from .spec import Spec, spec, spec_of
 from .tensor import DistributedTensor
@@ -162,7 +163,8 @@ class _Whole(torch.autograd.Function):
             None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place.node, name="distruntime::record"
         )
         handles = [Handle(next_ref(), s, place, Storage()) for s in (*specs, _NO_TENSOR)]
-        issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
+        send = issue_draw if any(a.name.startswith("dropout") and p for a, p in zip(op._schema.arguments, by_name)) else issue
+        send([number, *words, *(h.ref for h in handles)], handles, [t._handle for t in tensors], (), place, user_line())
         ctx.tape = handles.pop()
         ctx.wanted = flags
         return tuple(wrap(DistributedTensor, h) for h in handles)
@@ -187,7 +189,8 @@ class _Whole(torch.autograd.Function):
             None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
         )
         handles = [Handle(next_ref(), _dense(t._handle.spec), place, Storage()) for t in wanted]
-        issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
+        operands = [ctx.tape, *(g._handle for g in grads if g is not None)]
+        issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)
         return None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
 

@@ -13,6 +13,9 @@ from .errors import PlacementError
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
+# The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
+current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
+
 DeviceLike = str | int | torch.device
 
 
@@ -37,7 +40,7 @@ def current_gpu() -> str:
     return device if device is not None and device.startswith("cuda") else "cuda:0"
 
 
-Entered = tuple["_Set", "Token[int | None] | None", "Token[str | None] | None", Any]
+Entered = tuple[Any, "Token[int | None] | None", "Token[str | None] | None", Any]
 
 # What each thread and task has entered, the innermost last: a context object may be shared, and be entered again.
 _entered: ContextVar[tuple[Entered, ...]] = ContextVar("distruntime_entered", default=())
@@ -78,3 +81,23 @@ def node_context(node: int, device: str | None, default: bool = False) -> _Set:
 def device_context(device: str) -> _Set:
     """Return the context that makes `device` the current device of whichever node is current."""
     return _Set(None, device, False)
+
+
+def enter_stream(stream: Any) -> None:
+    """Make a stream current, and with it its node and device, until `leave_stream`."""
+    place = stream.place
+    node, device = current_node.set(place.node), current_device.set(place.device)
+    token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
+    _entered.set((*_entered.get(), (stream, node, device, token)))
+
+
+def leave_stream(stream: Any) -> None:
+    """Undo the last `enter_stream` of this stream."""
+    stack = _entered.get()
+    last = max(k for k, entry in enumerate(stack) if entry[0] is stream)
+    _, node, device, token = stack[last]
+    _entered.set((*stack[:last], *stack[last + 1 :]))
+    current_streams.reset(token)
+    assert node is not None and device is not None
+    current_device.reset(device)
+    current_node.reset(node)

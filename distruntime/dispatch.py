@@ -55,6 +55,7 @@ class _Mixed:
 
     def __init__(self) -> None:
         self.cache: dict[Any, Any] = {}
+        self.known = self.cache
 
 
 MIXED: Any = _Mixed()
@@ -94,7 +95,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
         entry = None
     if entry is None:
-        return first_time(cls, func, args, kwargs or {}, signature, SPECIAL)
+        return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
     template, spec, alias, _, _ = entry
     if spec is None or (alias is not None and _inference()):
         relieve(place.node)

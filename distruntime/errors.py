@@ -7,6 +7,8 @@ DistruntimeError
 │   ├── NotSupportedError       a remote tensor cannot do this; the text names what can
 │   └── ConfigurationError      a setting, key or address is unusable
 ├── RemoteError                 an operation failed on a worker (raised as a class that is also the original: IndexError, OutOfMemoryError)
+├── StreamCancelled             the work was dropped by stream.cancel() before it ran
+├── WaitTimeout                 a wait outlived the time that it was given (a TimeoutError)
 ├── NodeFailed                  a worker died or cannot be reached
 ├── ConnectionFailed            no session came about: nothing answers, wrong key, wrong version, not in time
 ├── ProtocolError               the other side sent what the protocol does not allow
@@ -42,6 +44,14 @@ class ConfigurationError(UsageError, ValueError):
 
 class RemoteError(DistruntimeError):
     """An operation failed on a worker. What is raised is also of the original exception's class; its cause is the worker's traceback."""
+
+
+class StreamCancelled(DistruntimeError, RuntimeError):
+    """The work was dropped by `stream.cancel()` before it ran."""
+
+
+class WaitTimeout(DistruntimeError, TimeoutError):
+    """A wait outlived the time that it was given; what it waited for may still happen."""
 
 
 class NodeFailed(DistruntimeError, RuntimeError):

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .errors import InternalError, NotSupportedError, RemoteError
+from .errors import InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, WaitTimeout
 from .node import Cause, Node
 
 
@@ -27,7 +27,8 @@ _KNOWN: dict[str, type[BaseException]] = {
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
-_KNOWN["distruntime.errors.InternalError"] = InternalError
+for _own in (InternalError, NodeFailed, StreamCancelled, WaitTimeout):
+    _KNOWN[f"distruntime.errors.{_own.__name__}"] = _own
 
 
 @lru_cache(maxsize=256)

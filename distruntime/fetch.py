@@ -1,4 +1,4 @@
-"""Reading values: `fetch` waits for a whole tree, `fetch_async` gives a future for it, `synchronize` waits for the workers."""
+"""Reading values: `fetch` waits for a whole tree, `fetch_async` gives a future for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .failure import remote_error
 from .requests import Request
-from .session import active_session
 from .spec import Spec
 from .stall import note_wait
 from .tensor import DistributedTensor
@@ -126,15 +125,3 @@ def fetch(tree: Any) -> Any:
     values = fetch_async(tree).result()
     note_wait("explicit fetch", started)
     return values
-
-
-def synchronize(node: int | None = None) -> None:
-    """Block until a node, or every node, has run everything issued so far; raise the first failure that nobody has read."""
-    session = active_session()
-    if node is not None:
-        session.devices(node)
-    for candidate in session.nodes:
-        if node is None and candidate.failed is not None:
-            continue
-        if node is None or candidate.index == node:
-            session.synchronize(candidate)

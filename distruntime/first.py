@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import InternalError, NotSupportedError, PlacementError
 from .handle import Handle, Residence, Storage, next_ref
+from .issue import issue, issue_draw
 from .line import user_line
 from .node import Line, Node
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
@@ -29,6 +30,7 @@ from .wire.messages import CHECK, LEARN
 HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
 
 _MOST_SIGNATURES = 1 << 16
+_DRAWS = torch.Tag.nondeterministic_seeded
 
 # template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
 # None; the whole outcome; the operator, kept alive because the signature holds its id
@@ -148,7 +150,8 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
     fresh: list[Handle] = []
 
     built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
-    issue(words, fresh, [operands[k] for k in outcome.written], place.node, line)
+    send = issue if place.node.order is None or _DRAWS not in entry[4].tags else issue_draw
+    send(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line)
     if outcome.rebased is not None:
         target, source = outcome.rebased
         operands[target]._handle.storage = operands[source]._handle.storage
@@ -174,26 +177,33 @@ def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fres
     return None
 
 
-def issue(words: list[Any], fresh: list[Handle], written: Sequence[Any], node: Node, line: Line) -> None:
-    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock."""
-    with node.lock:
-        born = node.append(words, line)
-        for handle in fresh:
-            handle.born = born
-        for proxy in written:
-            proxy._handle.storage.written = born[0]
-        if not fresh and not written:
-            node.checked = born[0]
-
-
 def relieve(node: Node) -> None:
     """Block while the window of `node` is full. Not under its lock: whoever reads the acknowledgements needs that."""
     if node.busy:
         node.throttle(node)
 
 
-def first_time(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], signature: tuple[Any, ...], specials: Any) -> Any:
-    """Issue a call that the signature cache does not know."""
+def first_time(
+    cls: Any,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    signature: tuple[Any, ...],
+    words: list[Any],
+    known: Any,
+    specials: Any,
+) -> Any:
+    """Issue a call that the hot path has not found; `known` is its place, or what stands for several.
+
+    On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the rules among them.
+    """
+    try:
+        entry = known.known.get(signature)
+    except (TypeError, AttributeError):  # as on the hot path
+        entry = None
+    if entry is not None:
+        relieve(known.node)
+        return emit(cls, entry, words, args, kwargs, known, user_line())
     special = specials.get(func._schema.name)
     if special is not None:
         done = special(cls, func, args, kwargs)
@@ -253,14 +263,14 @@ def _issue_new(
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
         if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
-            if len(place.cache) >= _MOST_SIGNATURES:
-                place.cache.clear()
+            if len(place.known) >= _MOST_SIGNATURES:
+                place.known.clear()
             if fresh and all(r.alias is None for r in fresh):
                 place.unproven[signature] = entry
-                correct = _corrector(place.unproven, place.cache, signature, cls, func, args)
+                correct = _corrector(place.unproven, place.known, signature, cls, func, args)
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
                 return _emit_checked(cls, entry, words, args, kwargs, place, line)
-            place.cache[signature] = entry
+            place.known[signature] = entry
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
@@ -331,7 +341,14 @@ def learn(
         request = session.requests.new(node)
         refs = [next_ref() for _ in range(count)]
         handles = [Handle(ref, _PENDING, place, Storage()) for ref in refs]
-        issue([LEARN, request.number, number, *words, *refs], handles, [operands[k] for k in written], node, line)
+        issue(
+            [LEARN, request.number, number, *words, *refs],
+            handles,
+            [t._handle for t in operands],
+            [operands[k]._handle.storage for k in written],
+            place,
+            line,
+        )
         node.flush()
     started = time.perf_counter()
     described = session.value(request)
@@ -363,7 +380,7 @@ def learn(
         outcome = Outcome(results, count == 1, (), ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), node)
-            place.cache[signature] = entry_for(func, cls, args, number, outcome)
+            place.known[signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out
     return out[0] if count == 1 else tuple(out)
@@ -381,7 +398,7 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     kwargs["device"] = place.lazy
     signature = (id(func), *(tuple(a) if isinstance(a, list) else a for a in args), *((k, type(v), v) for k, v in kwargs.items()))
-    entry = place.cache.get(signature)
+    entry = place.known.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
     words: list[Any] = [0, *(a for a in args if type(a) is float), *(v for v in kwargs.values() if type(v) is float)]

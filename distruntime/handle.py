@@ -30,25 +30,31 @@ class Residence:
     """A place that is in use: its number as a torch device, and the signatures that have run there.
 
     Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's signature to its
-    template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path.
+    template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path. On a node
+    with several streams it stays empty, and the slow path looks into `known`, which elsewhere is the same dictionary.
     A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
     """
 
-    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "lazy", "node", "number", "place", "unproven")
+    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "known", "lazy", "node", "number", "place", "unproven")
 
     def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
         self.lazy = torch.device("lazy", number)  # what the wrapper's C++ side claims: see docs/design.md
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.cache: dict[tuple[Any, ...], Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.cache = self.known if node.order is None else {}
         self.unproven: dict[tuple[Any, ...], Any] = {}
         self._released = released
 
     def forget(self) -> None:
         """Send every call down the slow path."""
-        self.cache.clear()
+        self.known.clear()
         self.unproven.clear()
+
+    def hide(self) -> None:
+        """Send every call down the slow path from now on, which keeps what it knows."""
+        self.cache = {}
 
     def __del__(self) -> None:
         self._released(self.number)
@@ -58,12 +64,16 @@ class Residence:
 
 
 class Storage:
-    """The memory that a tensor and its views share: the position in its node's log of the last instruction that changes it."""
+    """The memory that a tensor and its views share: the position in its node's log of the last instruction that changes it.
 
-    __slots__ = ("written",)
+    `order` says which streams used it, once there are several: see order.py.
+    """
+
+    __slots__ = ("order", "written")
 
     def __init__(self) -> None:
         self.written = 0
+        self.order: Any = None
 
 
 class Handle:

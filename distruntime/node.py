@@ -23,6 +23,7 @@ WINDOW = 1 << 18  # words in flight, some 60,000 instructions: at 100,000 a seco
 PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
 _MOST_TEMPLATES = 1 << 15
 _MOST_FAILURES = 1000
+_CANCELLED = "distruntime.errors.StreamCancelled"
 
 
 class Sent(Protocol):
@@ -82,6 +83,7 @@ class _Flight:
     seq: int
     lines: list[Line]
     words: int
+    end: int  # position after its last word
     nbytes: int
     checks: int
     releases: list[Callable[[], None]]
@@ -118,7 +120,10 @@ class Node:
         self.gone: Callable[[Node], None] = _unthrottled  # called when the worker's connection is no more; the session sets it
         self.parked = [False]  # whether the pump sleeps; the session shares its own
         self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
-        self.session: Any = None  # the Session that owns it, two layers up
+        self.session: Any = None  # the Session that owns it, three layers up
+        self.order: Any = None  # the Order among its streams, once there are several, two layers up; `log` is a StretchedLog then
+        self.asynchronous = False  # whether an acknowledgement only says that everything has been issued to a GPU
+        self.executed = 0  # position up to which everything is known to have run
         self.sent: Sent | None = None  # of the last segment
         self._seq = 0
         self._checks = 0
@@ -161,6 +166,8 @@ class Node:
         """
         for drop in self.forgetters:
             drop()
+        if self.order is not None:
+            self.order.fence()  # instructions of other streams may still need what goes
         self._templates = {key: number for key, number in self._templates.items() if number >= self._generation}
         self.log += [FORGET, self._generation]
         self._generation = self._next_template
@@ -184,22 +191,15 @@ class Node:
                 self.flush()
             return entry
 
-    def append_payload(self, words: list[Any], data: Buffer, line: Line) -> Line:
-        """Append an instruction whose last word is the number of a payload frame; send at once. Return its entry in `lines`."""
-        with self.lock:
-            self._payloads.append(data)
-            self._payload_bytes += len(data)
-            entry = self.append([*words, len(self._payloads) - 1], line)
-            self.flush()
-            return entry
+    def payload(self, data: Buffer) -> int:
+        """Return the number of a payload frame that goes with the next segment. Call under `lock`, and flush before it is let go."""
+        self._payloads.append(data)
+        self._payload_bytes += len(data)
+        return len(self._payloads) - 1
 
-    def append_shared(self, words: list[Any], line: Line, release: Callable[[], None]) -> Line:
-        """Append an instruction that reads shared memory; send at once, and call `release` when it has run."""
-        with self.lock:
-            self._releases.append(release)
-            entry = self.append(words, line)
-            self.flush()
-            return entry
+    def when_run(self, release: Callable[[], None]) -> None:
+        """Call `release` when the next segment has run. Call under `lock`."""
+        self._releases.append(release)
 
     def flush(self, upto: int | None = None) -> None:
         """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks; a failed node swallows it."""
@@ -210,25 +210,37 @@ class Node:
             try:
                 if self._unsent is not None:
                     self._resend()
+                order, stretches = self.order, []
+                if order is not None:
+                    order.settle()
                 freed = self.freed
                 while freed:
                     self.log.append(-freed.pop())
-                log = self.log
+                log: Any = self.log
                 if not log:
                     return
                 if self.failed is not None:
-                    self.log, self.lines, self._payloads, self._new_templates = [], [], [], []
+                    log.clear()
+                    self.lines, self._payloads, self._new_templates = [], [], []
                     return
                 taken, lines = len(log), len(self.lines)
                 if upto is not None and not self._payloads:  # payload frames are numbered within their segment: it stays whole
                     taken = min(taken, upto - self.base)
                     lines = bisect.bisect_right([line[0] for line in self.lines], self.base + taken)
-                frames: list[Buffer] = [encode(Segment(self._seq + 1, self.base, self._new_templates, log[:taken])), *self._payloads]
-                flight = _Flight(self._seq + 1, self.lines[:lines], taken, self._payload_bytes, self._checks, self._releases)
+                if order is not None:
+                    stretches = log.stretched(taken)
+                frames: list[Buffer] = [
+                    encode(Segment(self._seq + 1, self.base, self._new_templates, log[:taken], stretches)),
+                    *self._payloads,
+                ]
+                flight = _Flight(
+                    self._seq + 1, self.lines[:lines], taken, self.base + taken, self._payload_bytes, self._checks, self._releases
+                )
+                rest = log[taken:] if order is None else log.rest(taken)
                 # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
                 self._seq += 1
                 self.base += taken
-                self.log, self.lines = log[taken:], self.lines[lines:]
+                self.log, self.lines = rest, self.lines[lines:]
                 self._new_templates, self._payloads, self._payload_bytes, self._releases = [], [], 0, []
                 self._unsent = frames
                 self.flights.append(flight)
@@ -274,6 +286,8 @@ class Node:
             self.enough = _enough(len(self.flights))
             self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
             if flight is not None:
+                if not self.asynchronous:
+                    self.executed = flight.end
                 for number in [n for n in self.checks if n <= flight.checks]:
                     self.checks.pop(number)(None, [])
                 for failure in failures:
@@ -289,8 +303,16 @@ class Node:
         if len(self.failures) >= _MOST_FAILURES:
             self.failures.pop(next(iter(self.failures)))
         self.failures[failure.seq, failure.position] = cause
-        if len(self.unread) < _MOST_FAILURES:
+        if len(self.unread) < _MOST_FAILURES and failure.kind != _CANCELLED:  # which somebody asked for
             self.unread[failure.seq, failure.position] = cause
+
+    def early(self, fields: list[Any]) -> None:
+        """File the failures of segments that are not done, which whoever waits for one stream hears of first."""
+        with self.lock:
+            for failure in map(failure_from, fields):
+                for flight in self.flights:
+                    if flight.seq == failure.seq:
+                        self._file(failure, flight.lines)
 
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
@@ -308,7 +330,8 @@ class Node:
         with self.lock:
             if self.failed is None:
                 self.failed = why
-                self.log, self.lines, self._payloads, self._payload_bytes = [], [], [], 0
+                self.log.clear()
+                self.lines, self._payloads, self._payload_bytes = [], [], 0
                 self.flights.clear()
                 self._words = self._bytes = 0
                 self.busy = False

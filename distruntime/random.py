@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from .first import issue, template, wrap
+from .first import template, wrap
 from .handle import Handle, Place, Residence, Storage, next_ref
+from .issue import issue_default
 from .line import user_line
 from .node import Node
 from .session import Session, active_session
@@ -41,7 +42,8 @@ def _call(node: Node, function: str, args: list[Any], fresh: Handle | None = Non
     """Issue one of the worker's own functions."""
     number, words = template(None, DistributedTensor, args, {}, 0 if fresh is None else 1, node, name=f"distruntime::{function}")
     handles = [] if fresh is None else [fresh]
-    issue([number, *words, *(h.ref for h in handles)], handles, (), node, user_line())
+    operands = [a._handle for a in args if isinstance(a, DistributedTensor)]
+    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
 
 
 def _state_bytes(place: Residence) -> int:

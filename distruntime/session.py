@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +46,7 @@ class Session:
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
         self.requests = Requests()
+        self.signals = count(1).__next__  # numbers of what streams wait for across nodes
         self.shared = SharedPool()
         self.challenge, self.secret = challenge(self.shared)
         self.closed: str | None = None
@@ -79,6 +81,7 @@ class Session:
         for node in self.nodes:
             assert node.welcome is not None
             node.session, node.throttle, node.gone = self, self.throttle, self._gone
+            node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
             node.stir, node.parked = self._wake.set, self._parked
             node.forgetters.append(lambda node=node: self._drop_signatures(node))  # type: ignore[misc]
             for name, *_ in node.welcome.devices:
@@ -160,10 +163,16 @@ class Session:
             if residence.node is node:
                 residence.forget()
 
+    def hide_signatures(self, node: Node) -> None:
+        """Send every call to `node` down the slow path, which knows streams."""
+        for residence in list(self._residences.values()):
+            if residence.node is node:
+                residence.hide()
+
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, node: Node, ref: int, after: int, form: str, options: dict[str, Any], buffer: Any = None) -> Request:
-        """Ask for a value. Return at once; everything up to position `after` is on its way when this returns.
+    def fetch(self, node: Node, ref: int, after: list[int], form: str, options: dict[str, Any], buffer: Any = None) -> Request:
+        """Ask for a value. Return at once; everything up to the positions in `after`, [stream, position, ...], is on its way then.
 
         `buffer` is where the parts of a large reply are put together.
         """
@@ -172,17 +181,18 @@ class Session:
         request = self.requests.new(node)
         request.buffer = buffer
         with node.lock:
-            if after > node.base:
-                node.flush(after)
-            self._post(node, Fetch(request.number, ref, after, form, options))
+            last = max(after[1::2])
+            if last > node.base:
+                node.flush(last)
+            self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
-    def ask(self, node: Node, what: str) -> Request:
+    def ask(self, node: Node, what: str, detail: Sequence[Any] = ()) -> Request:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
         request = self.requests.new(node)
-        self._post(node, Ask(request.number, what))
+        self.post(node, Ask(request.number, what, list(detail)))
         return request
 
     def result(self, request: Request, timeout: float | None = None) -> bool:
@@ -219,16 +229,23 @@ class Session:
         self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
         note_wait("a full window", started)
 
-    def synchronize(self, node: Node) -> None:
-        """Block until a worker has run everything issued so far; raise its first failure that nobody has read."""
+    def synchronize(self, node: Node, timeout: float | None = None) -> bool:
+        """Block until a worker has run everything issued so far; raise its first failure that nobody has read.
+
+        Return False past the timeout (seconds).
+        """
         node.require_alive()
         with node.lock:
             node.flush()
             target = node.base
         request = self.requests.new(node)
-        self._post(node, Fetch(request.number, 0, target, "done", {}))
-        self.value(request)
+        self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
+        if not self.result(request, timeout):
+            self.requests.forget(request)
+            return False
+        self.raise_for(request)
         self.raise_unread(node)
+        return True
 
     def raise_unread(self, node: Node) -> None:
         """Raise the first failure on `node` that nobody has read; later ones are dependents or come next time."""
@@ -241,7 +258,8 @@ class Session:
                 log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
             raise remote_error(node, cause)
 
-    def _post(self, node: Node, message: Message) -> None:
+    def post(self, node: Node, message: Message) -> None:
+        """Send one message without payload to a worker."""
         self.send(node.peer, [encode(message)])
 
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> Sent | None:
@@ -405,7 +423,7 @@ class Session:
         finally:
             for node in self.nodes:
                 if node.failed is None:
-                    self._post(node, Goodbye("the master shut the session down"))
+                    self.post(node, Goodbye("the master shut the session down"))
             self.closed = "it was shut down"
             self._stop = True
             self._wake.set()

@@ -224,6 +224,10 @@ class DistributedTensor(torch.Tensor):
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
+    def record_stream(self, stream: Any) -> None:
+        """Let the memory be used again only after what `stream` has been given until this tensor dies. Return at once."""
+        stream.keep(self._handle)
+
     def dist_send(self) -> DistributedTensor:
         """Return itself: it is remote already."""
         return self

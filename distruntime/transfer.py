@@ -10,6 +10,7 @@ import torch
 
 from .errors import ProtocolError
 from .handle import Handle, Residence, Storage, next_ref
+from .issue import issue, issue_bytes, issue_shared
 from .line import user_line
 from .requests import Request
 from .spec import Spec, spec_of
@@ -44,18 +45,15 @@ def upload(
     head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
     segment = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
     sent = None
+    fresh, written = ([handle], []) if into is None else ([], [handle])
     if segment is not None:
         segment.memory[: len(data)] = data
-        born = node.append_shared([*head, [segment.name, len(data)]], line, partial(node.session.shared.give, segment))
+        give = partial(node.session.shared.give, segment)
+        issue_shared([*head, [segment.name, len(data)]], give, fresh, written, place, line)
     elif len(data) <= INLINE_BYTES:
-        born = node.append([*head, bytes(data)], line)
+        issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
     else:
-        with node.lock:
-            born = node.append_payload(head, data, line)
-            sent = node.sent
-    handle.born = born
-    if into is not None:
-        handle.storage.written = born[0]
+        sent = issue_bytes(head, data, fresh, written, place, line)
     if node.busy:
         node.throttle(node)
     if sent is not None and not non_blocking:
@@ -64,10 +62,20 @@ def upload(
     return handle
 
 
+def ready(handle: Handle) -> list[int]:
+    """Return [stream, position, ...]: where a value is what a read issued now must see."""
+    node = handle.place.node
+    if node.order is None:
+        return [0, max(handle.ready_at, node.checked)]
+    with node.lock:
+        after: list[int] = node.order.ready(handle)
+        return after
+
+
 def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
     """Ask for a value as it is after everything issued so far. Return at once."""
     node, nbytes = handle.place.node, handle.spec.nbytes
-    after = max(handle.ready_at, node.checked)
+    after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
         return node.session.fetch(node, handle.ref, after, form, options or {})
     segment = node.session.shared.take(nbytes)

@@ -40,6 +40,8 @@ BESIDE_ON_THE_WORKER = {
     "Daemon._watch": "looks for peers that left, between messages",
     "_Master.send": "the acknowledgement, after the kernel",
     "encode": "the acknowledgement",
+    "Executor._finish": "the acknowledgement",
+    "Stream": "lets other streams and fetches know, after the kernel",
 }
 
 

@@ -75,7 +75,7 @@ def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.Monk
     seen: list[Any] = []
     original = module.first_time  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        module, "first_time", lambda cls, f, a, k, signature, s: (seen.append(signature), original(cls, f, a, k, signature, s))[1]
+        module, "first_time", lambda cls, f, a, k, signature, *rest: (seen.append(signature), original(cls, f, a, k, signature, *rest))[1]
     )
     signature, words = plain_call(func, args, kwargs)
     place.cache.pop(signature, None)

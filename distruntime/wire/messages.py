@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-PROTOCOL = 1  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 2  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -19,6 +19,10 @@ UPLOAD = (
     2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
 )
 FORGET = 3  # FORGET, number: drop the templates below that number; numbers are never used again
+WAIT = 4  # WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position; `text` says who recorded it
+AWAIT = 5  # AWAIT, number, seconds or None, text: go on when `Signal` has come with that number
+STAMP = 6  # STAMP, ref: the time when this stream gets here, for `elapsed_time`
+RELEASE = 7  # RELEASE, ref, count: as a free, of a value that `count` streams use: the last of them frees it
 FIRST_TEMPLATE = 16
 
 
@@ -69,17 +73,28 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Master to worker: from now on stretches may name this stream. Number 0, the default stream of every device, is always there."""
+
+    stream: int
+    device: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Master to worker: consecutive instructions of the log.
 
     `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in the log names an
     instruction. `templates` are those that the worker has not seen: [number, operator, arguments, keyword arguments, results].
+    `stretches` divides the words among streams, as [stream, words] in the log's order; empty: all are stream 0's.
     """
 
     seq: int
     start: int
     templates: list[Any]
     words: list[Any]
+    stretches: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +108,50 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Master to worker: reply with a value, once the log has run up to position `after` (its last writer).
+    """Master to worker: reply with a value, once each stream that `after` names has run up to the position behind it.
 
-    `form` is "tensor" (its bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options) or "done"
-    (nothing: the reply only says that the log has run that far). `options` may name `shared` memory for the bytes.
+    `after` is [stream, position, ...]: the value's last writer, and its maker where that is another stream. `form` is "tensor" (its
+    bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options), "passed" (no value: that the streams
+    are there, with the failures that no `Done` has brought yet) or "done" (nothing: that the whole log has run, and every `Done` has
+    gone). `options` may name `shared` memory for the bytes.
     """
 
     request: int
     ref: int
-    after: int
+    after: list[Any]
     form: str
     options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Master to worker: reply about the worker itself, at once: "info", "memory", or "status" (what it is computing)."""
+    """Master to worker: reply about the worker itself, at once.
+
+    `what` is "info", "memory", "status" (what it is computing) or "passed" (whether the streams of `detail` are at their positions).
+    """
 
     request: int
     what: str
+    detail: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """To a worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+
+    The master forwards it today; a worker may send it to another once they have a channel of their own.
+    """
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Master to worker: drop what this stream has not begun, up to a position; its results are poisoned."""
+
+    stream: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,5 +201,5 @@ class Failure:
     operands: str
 
 
-MESSAGES = (Join, Hello, Welcome, Refused, Segment, Done, Fetch, Ask, Part, Reply, Failed, Goodbye)
-Message = Join | Hello | Welcome | Refused | Segment | Done | Fetch | Ask | Part | Reply | Failed | Goodbye
+MESSAGES = (Join, Hello, Welcome, Refused, OpenStream, Segment, Done, Fetch, Ask, Part, Reply, Failed, Signal, Cancel, Goodbye)
+Message = Join | Hello | Welcome | Refused | OpenStream | Segment | Done | Fetch | Ask | Part | Reply | Failed | Signal | Cancel | Goodbye

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import platform
-import queue
 import socket
 import sys
 import threading
@@ -19,12 +18,28 @@ import torch
 from distruntime.errors import ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode
-from distruntime.wire.messages import PROTOCOL, Ask, Fetch, Goodbye, Hello, Join, Message, Refused, Reply, Segment, Welcome
+from distruntime.wire.messages import (
+    PROTOCOL,
+    Ask,
+    Cancel,
+    Fetch,
+    Goodbye,
+    Hello,
+    Join,
+    Message,
+    OpenStream,
+    Refused,
+    Reply,
+    Segment,
+    Signal,
+    Welcome,
+)
 from distruntime.wire.shared import answer
 
 from .config import WorkerConfig
 from .devices import Devices
 from .executor import Executor
+from .streams import Stream, Work
 
 log = logging.getLogger("distruntime.worker")
 
@@ -52,10 +67,16 @@ class _Master:
         self.peer, self.name = peer, name
         self._channel = channel
         self.executor = Executor(devices, self.send)
-        self._segments: queue.SimpleQueue[tuple[Segment, Sequence[Buffer]] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="executor", daemon=True)
+        self._default = self.executor.default.queue.put
         self.broken: str | None = None
-        self.thread.start()
+        self._start(self.executor.default, "executor")
+
+    def _start(self, stream: Stream, name: str) -> None:
+        threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+
+    def open(self, message: OpenStream) -> None:
+        """Open a stream: start its thread."""
+        self._start(self.executor.open(message), f"stream-{message.stream}")
 
     def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
         """Send to the master, from any thread; a master that has gone meanwhile is no error here.
@@ -70,14 +91,20 @@ class _Master:
             log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
             return None
 
-    def _run(self) -> None:
+    def _run(self, stream: Stream) -> None:
+        executor = self.executor
         with torch.no_grad():
-            while (item := self._segments.get()) is not None:
+            while (item := stream.queue.get()) is not None:
+                work, first, stop = item
                 try:
-                    self.executor.run(*item)
+                    if work.segment.stretches:
+                        executor.run_stretch(stream, work, first, stop)
+                    else:
+                        executor.run(work)
+                    del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
                     self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
-                    log.exception("the executing thread ends")
+                    log.exception("the thread of stream %s ends", stream.number)
                     self._channel.wake()
                     return
 
@@ -88,12 +115,20 @@ class _Master:
         if segment.seq != self.executor.received + 1:
             raise ProtocolError(f"segment {segment.seq} came after {self.executor.received}")
         self.executor.received = segment.seq
-        self._segments.put((segment, payloads))
+        if segment.templates:
+            self.executor.learn(segment.templates)
+        work = Work(segment, list(payloads), len(segment.stretches) or 1)
+        self.executor.works.append(work)
+        if segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
 
     def close(self) -> None:
-        """Let the thread end after what it is running; its values go with it."""
+        """Let the threads end after what they are running; its values go with it."""
         self.executor.closed = True
-        self._segments.put(None)
+        for stream in self.executor.streams.values():
+            stream.queue.put(None)
 
 
 class Daemon:
@@ -176,7 +211,13 @@ class Daemon:
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():
-                    master.send(Reply(message.request, self._about(message.what)))
+                    master.send(Reply(message.request, self._about(message.what, message.detail)))
+                case OpenStream():
+                    master.open(message)
+                case Signal():
+                    master.executor.signal(message)
+                case Cancel():
+                    master.executor.cancel(message)
                 case Hello():
                     self._leave("a new session on the same connection")
                     self._welcome(peer, message)
@@ -220,13 +261,15 @@ class Daemon:
         with suppress(PeerGone):  # it did not wait for the answer
             self._channel.send(peer, [encode(Refused(reason))])
 
-    def _about(self, what: str) -> Any:
+    def _about(self, what: str, detail: list[Any]) -> Any:
         assert self._master is not None
         executor = self._master.executor
         if what == "status":
             return executor.status()
         if what == "info":
             return self._devices.info()
+        if what == "passed":
+            return executor.passed(detail)
         if what == "memory":
             return [len(executor.slots), executor.executed]
         raise ProtocolError(f"nothing is known about {what[:40]!r}")

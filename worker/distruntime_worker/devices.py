@@ -38,6 +38,8 @@ class Devices:
         if unknown:
             raise ConfigurationError(f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has {', '.join(have)}")
         self.names = [name for name in have if not only or name in only]
+        gpus = [name for name in self.names if name != "cpu" and not self.simulated]
+        self.first_gpu = torch.device(gpus[0]) if gpus else None
 
     def real(self, named: torch.device) -> torch.device:
         """Return where tensors of the device `named` really live; raise `RuntimeError` if this worker does not offer it."""

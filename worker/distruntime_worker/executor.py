@@ -1,7 +1,7 @@
 """Runs segments of the log and answers fetches: messages in, messages out, no sockets.
 
-Two threads call it: the daemon's reader, which answers what is ready at once, and one thread that runs segments.
-Invariant: a fetch is answered when the log has run up to its position `after`, by whichever of the two gets there last.
+Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream, which run segments.
+Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread gets there last.
 """
 
 from __future__ import annotations
@@ -9,38 +9,48 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from distruntime.errors import InternalError, NotSupportedError, ProtocolError
-from distruntime.wire.codec import Buffer, bytes_tensor
+from distruntime.errors import InternalError, NodeFailed, NotSupportedError, ProtocolError, StreamCancelled, WaitTimeout
+from distruntime.wire.codec import bytes_tensor
 from distruntime.wire.messages import (
+    AWAIT,
     CHECK,
     FIRST_TEMPLATE,
     FORGET,
     LEARN,
+    RELEASE,
+    STAMP,
     UPLOAD,
+    WAIT,
+    Cancel,
     Done,
     Failed,
     Failure,
     Fetch,
+    OpenStream,
     Part,
     Reply,
-    Segment,
+    Signal,
 )
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .devices import Devices
 from .functions import FUNCTIONS
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
+from .streams import MOST_STREAMS, Stamp, Stream, Work
 from .template import Run, Template, operator
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
 
+_LOOK = 0.1  # seconds between a blocked stream's looks whether it is cancelled or the master gone
+_WAITING = {UPLOAD: "upload", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
 _MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
 
 
@@ -51,35 +61,75 @@ class Executor:
         self._devices = devices
         self._send = send
         self.slots: dict[int, Any] = {}
-        self._templates: dict[int, Run] = {CHECK: self._check, LEARN: self._learn, UPLOAD: self._upload, FORGET: self._forget}
+        self._templates: dict[int, Run] = {
+            CHECK: self._check,
+            LEARN: self._learn,
+            UPLOAD: self._upload,
+            FORGET: self._forget,
+            WAIT: self._wait,
+            AWAIT: self._await,
+            STAMP: self._stamp,
+            RELEASE: self._release,
+        }
         self._info: dict[int, Template] = {}
         self._next_template = FIRST_TEMPLATE
-        self._payloads: Sequence[Buffer] = ()
-        self._failures: list[Failure] = []
-        self._corrections: list[Any] = []
         self._orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
-        self._segment = Segment(0, 0, [], [])
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
-        self.executed = 0  # position up to which the log has run
-        self._waiting: list[Fetch] = []
-        self._gate = threading.Lock()  # guards who takes a fetch out of _waiting
-        self._started = 0.0
+        self.executed = 0  # position up to which the whole log has run
+        self.default = Stream(0, torch.device("cpu"))
+        self.streams: dict[int, Stream] = {0: self.default}
+        self.works: deque[Work] = deque()  # segments in the order of the log; each is done when those before it are
+        self._under_way: dict[int, Work] = {}  # by the id of their words
+        self._mine: dict[int, Stream] = {}  # by thread
+        self._done: list[tuple[int, Fetch]] = []
+        self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
+        self._users: dict[int, int] = {}  # streams that have released a value, by ref
+        self._gate = threading.RLock()  # guards the lists that more than one thread takes things out of
+        self._started: dict[int, float] = {}  # by stream
         self._shared = Attached()
         self._kept = KeptMemory()
-        self._thread: int | None = None  # the executing thread
-        self.running = False  # whether it runs a segment
+        self.running = False  # whether stream 0 runs a segment
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
-    # -- segments (the executing thread) -----------------------------------------------------------------------------------------
+    # -- segments ----------------------------------------------------------------------------------------------------------------
 
-    def run(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
-        """Run one segment and send its `Done`; raise `ProtocolError` where its words make no sense."""
+    def open(self, message: OpenStream) -> Stream:
+        """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
+        if not 0 < message.stream < MOST_STREAMS or message.stream in self.streams:
+            raise ProtocolError(f"stream {message.stream} cannot be opened")
+        try:
+            stream = Stream(message.stream, self._devices.real(torch.device(message.device)), message.priority)
+        except RuntimeError as error:
+            raise ProtocolError(f"stream {message.stream}: {error}") from error
+        stream.reached = stream.position = 0
+        self.streams[message.stream] = stream
+        return stream
+
+    def divide(self, work: Work) -> None:
+        """Give each stream its stretches of a segment (the reader)."""
+        i = 0
+        for row in work.segment.stretches:
+            match row:
+                case [int(number), int(words)] if number in self.streams and words > 0:
+                    self.streams[number].queue.put((work, i, i + words))
+                    i += words
+                case _:
+                    raise ProtocolError(f"segment {work.segment.seq}: {row!r} is no stretch")
+        if i != len(work.segment.words):
+            raise ProtocolError(f"segment {work.segment.seq}: stretches of {i} words for {len(work.segment.words)}")
+
+    def run(self, work: Work) -> None:
+        """Run a segment that is all stream 0's; raise `ProtocolError` where its words make no sense."""
         self.running = True
-        self._segment, self._payloads, self._started, self._thread = segment, payloads, time.monotonic(), threading.get_ident()
-        for fields in segment.templates:
-            self._add(*fields)
-        words, slots, templates, waiting, start = segment.words, self.slots, self._templates, self._waiting, segment.start
+        segment, stream = work.segment, self.default
+        self._mine[threading.get_ident()], self._started[0] = stream, time.monotonic()
+        words, slots, templates, waiting, start = segment.words, self.slots, self._templates, stream.waiting, segment.start
+        self._under_way[id(words)] = work
         i, n = 0, len(words)
+        if start < stream.cancelled:
+            self.run_stretch(stream, work, 0, n)
+            self.running = False
+            return
         try:
             while i < n:
                 word = words[i]
@@ -89,16 +139,75 @@ class Executor:
                 else:
                     i = templates[word](slots, words, i)
                     if waiting:
-                        self._serve(start + i)
+                        self._serve(stream, start + i)
         except (IndexError, TypeError, KeyError) as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
-        self._payloads = ()
-        self._send(Done(segment.seq, [failure_fields(f) for f in self._failures[:_MOST_FAILURES]], self._corrections), None)
-        self.executed = start + n  # only now: see _serve
-        self._failures, self._corrections = [], []
+        self._finish(work)
+        stream.reached = start + n  # only now: whoever waits wants to hear of failures first
         if waiting:
-            self._serve(start + n)
+            self._serve(stream, start + n)
+        if len(self.streams) > 1:
+            stream.mark(start + n)
+        stream.publish(start + n)
         self.running = False
+
+    def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
+        """Run a stream's words from `i` to `stop` of a segment, while other streams run theirs."""
+        segment = work.segment
+        self._mine[threading.get_ident()], self._started[stream.number] = stream, time.monotonic()
+        words, slots, templates, waiting, start = segment.words, self.slots, self._templates, stream.waiting, segment.start
+        self._under_way[id(words)] = work
+        try:
+            with stream.entered():
+                while i < stop:
+                    word = words[i]
+                    if start + i < stream.cancelled:
+                        i = self._drop(stream, words, i)
+                    elif word < 0:
+                        slots.pop(-word, None)
+                        i += 1
+                    else:
+                        i = templates[word](slots, words, i)
+                    stream.reached = start + i
+                    if waiting:
+                        self._serve(stream, start + i)
+                    if i < stop:
+                        stream.publish(start + i)
+                stream.mark(start + i)
+        except (IndexError, TypeError, KeyError) as error:
+            raise ProtocolError(
+                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
+            ) from error
+        self._finish(work)
+        if waiting:
+            self._serve(stream, start + i)
+        stream.publish(start + i)
+
+    def _finish(self, work: Work) -> None:
+        """Count a stretch as run; send `Done` for each segment that is complete and has only such before it."""
+        with self._gate:
+            work.left -= 1
+            while self.works and self.works[0].left == 0:
+                done = self.works.popleft()
+                failures = [failure_fields(f) for f in done.failures[:_MOST_FAILURES]]
+                self._send(Done(done.segment.seq, failures, done.corrections), None)
+                self.executed = done.segment.start + len(done.segment.words)
+                self._under_way.pop(id(done.segment.words), None)
+            ready = [fetch for after, fetch in self._done if after <= self.executed] if self._done else ()
+            if ready:
+                self._done = [entry for entry in self._done if entry[0] > self.executed]
+        for fetch in ready:
+            self._answer(fetch)
+
+    def learn(self, templates: list[Any]) -> None:
+        """Compile new templates (the reader)."""
+        for fields in templates:
+            try:
+                self._add(*fields)
+            except ProtocolError:
+                raise
+            except Exception as error:  # whatever it is, the master sent nonsense
+                raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 
     def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
         if number != self._next_template:
@@ -109,6 +218,13 @@ class Executor:
         self._templates[number] = template.run
         self._info[number] = template
 
+    def _failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
+        """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
+        work = self._under_way[id(p)]
+        cause = failure(error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands)
+        work.failures.append(cause)
+        return cause
+
     def _fail(self, template: Template, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
         operands = [slots.get(p[i + k]) for k in template.reads]
@@ -116,8 +232,7 @@ class Executor:
         if cause is None:
             if any(v is None for v in operands):
                 error = InternalError(f"an operand of {template.name} is not here: {error!r}")
-            cause = failure(error, seq=self._segment.seq, position=self._segment.start + i, op=template.name, operands=described(operands))
-            self._failures.append(cause)
+            cause = self._failure(p, i, error, template.name, described(operands))
             if not template.writes and not template.mutates:
                 self._orphans.append(cause)
         poisoned = Poisoned(cause)
@@ -131,6 +246,8 @@ class Executor:
                     if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
                         slots[ref] = poisoned
             slots[p[i + k]] = poisoned
+
+    # -- instructions of the runtime ---------------------------------------------------------------------------------------------
 
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
@@ -147,7 +264,7 @@ class Executor:
                 real = spec_fields(value)
                 if real == expected:
                     continue
-                self._corrections.append([number, k, real])
+                self._under_way[id(p)].corrections.append([number, k, real])
                 if real[0] != expected[0] or real[3:] != expected[3:]:
                     raise RuntimeError(
                         f"{template.name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
@@ -166,12 +283,12 @@ class Executor:
         request, template = p[i + 1], self._info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
-        before = len(self._failures)
+        position = self._under_way[id(p)].segment.start + i + 2
         after = template.run(slots, p, i + 2)
         results = [slots[p[i + 2 + k]] for k in template.writes]
         bad = next((v.failure for v in results if isinstance(v, Poisoned)), None)
-        if bad is None and len(self._failures) > before:
-            bad = self._failures[-1]
+        if bad is None:
+            bad = next((f for f in self._under_way[id(p)].failures if f.position == position), None)
         if bad is None:
             bad = next((v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)), None)
         if bad is None:
@@ -180,7 +297,7 @@ class Executor:
                 return after
             except Exception as error:  # whatever it is, it is the answer
                 self._fail(template, slots, p, i + 2, error)
-                bad = self._failures[-1]
+                bad = self._under_way[id(p)].failures[-1]
         self._send(Failed(request, failure_fields(bad)), None)
         return after
 
@@ -193,14 +310,12 @@ class Executor:
                 kept[:] = memoryview(self._shared[name])[:nbytes]
                 value = bytes_tensor(dtype, sizes, kept)
             else:
-                value = bytes_tensor(dtype, sizes, self._payloads[data] if isinstance(data, int) else data)
+                value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
             slots[ref] = value if real.type == "cpu" else value.to(real)
         except RuntimeError as error:
             text = f"{tuple(sizes)} {dtype} to {device}"
-            cause = failure(error, seq=self._segment.seq, position=self._segment.start + i, op="upload", operands=text)
-            self._failures.append(cause)
-            slots[ref] = Poisoned(cause)
+            slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))
         return i + 6
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
@@ -208,33 +323,166 @@ class Executor:
             del self._templates[number], self._info[number]
         return i + 2
 
-    # -- fetches (either thread) -------------------------------------------------------------------------------------------------
+    def _wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        other, position, seconds, text = p[i + 1 : i + 5]
+        target, mine = self.streams[other], self._mine[threading.get_ident()]
+        passed = threading.Event()
+        entry = position, passed
+        target.blocked.append(entry)
+        if target.position >= position:
+            passed.set()
+        self._block(mine, passed, p, i, seconds, text)
+        target.blocked.remove(entry)
+        if mine.cuda is not None or target.cuda is not None:
+            mine.wait_for(target.events(position))
+        return i + 5
+
+    def _await(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        number, seconds, text = p[i + 1 : i + 4]
+        passed, reasons = self._signal(number)
+        if self._block(self._mine[threading.get_ident()], passed, p, i, seconds, text):
+            del self._signals[number]
+            for reason in reasons:
+                self._orphans.append(self._failure(p, i, NodeFailed(reason), "wait", ""))
+        return i + 4
+
+    def _block(self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str) -> bool:
+        """Block this stream until `passed`; return False when time is up (a failure), the stream is cancelled or the master gone."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        position = self._under_way[id(p)].segment.start + i
+        while not passed.wait(_LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))):
+            if self.closed or position < mine.cancelled:
+                return False
+            if deadline is not None and time.monotonic() >= deadline:
+                self._orphans.append(self._failure(p, i, WaitTimeout(text), "wait", ""))
+                return False
+        return True
+
+    def _signal(self, number: int) -> tuple[threading.Event, list[str]]:
+        with self._gate:
+            return self._signals.setdefault(number, (threading.Event(), []))
+
+    def signal(self, message: Signal) -> None:
+        """Let the stream go on that waits for this signal, or will (the reader)."""
+        passed, reasons = self._signal(message.number)
+        if message.reason:
+            reasons.append(message.reason)
+        passed.set()
+
+    def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        mine = self._mine[threading.get_ident()]
+        device = mine.device if mine.cuda is not None else self._devices.first_gpu
+        event = None
+        if device is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(mine.cuda or torch.cuda.default_stream(device))
+        slots[p[i + 1]] = Stamp(time.perf_counter_ns(), event)
+        return i + 2
+
+    def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        ref, count = p[i + 1], p[i + 2]
+        mine, value = self._mine[threading.get_ident()], slots.get(ref)
+        if mine.cuda is not None and isinstance(value, torch.Tensor) and value.is_cuda:
+            value.record_stream(mine.cuda)
+        with self._gate:
+            released = self._users.pop(ref, 0) + 1
+            if released < count:
+                self._users[ref] = released
+            else:
+                slots.pop(ref, None)
+        return i + 3
+
+    def cancel(self, message: Cancel) -> None:
+        """Drop what a stream has not begun (the reader)."""
+        stream = self.streams.get(message.stream)
+        if stream is None:
+            raise ProtocolError(f"there is no stream {message.stream}")
+        stream.cancelled = max(stream.cancelled, message.position)
+
+    def _drop(self, stream: Stream, p: list[Any], i: int) -> int:
+        """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen."""
+        slots, word = self.slots, p[i]
+        if word < 0:
+            slots.pop(-word, None)
+            return i + 1
+        if word in (RELEASE, FORGET, STAMP):
+            return self._templates[word](slots, p, i)
+        if word in (WAIT, AWAIT):
+            return i + (5 if word == WAIT else 4)
+        error = StreamCancelled("dropped by stream.cancel() before it ran")
+        if word == UPLOAD:
+            slots[p[i + 1]] = Poisoned(self._failure(p, i, error, "upload", ""))
+            return i + 6
+        first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
+        template = self._info[p[first]]
+        self._fail(template, slots, p, first, error)
+        if word == LEARN:
+            cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
+            cause = cause or self._failure(p, first, error, template.name, "")
+            self._send(Failed(p[i + 1], failure_fields(cause)), None)
+        return first + template.length
+
+    # -- fetches (any thread) ----------------------------------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer `fetch` if the log has run far enough; else leave it to the executing thread."""
-        if self.executed < fetch.after:
-            with self._gate:
-                self._waiting.append(fetch)
-            if self.executed < fetch.after and (fetch.form == "done" or self.status()[0] < fetch.after):
+        """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
+        after = fetch.after
+        if not after or len(after) % 2 or not all(type(n) is int for n in after) or not set(after[::2]) <= self.streams.keys():
+            raise ProtocolError(f"a fetch after {str(after)[:80]}")
+        if fetch.form != "done":
+            self._when(fetch, 0)
+            return
+        with self._gate:
+            if self.executed < after[1]:
+                self._done.append((after[1], fetch))
                 return
-            with self._gate:  # the log got there meanwhile: one of the two threads takes the fetch out
-                if fetch not in self._waiting:
-                    return
-                self._waiting.remove(fetch)
         self._answer(fetch)
 
-    def _serve(self, position: int) -> None:
+    def _when(self, fetch: Fetch, k: int) -> None:
+        """Answer `fetch` when the streams from the `k`-th on that it names are at their positions."""
+        after = fetch.after
+        while k < len(after):
+            stream, position = self.streams[after[k]], after[k + 1]
+            k += 2
+            if self._reached(stream, position):
+                continue
+            entry = position, lambda k=k: self._when(fetch, k)
+            with self._gate:
+                stream.waiting.append(entry)
+            if not self._reached(stream, position):
+                return
+            with self._gate:  # it got there meanwhile: one of the two threads takes the entry out
+                if entry not in stream.waiting:
+                    return
+                stream.waiting.remove(entry)
+        self._answer(fetch)
+
+    def _reached(self, stream: Stream, position: int) -> bool:
+        return stream.reached >= position or (stream is self.default and self._look(stream)[0] >= position)
+
+    def _serve(self, stream: Stream, position: int) -> None:
         with self._gate:
-            # "done" is answered when the segment's `Done` has gone: whoever waits for it wants to hear of failures first.
-            ready = [f for f in self._waiting if f.after <= position and (f.form != "done" or self.executed >= f.after)]
-            for fetch in ready:
-                self._waiting.remove(fetch)
-        for fetch in ready:
-            self._answer(fetch)
+            ready = [entry for entry in stream.waiting if entry[0] <= position]
+            for entry in ready:
+                stream.waiting.remove(entry)
+        for entry in ready:
+            entry[1]()
+
+    def passed(self, after: list[Any]) -> bool:
+        """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+        for number, position in zip(after[::2], after[1::2]):
+            stream = self.streams.get(number)
+            if stream is None or not isinstance(position, int):
+                raise ProtocolError(f"a question after {str(after)[:80]}")
+            if not self._reached(stream, position):
+                return False
+            if self._devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):
+                return False
+        return True
 
     def _answer(self, fetch: Fetch) -> None:
-        if fetch.form == "done":
-            self._send(Reply(fetch.request, None), None)
+        if fetch.form in ("done", "passed"):
+            self._answer_wait(fetch)
             return
         value = self.slots.get(fetch.ref)
         if isinstance(value, Poisoned):
@@ -249,8 +497,28 @@ class Executor:
             self._reply(fetch, value)
         except Exception as error:  # whatever it is, it is the answer
             operands = described([value]) if value is not None else ""
-            cause = failure(error, seq=self._segment.seq, position=fetch.after, op=f"fetch ({fetch.form})", operands=operands)
+            cause = failure(error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands)
             self._send(Failed(fetch.request, failure_fields(cause)), None)
+
+    def _answer_wait(self, fetch: Fetch) -> None:
+        """Answer who waits for a stream, or for all; on a GPU, when the kernels have run."""
+        if self._devices.first_gpu is None:
+            self._send(Reply(fetch.request, self._news(fetch)), None)
+            return
+        after = fetch.after if fetch.form == "passed" else [n for s in self.streams.values() for n in (s.number, s.reached)]
+        events = [event for k in range(0, len(after), 2) for event in self.streams[after[k]].events(after[k + 1])]
+        threading.Thread(target=self._answer_after, args=(fetch, events), daemon=True).start()  # neither reader nor stream may block
+
+    def _answer_after(self, fetch: Fetch, events: list[Any]) -> None:
+        for event in events:
+            event.synchronize()
+        self._send(Reply(fetch.request, self._news(fetch)), None)
+
+    def _news(self, fetch: Fetch) -> list[Any] | None:
+        """Return the failures that no `Done` has brought yet, for who waits for less than the whole log."""
+        if fetch.form == "done":
+            return None
+        return [failure_fields(f) for work in list(self.works) for f in work.failures[:_MOST_FAILURES]]
 
     def _reply(self, fetch: Fetch, value: torch.Tensor) -> None:
         """Send a value in the form that was asked for.
@@ -280,23 +548,32 @@ class Executor:
                 time.sleep(_SENT)
 
     def status(self) -> list[Any]:
-        """Return [position, operator that is running or None, seconds since its segment started], read off the executing thread's frame.
+        """Return [position, operator that is running or None, seconds since its stretch started] of the first stream that runs one."""
+        looks = [self._look(stream) for stream in list(self.streams.values())]
+        return next((look for look in looks if look[1] is not None), looks[0])
+
+    def _look(self, stream: Stream) -> list[Any]:
+        """Return where a stream is, read off its thread's frame.
 
         Looking from outside costs the hot path nothing; keeping a note per instruction would cost it 30 ns.
         """
-        frame = sys._current_frames().get(self._thread) if self._thread is not None else None
-        while frame is not None and frame.f_code is not Executor.run.__code__:
+        thread = next((ident for ident, mine in list(self._mine.items()) if mine is stream), None)
+        frame = sys._current_frames().get(thread) if thread is not None else None
+        while frame is not None and frame.f_code not in _RUNS:
             frame = frame.f_back
         if frame is None:
-            return [self.executed, None, 0.0]
+            return [stream.reached, None, 0.0]
         names = frame.f_locals
         i, words, start = names.get("i"), names.get("words"), names.get("start")
         if i is None or words is None or start is None:
-            return [self.executed, None, 0.0]
+            return [stream.reached, None, 0.0]
         position = start + i
-        if i >= len(words):
+        if i >= names.get("stop", names.get("n", 0)):
             return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
         info = self._info.get(words[i])
-        return [position, info.name if info else "upload", time.monotonic() - self._started]
+        return [position, info.name if info else _WAITING.get(words[i], "a free"), time.monotonic() - self._started[stream.number]]
+
+
+_RUNS = (Executor.run.__code__, Executor.run_stretch.__code__)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .streams import elapsed_time
+
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
 
@@ -79,6 +81,7 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::elapsed_time": elapsed_time,
     "distruntime::manual_seed": manual_seed,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,

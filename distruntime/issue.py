@@ -1,0 +1,76 @@
+"""Putting one instruction into a node's log, on the stream that is current: what every way of calling the worker ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .context import current_streams
+from .handle import Handle, Residence, Storage
+from .node import Line, Node
+from .wire.codec import Buffer
+
+
+def stream_at(place: Residence) -> int:
+    """Return the number of the current stream of a place."""
+    entered = current_streams.get().get((place.place.node, place.place.device))
+    return entered.number if entered is not None and entered.residence.node is place.node else 0
+
+
+def issue(
+    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+) -> None:
+    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock."""
+    node = place.node
+    with node.lock:
+        if node.order is None:
+            _append(words, fresh, written, node, line)
+        else:
+            node.order.issue(stream_at(place), words, fresh, operands, written, line)
+
+
+def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line) -> None:
+    """As `issue`, for what concerns a whole device, such as its random generator: on the default stream."""
+    with node.lock:
+        if node.order is None:
+            _append(words, fresh, (), node, line)
+        else:
+            node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
+
+
+def issue_draw(
+    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+) -> None:
+    """As `issue`, for what draws random numbers: the generator counts as a storage that it writes."""
+    order = place.node.order
+    issue(words, fresh, operands, written if order is None else (*written, order.generator), place, line)
+
+
+def issue_bytes(words: list[Any], data: Buffer, fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line) -> Any:
+    """Issue an instruction whose last word is the number of a payload frame; return what tells when the bytes have been read."""
+    node = place.node
+    with node.lock:
+        issue([*words, node.payload(data)], fresh, written, [h.storage for h in written], place, line)
+        node.flush()
+        return node.sent
+
+
+def issue_shared(
+    words: list[Any], release: Callable[[], None], fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line
+) -> None:
+    """Issue an instruction that reads shared memory; call `release` when it has run."""
+    node = place.node
+    with node.lock:
+        node.when_run(release)
+        issue(words, fresh, written, [h.storage for h in written], place, line)
+        node.flush()
+
+
+def _append(words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Node, line: Line) -> None:
+    born = node.append(words, line)
+    for handle in fresh:
+        handle.born = born
+    for storage in written:
+        storage.written = born[0]
+    if not fresh and not written:
+        node.checked = born[0]

@@ -1,0 +1,56 @@
+"""The log of a node that has streams: words divided into stretches, each the consecutive words of one stream. Knows no stream's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Stretch = list[int]  # [stream, index of its first word]
+
+
+class StretchedLog(list[Any]):
+    """Takes the place of a node's plain log as soon as the node has a second stream.
+
+    Who still holds the plain log's ways (`log += words`, `log.append(-ref)`: a thread that was on the hot path in that moment) writes to
+    stream 0, where everything was until then.
+    """
+
+    def __init__(self, free: Callable[[int], None], words: Iterable[Any] = (), stretches: Iterable[Stretch] = ()) -> None:
+        super().__init__(words)
+        self.stretches = list(stretches)
+        self._free = free
+
+    def put(self, stream: int, words: list[Any]) -> None:
+        """Append words to a stream."""
+        if not self.stretches or self.stretches[-1][0] != stream:
+            self.stretches.append([stream, len(self)])
+        self.extend(words)
+
+    def cut(self, stream: int) -> None:
+        """End the stretch of `stream`, if it is the current one: a worker's GPU marks the place."""
+        if self.stretches and self.stretches[-1][0] == stream:
+            self.stretches.append([stream, len(self)])
+
+    def __iadd__(self, words: Any) -> StretchedLog:  # type: ignore[misc]
+        self.put(0, words)
+        return self
+
+    def append(self, word: Any) -> None:
+        """Take the word of a free."""
+        self._free(-word)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.stretches.clear()
+        super().clear()
+
+    def stretched(self, taken: int) -> list[Stretch]:
+        """Return the stretches of the first `taken` words as [stream, number of words]."""
+        ends = [first for _, first in self.stretches[1:]] + [len(self)]
+        return [[stream, min(end, taken) - first] for (stream, first), end in zip(self.stretches, ends) if first < min(end, taken)]
+
+    def rest(self, taken: int) -> StretchedLog:
+        """Return a log of what follows the first `taken` words."""
+        ends = [first for _, first in self.stretches[1:]] + [len(self)]
+        left = [[stream, max(first - taken, 0)] for (stream, first), end in zip(self.stretches, ends) if end > taken]
+        return StretchedLog(self._free, self[taken:], left)

@@ -1,0 +1,113 @@
+"""Streams of a worker: in-order queues, each run by a thread of its own, so that two of them run side by side.
+
+On a GPU a stream is a CUDA stream too: its thread issues to it, and `marks` hold the events that other streams wait for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distruntime.wire.codec import Buffer
+from distruntime.wire.messages import Failure, Segment
+
+MOST_STREAMS = 4096  # that a master may open; it uses 32 for each device and priority
+_MARKS = 256  # events kept; an older position waits for the oldest of them
+
+Action = Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A segment that is being run, by as many threads as it has stretches for."""
+
+    segment: Segment
+    payloads: list[Buffer]
+    left: int  # stretches that have not run
+    failures: list[Failure] = field(default_factory=list)
+    corrections: list[Any] = field(default_factory=list)
+
+
+Stretch = tuple[Work, int, int]  # the words from one index to another of a segment
+
+
+class Stream:
+    """One stream. `reached` and `position` are log positions up to which it has run.
+
+    Invariant: what waits for `reached` (fetches, in `waiting`) is served before `position` moves, and other streams look at `position`:
+    so a fetch has read its value before another stream may go on and write it.
+    """
+
+    def __init__(self, number: int, device: torch.device, priority: int = 0) -> None:
+        self.number, self.device = number, device
+        self.queue: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()
+        self.reached = self.position = 0
+        self.cancelled = 0  # what ends at or before this position and has not begun is dropped
+        self.waiting: list[tuple[int, Action]] = []
+        self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`
+        self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Return the context in which kernels of this thread go to this stream."""
+        return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+
+    def publish(self, position: int) -> None:
+        """Let other streams see that this one has got to `position`."""
+        self.position = position
+        if self.blocked:
+            for entry in list(self.blocked):
+                if entry[0] <= position:
+                    entry[1].set()
+
+    # -- on a GPU, where to have run only means to be issued ----------------------------------------------------------------------
+
+    def _currents(self) -> list[torch.cuda.Stream]:
+        """The CUDA streams behind this one: stream 0 is the default stream of every GPU."""
+        if self.cuda is not None:
+            return [self.cuda]
+        return [torch.cuda.default_stream(k) for k in range(torch.cuda.device_count())] if self.number == 0 else []
+
+    def mark(self, position: int) -> None:
+        """Note that everything up to `position` has been issued."""
+        events = [current.record_event() for current in self._currents()]
+        if events:
+            self._marks.append((position, events))
+
+    def events(self, position: int) -> list[torch.cuda.Event]:
+        """Return events that come after what was issued up to `position`: the first mark behind it, else one made now."""
+        for marked, events in list(self._marks):
+            if marked >= position:
+                return events
+        return [current.record_event() for current in self._currents()]
+
+    def wait_for(self, events: list[torch.cuda.Event]) -> None:
+        """Make the kernels that follow wait for `events`, without blocking this thread."""
+        for current in self._currents():
+            for event in events:
+                current.wait_event(event)
+
+
+class Stamp:
+    """What `STAMP` puts into a slot: when a stream got there."""
+
+    __slots__ = ("event", "nanoseconds")
+
+    def __init__(self, nanoseconds: int, event: torch.cuda.Event | None) -> None:
+        self.nanoseconds, self.event = nanoseconds, event
+
+
+def elapsed_time(start: Stamp, end: Stamp) -> torch.Tensor:
+    """Return the milliseconds from one stamp to another. Blocks until a GPU has passed both."""
+    if start.event is not None and end.event is not None:
+        end.event.synchronize()
+        start.event.synchronize()
+        return torch.tensor(start.event.elapsed_time(end.event), dtype=torch.float64)
+    return torch.tensor((end.nanoseconds - start.nanoseconds) / 1e6, dtype=torch.float64)

@@ -162,6 +162,13 @@ class Order:
         if len(self._past[stream]) > _KEPT:
             del self._past[stream][: _KEPT // 2]
 
+    def put(self, stream: int, words: list[Any], line: Line) -> None:
+        """Append what neither makes nor reads a value: a wait for another node."""
+        log = self._log()
+        log.put(stream, words)
+        self.last[stream] = self.node.base + len(log)
+        self.node.lines.append((self.last[stream], line[1], line[2]))
+
     def cut(self, stream: int) -> None:
         """Let a GPU worker mark the place where a stream is now: an event stands there."""
         if self.node.asynchronous:
@@ -179,7 +186,14 @@ class Order:
         storage = handle.storage
         writer = 0 if storage.order is None else storage.order.writer
         after[writer] = max(after.get(writer, 0), storage.written)
-        return [n for stream, position in after.items() for n in (stream, max(position, self.checked.get(stream, 0)))]
+        use, found = self._use(storage), list[int]()
+        for stream, position in after.items():
+            position = max(position, self.checked.get(stream, 0))
+            found += stream, position
+            # The thread of any of them may be the one that reads the value out: it is a user and a reader like others.
+            self._note_use(handle, stream)
+            use.readers[stream] = max(position, use.readers.get(stream, 0))
+        return found
 
     # -- frees -------------------------------------------------------------------------------------------------------------------
 

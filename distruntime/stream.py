@@ -294,8 +294,10 @@ class Event:
         with here.lock:
             number = here.session.signals()
             words = [AWAIT, number, timeout, text]
-            with stream:
-                issue(words, (), (), (), stream.residence, user_line())
+            if here.order is None:
+                here.append(words, user_line())
+            else:
+                here.order.put(stream.number, words, user_line())
         request = recorded.ask()
         request.when_done(_Forward(here, there, number))
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -430,6 +431,9 @@ class Executor:
         if not after or len(after) % 2 or not all(type(n) is int for n in after) or not set(after[::2]) <= self.streams.keys():
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
+            if len(after) > 2:  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
+                pairs = sorted(zip(after[::2], after[1::2]))
+                fetch = replace(fetch, after=[n for pair in pairs for n in pair])
             self._when(fetch, 0)
             return
         with self._gate:
@@ -451,22 +455,25 @@ class Executor:
                 stream.waiting.append(entry)
             if not self._reached(stream, position):
                 return
-            with self._gate:  # it got there meanwhile: one of the two threads takes the entry out
-                if entry not in stream.waiting:
-                    return
-                stream.waiting.remove(entry)
+            with stream.serving:  # it got there meanwhile: one of the two threads takes the entry out
+                with self._gate:
+                    if entry not in stream.waiting:
+                        # And has answered: else what comes next could write the value, on a stream that need not wait any more.
+                        return
+                    stream.waiting.remove(entry)
         self._answer(fetch)
 
     def _reached(self, stream: Stream, position: int) -> bool:
         return stream.reached >= position or (stream is self.default and self._look(stream)[0] >= position)
 
     def _serve(self, stream: Stream, position: int) -> None:
-        with self._gate:
-            ready = [entry for entry in stream.waiting if entry[0] <= position]
+        with stream.serving:
+            with self._gate:
+                ready = [entry for entry in stream.waiting if entry[0] <= position]
+                for entry in ready:
+                    stream.waiting.remove(entry)
             for entry in ready:
-                stream.waiting.remove(entry)
-        for entry in ready:
-            entry[1]()
+                entry[1]()
 
     def passed(self, after: list[Any]) -> bool:
         """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""

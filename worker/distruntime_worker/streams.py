@@ -51,6 +51,7 @@ class Stream:
         self.reached = self.position = 0
         self.cancelled = 0  # what ends at or before this position and has not begun is dropped
         self.waiting: list[tuple[int, Action]] = []
+        self.serving = threading.RLock()  # held while what has waited is answered
         self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, latency, training_step
+from . import bandwidth, distance, floor, latency, streams, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "latency": latency.measure,
     "training_step": training_step.measure,
     "bandwidth": bandwidth.measure,
+    "streams": streams.measure,
     "distance": distance.measure,
 }
 

@@ -70,11 +70,31 @@ class Order:
         line: Line,
     ) -> Line:
         """Append one instruction to a stream's log, after the waits that it needs; note what it makes, reads and writes."""
-        node, operands = self.node, list(operands)
-        self._collect()
-        for other, position in self._needs(stream, operands, written).items():
+        node, log = self.node, self._log()
+        if node.freed:
+            self._collect()
+        needs: dict[int, int] = {}
+        uses: list[Use] = []
+        makers, implicit = self._makers, self.implicit
+        for handle in operands:
+            storage = handle.storage
+            use = storage.order or self._use(storage)
+            uses.append(use)
+            maker = makers.get(handle.ref, 0)
+            if maker != stream:
+                # Without implicit waits too: on a worker a value that is not made yet is not there, which a GPU's memory always is.
+                self._note_use(handle, stream)
+                self._need(needs, stream, maker, handle.born[0])
+            if use.writer != stream and implicit:
+                self._need(needs, stream, use.writer, storage.written)
+        if implicit:
+            for storage in written:
+                use = storage.order or self._use(storage)
+                self._need(needs, stream, use.writer, storage.written)
+                for reader, position in use.readers.items():
+                    self._need(needs, stream, reader, position)
+        for other, position in needs.items():
             self.wait(stream, other, position)
-        log = self._log()
         if stream in self._freed:
             log.put(stream, self._freed.pop(stream))
         log.put(stream, words)
@@ -82,16 +102,15 @@ class Order:
         born = (end, line[1], line[2])
         node.lines.append(born)
         self.last[stream] = end
-        for handle in operands:
-            self._note_use(handle, stream)
-            self._use(handle.storage).readers[stream] = end
+        for use in uses:
+            use.readers[stream] = end
         for storage in written:
             storage.written = end
             storage.order = Use(stream, {})
         for handle in fresh:
             handle.born = born
             if stream:
-                self._makers[handle.ref] = stream
+                makers[handle.ref] = stream
                 if handle.storage.order is None:  # not the storage of an operand: that one has been used above
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
@@ -113,23 +132,6 @@ class Order:
     def _note_use(self, handle: Handle, stream: int) -> None:
         if self._makers.get(handle.ref, 0) != stream:
             self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << stream
-
-    def _needs(self, stream: int, operands: Iterable[Handle], written: Iterable[Storage]) -> dict[int, int]:
-        """Return, by stream, the position that an instruction must wait for."""
-        needs: dict[int, int] = {}
-        for handle in operands:
-            # Without implicit waits too: on a worker a value that is not made yet is not there, which a GPU's memory always is.
-            self._need(needs, stream, self._makers.get(handle.ref, 0), handle.born[0])
-            if self.implicit:
-                storage = handle.storage
-                self._need(needs, stream, 0 if storage.order is None else storage.order.writer, storage.written)
-        if self.implicit:
-            for storage in written:
-                use = self._use(storage)
-                self._need(needs, stream, use.writer, storage.written)
-                for reader, position in use.readers.items():
-                    self._need(needs, stream, reader, position)
-        return needs
 
     def _need(self, needs: dict[int, int], stream: int, other: int, position: int) -> None:
         if other != stream and not self.known(stream, other, position) and needs.get(other, 0) < position:

@@ -153,3 +153,9 @@ def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:
     if view.readonly:
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=kind).view(sizes)
+
+
+def copy_bytes(target: memoryview, source: Any) -> None:
+    """Copy `source` over `target`, of equal length. Lets other threads run meanwhile, which a slice assignment would not."""
+    if len(target):
+        torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))

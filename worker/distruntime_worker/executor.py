@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, NodeFailed, NotSupportedError, ProtocolError, StreamCancelled, WaitTimeout
-from distruntime.wire.codec import bytes_tensor
+from distruntime.wire.codec import bytes_tensor, copy_bytes
 from distruntime.wire.messages import (
     AWAIT,
     CHECK,
@@ -308,7 +308,7 @@ class Executor:
             if isinstance(data, list):
                 name, nbytes = data
                 kept = self._kept.take(nbytes)
-                kept[:] = memoryview(self._shared[name])[:nbytes]
+                copy_bytes(kept, memoryview(self._shared[name])[:nbytes])
                 value = bytes_tensor(dtype, sizes, kept)
             else:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
@@ -541,7 +541,7 @@ class Executor:
             return
         head, data = wire_tensor(value)
         if "shared" in fetch.options:
-            memoryview(self._shared[fetch.options["shared"]])[: len(data)] = data
+            copy_bytes(memoryview(self._shared[fetch.options["shared"]])[: len(data)], data)
             self._send(Reply(request, [*head, "shared"]), None)
         elif len(data) <= INLINE_BYTES:
             self._send(Reply(request, [*head, bytes(data)]), None)

@@ -149,8 +149,9 @@ class Order:
             return
         log = self._log()
         log.put(stream, [WAIT, other, position, seconds, text])
+        self.last[stream] = end = self.node.base + len(log)
         if line is not None:
-            self.node.lines.append((self.node.base + len(log), line[1], line[2]))
+            self.node.lines.append((end, line[1], line[2]))
         clock = dict(self._clocks[stream])
         # What the other stream knew there, this one knows now.
         past = self._past[other]
@@ -160,7 +161,7 @@ class Order:
                 clock[third] = reached
         clock[other] = max(position, clock.get(other, 0))
         self._clocks[stream] = clock
-        self._past[stream].append((self.node.base + len(log), clock))
+        self._past[stream].append((end, clock))
         if len(self._past[stream]) > _KEPT:
             del self._past[stream][: _KEPT // 2]
 

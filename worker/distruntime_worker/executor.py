@@ -522,7 +522,11 @@ class Executor:
         self._send(Reply(fetch.request, self._news(fetch)), None)
 
     def _news(self, fetch: Fetch) -> list[Any] | None:
-        """Return the failures that no `Done` has brought yet, for who waits for less than the whole log."""
+        """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.
+
+        Who waits hears of every failure, so the next read need not say it again.
+        """
+        self._orphans.clear()
         if fetch.form == "done":
             return None
         return [failure_fields(f) for work in list(self.works) for f in work.failures[:_MOST_FAILURES]]

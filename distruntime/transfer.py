@@ -16,7 +16,7 @@ from .requests import Request
 from .spec import Spec, spec_of
 from .stall import before_wait, note_wait
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
-from .wire.messages import UPLOAD
+from .wire.messages import HOST, UPLOAD
 from .wire.shared import LEAST, Segment
 
 INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
@@ -72,9 +72,18 @@ def ready(handle: Handle) -> list[int]:
         return after
 
 
+def _on_host(handle: Handle) -> Handle:
+    """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the current stream."""
+    copy = Handle(next_ref(), handle.spec, handle.place, Storage())
+    issue([HOST, handle.ref, copy.ref], [copy], [handle], (), handle.place, user_line())
+    return copy
+
+
 def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
     """Ask for a value as it is after everything issued so far. Return at once."""
     node, nbytes = handle.place.node, handle.spec.nbytes
+    if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
+        handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
         return node.session.fetch(node, handle.ref, after, form, options or {})

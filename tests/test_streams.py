@@ -661,3 +661,30 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
     with pytest.raises(dr.NodeFailed, match="event"):  # the wait that stood is over, and says so once
         here.synchronize(30)
     assert after.sum().item() == 2
+
+
+# -- what a GPU's worker does, where its copies are a stream's instructions: the same messages, on a simulated GPU -----------------
+
+
+def test_reads_of_a_gpu_are_instructions_of_the_stream(fresh_session: Callable[..., Any]) -> None:
+    session = fresh_session(world_size=1, simulate_cuda=1)
+    session.nodes[0].asynchronous = True  # as for a node with real GPUs
+    one, two = dr.Stream(0, "cuda:0"), dr.Stream(0, "cuda:0")
+    with dr.stream(one):
+        x = torch.ones(3, 4, device="remote").t()
+        future = dr.fetch_async([x, x.sum()])
+    with dr.stream(two):
+        x.zero_()
+    ones, total = future.result(timeout=60)
+    assert torch.equal(ones, torch.ones(4, 3))
+    assert total.item() == 12
+    assert x.sum().item() == 0
+    assert torch.equal(torch.full((300_000,), 2.0, device="remote").cpu(), torch.full((300_000,), 2.0))
+    assert "0., 0., 0." in repr(x)
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(-torch.eye(3, device="remote")).cpu()
+    before = session.value(session.ask(session.nodes[0], "memory"))[0]
+    for _ in range(20):
+        x.cpu()
+    dr.synchronize()
+    assert session.value(session.ask(session.nodes[0], "memory"))[0] <= before

@@ -23,6 +23,7 @@ WAIT = 4  # WAIT, stream, position, seconds or None, text: go on when that strea
 AWAIT = 5  # AWAIT, number, seconds or None, text: go on when `Signal` has come with that number
 STAMP = 6  # STAMP, ref: the time when this stream gets here, for `elapsed_time`
 RELEASE = 7  # RELEASE, ref, count: as a free, of a value that `count` streams use: the last of them frees it
+HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch of it is answered when the copy is done
 FIRST_TEMPLATE = 16
 
 

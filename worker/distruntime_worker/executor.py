@@ -23,6 +23,7 @@ from distruntime.wire.messages import (
     CHECK,
     FIRST_TEMPLATE,
     FORGET,
+    HOST,
     LEARN,
     RELEASE,
     STAMP,
@@ -43,7 +44,7 @@ from distruntime.wire.shared import Attached, KeptMemory
 from .devices import Devices
 from .functions import FUNCTIONS
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
-from .streams import MOST_STREAMS, Stamp, Stream, Work
+from .streams import MOST_STREAMS, HostCopy, Stamp, Stream, Work
 from .template import Run, Template, operator
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
@@ -51,7 +52,7 @@ Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
 
 _LOOK = 0.1  # seconds between a blocked stream's looks whether it is cancelled or the master gone
-_WAITING = {UPLOAD: "upload", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
+_WAITING = {UPLOAD: "upload", HOST: "a copy to the host", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
 _MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
 
 
@@ -71,6 +72,7 @@ class Executor:
             AWAIT: self._await,
             STAMP: self._stamp,
             RELEASE: self._release,
+            HOST: self._host,
         }
         self._info: dict[int, Template] = {}
         self._next_template = FIRST_TEMPLATE
@@ -393,6 +395,14 @@ class Executor:
                 slots.pop(ref, None)
         return i + 3
 
+    def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        try:
+            value = slots[p[i + 1]]
+            slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
+        except RuntimeError as error:  # no memory, or what a kernel before this one has done
+            slots[p[i + 2]] = Poisoned(self._failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))
+        return i + 3
+
     def cancel(self, message: Cancel) -> None:
         """Drop what a stream has not begun (the reader)."""
         stream = self.streams.get(message.stream)
@@ -411,9 +421,9 @@ class Executor:
         if word in (WAIT, AWAIT):
             return i + (5 if word == WAIT else 4)
         error = StreamCancelled("dropped by stream.cancel() before it ran")
-        if word == UPLOAD:
-            slots[p[i + 1]] = Poisoned(self._failure(p, i, error, "upload", ""))
-            return i + 6
+        if word in (UPLOAD, HOST):
+            slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._failure(p, i, error, _WAITING[word], ""))
+            return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template = self._info[p[first]]
         self._fail(template, slots, p, first, error)
@@ -498,10 +508,20 @@ class Executor:
         if self._orphans and fetch.form != "text":
             self._send(Failed(fetch.request, failure_fields(self._orphans.pop(0))), None)
             return
+        if isinstance(value, HostCopy) and not value.ready():
+            self._later(fetch, value, [value.event])
+        elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole
+            after = fetch.after
+            events = [event for k in range(0, len(after), 2) for event in self.streams[after[k]].events(after[k + 1])]
+            self._later(fetch, value, events)
+        else:
+            self._answer_with(fetch, value)
+
+    def _answer_with(self, fetch: Fetch, value: Any) -> None:
         try:
             if value is None:
                 raise InternalError(f"the value {fetch.ref} is not here")
-            self._reply(fetch, value)
+            self._reply(fetch, value.tensor if isinstance(value, HostCopy) else value)
         except Exception as error:  # whatever it is, it is the answer
             operands = described([value]) if value is not None else ""
             cause = failure(error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands)
@@ -514,12 +534,20 @@ class Executor:
             return
         after = fetch.after if fetch.form == "passed" else [n for s in self.streams.values() for n in (s.number, s.reached)]
         events = [event for k in range(0, len(after), 2) for event in self.streams[after[k]].events(after[k + 1])]
-        threading.Thread(target=self._answer_after, args=(fetch, events), daemon=True).start()  # neither reader nor stream may block
+        self._later(fetch, None, events)
 
-    def _answer_after(self, fetch: Fetch, events: list[Any]) -> None:
+    def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+        """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
+        threading.Thread(target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True).start()
+
+    def _answer_after(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
         for event in events:
             event.synchronize()
-        self._send(Reply(fetch.request, self._news(fetch)), None)
+        if value is None:
+            self._send(Reply(fetch.request, self._news(fetch)), None)
+            return
+        with torch.no_grad():
+            self._answer_with(fetch, value)
 
     def _news(self, fetch: Fetch) -> list[Any] | None:
         """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.

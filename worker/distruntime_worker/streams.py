@@ -96,6 +96,26 @@ class Stream:
                 current.wait_event(event)
 
 
+class HostCopy:
+    """What `HOST` puts into a slot: a copy in memory of the host, pinned where it comes from a GPU, whose copying may be under way."""
+
+    __slots__ = ("event", "tensor")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        if not value.is_cuda:
+            self.tensor = value.clone(memory_format=torch.contiguous_format)
+            return
+        # torch's allocator of pinned memory keeps blocks and uses them again when the copies into them are done.
+        self.tensor = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self.tensor.copy_(value, non_blocking=True)
+        self.event = torch.cuda.current_stream(value.device).record_event()
+
+    def ready(self) -> bool:
+        """Return whether the copy is done."""
+        return self.event is None or self.event.query()
+
+
 class Stamp:
     """What `STAMP` puts into a slot: when a stream got there."""
 

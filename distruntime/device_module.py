@@ -16,6 +16,7 @@ from .errors import NotSupportedError
 from .handle import Residence
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
+from .stream import Event, Stream, StreamContext, current_stream, default_stream, stream, synchronize
 from .tensor import DeviceIndex, DistributedTensor
 
 Where = int | str | torch.device | None
@@ -66,8 +67,21 @@ class RemoteModule:
         active_session().default = (place.node, place.device)
 
     def synchronize(self, device: Where = None) -> None:
-        """Block until a node has done everything issued so far."""
-        active_session().synchronize(_residence(device).node)
+        """Block until a device has done everything issued to it so far."""
+        place = _residence(device).place
+        synchronize(place.node, place.device)
+
+    def stream(self, stream_: Stream | None) -> StreamContext:
+        """Return the context in which a stream is current."""
+        return stream(stream_)
+
+    def current_stream(self, device: Where = None) -> Stream:
+        """Return the current stream of a device."""
+        return current_stream(_residence(device).place)
+
+    def default_stream(self, device: Where = None) -> Stream:
+        """Return the stream that a device's instructions go to when no other is current."""
+        return default_stream(_residence(device).place)
 
     def manual_seed(self, seed: int) -> None:
         """Seed the workers."""
@@ -95,3 +109,6 @@ class RemoteModule:
                 "model.to(torch.bfloat16), x.to(torch.bfloat16)"
             )
         return [torch.float16, torch.bfloat16]
+
+
+RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]  # in the class they would hide the types

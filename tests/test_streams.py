@@ -72,6 +72,18 @@ def test_current_and_default_stream(pair: tuple[dr.Stream, dr.Stream]) -> None:
     assert dr.current_stream(0, "cpu") == dr.default_stream(0, "cpu")
 
 
+def test_torch_remote_has_them_too(pair: tuple[dr.Stream, dr.Stream]) -> None:
+    remote: Any = torch.remote  # type: ignore[attr-defined]
+    with remote.stream(pair[0]):
+        assert remote.current_stream() == pair[0] == remote.current_stream(pair[0].device)
+        event = remote.Event()
+        event.record()
+    assert remote.default_stream(pair[0].device) == dr.default_stream(0, "cpu")
+    assert isinstance(remote.Stream(), dr.Stream)
+    remote.synchronize(pair[0].device)
+    assert event.query()
+
+
 def test_a_stream_knows_its_place() -> None:
     stream = dr.Stream(1, "cuda:0", priority=-1)
     assert (stream.node, stream.place, stream.priority) == (1, dr.place(1, "cuda:0"), -1)

@@ -17,7 +17,7 @@ from .announce import Announcer
 from .errors import ProtocolError
 from .node import Cause, Node, failure_from
 from .wire.codec import Buffer
-from .wire.shared import Segment
+from .wire.shared import Loan
 
 _READER = "reader"
 _finishing = threading.Lock()  # between `done` and `then`
@@ -101,7 +101,7 @@ class Requests:
         request = self._of(number, node)
         if request is None:
             return
-        room = request.buffer.memory if isinstance(request.buffer, Segment) else request.buffer
+        room = request.buffer.memory if isinstance(request.buffer, Loan) else request.buffer
         if room is None or len(payloads) != 1 or not 0 <= offset <= len(room) - len(payloads[0]):
             raise ProtocolError("a part does not fit what was asked for")
         memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]

@@ -24,7 +24,7 @@ from .stall import note_wait
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
-from .wire.shared import SharedPool, challenge
+from .wire.shared import Loan, SharedPool, challenge
 from .wire.shield import shield
 
 log = logging.getLogger("distruntime")
@@ -201,7 +201,8 @@ class Session:
         try:
             return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
         except KeyboardInterrupt:
-            if request.then is None:  # a future may be asked again
+            # A future may be asked again, and shared memory is the worker's to write until it has answered.
+            if request.then is None and not isinstance(request.buffer, Loan):
                 self.requests.forget(request)
             raise
 

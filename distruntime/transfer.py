@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .spec import Spec, spec_of
 from .stall import before_wait, note_wait
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
 from .wire.messages import HOST, UPLOAD
-from .wire.shared import LEAST, Segment
+from .wire.shared import LEAST, Loan
 
 INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
 PART_BYTES = 1 << 20  # a larger reply comes in parts, or through shared memory
@@ -43,13 +42,12 @@ def upload(
     data = tensor_bytes(contiguous)
     line = user_line()
     head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
-    segment = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
+    loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
-    if segment is not None:
-        segment.memory[: len(data)] = data
-        give = partial(node.session.shared.give, segment)
-        issue_shared([*head, [segment.name, len(data)]], give, fresh, written, place, line)
+    if loan is not None:
+        loan.memory[: len(data)] = data
+        issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
     elif len(data) <= INLINE_BYTES:
         issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
     else:
@@ -87,21 +85,19 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
         return node.session.fetch(node, handle.ref, after, form, options or {})
-    segment = node.session.shared.take(nbytes)
-    shared = {"shared": segment.name} if segment is not None and node.shared else {}
-    return node.session.fetch(node, handle.ref, after, form, shared, segment if segment is not None else bytearray(nbytes))
+    loan = node.session.shared.take(nbytes)
+    shared = {"shared": loan.name} if loan is not None and node.shared else {}
+    return node.session.fetch(node, handle.ref, after, form, shared, loan if loan is not None else bytearray(nbytes))
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     """Return the tensor that a reply brought, with the strides that torch's own copy to the CPU would give it."""
     dtype, sizes, data = reply.value
     if data in ("shared", "parts"):
-        segment = reply.buffer
-        if segment is None:
+        buffer = reply.buffer
+        if buffer is None:
             raise ProtocolError("a worker sent a large value that was not asked for")
-        tensor = bytes_tensor(
-            dtype, sizes, reply.node.session.shared.private(segment, spec.nbytes) if isinstance(segment, Segment) else segment
-        )
+        tensor = bytes_tensor(dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer)
     else:
         tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:

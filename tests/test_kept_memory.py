@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 import distruntime as dr
@@ -50,3 +55,46 @@ def test_over_a_network_too(session: dr.Session) -> None:
     finally:
         for node, shared in nodes:
             node.shared = shared
+
+
+def _lent(session: dr.Session) -> int:
+    """Segments of shared memory that a transfer has in hand."""
+    return len(session.shared._all) - len(session.shared._idle)
+
+
+def _bring_up(error: type[BaseException]) -> Callable[[int, Any], None]:
+    def handler(number: int, frame: Any) -> None:
+        raise error
+
+    return handler
+
+
+def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session) -> None:
+    before = _lent(session)
+    lost = torch.ones(4, 2 * ELEMENTS, device="remote")[torch.tensor([9], device="remote")]
+    for read in (lost.cpu, lambda: dr.fetch([lost, torch.ones(2 * ELEMENTS, device="remote")])):
+        with pytest.raises(IndexError):
+            read()
+        gc.collect()
+        assert _lent(session) == before
+
+
+def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker_has_answered(session: dr.Session) -> None:
+    x = torch.ones(2 * ELEMENTS, device="remote")  # larger than what a reply carries in itself
+    assert x.cpu()[0] == 1
+    before, pid = _lent(session), dr.nodes()[0].pid
+    handler = signal.signal(signal.SIGALRM, _bring_up(KeyboardInterrupt))
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            x.cpu()
+        gc.collect()
+        assert _lent(session) == before + 1, "the worker may write there yet"
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        os.kill(pid, signal.SIGCONT)
+    dr.synchronize()
+    assert (x + 1).cpu()[0] == 2
+    gc.collect()
+    assert _lent(session) == before

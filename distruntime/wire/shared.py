@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from distruntime.errors import ProtocolError
@@ -47,8 +48,44 @@ class Segment:
     descriptor: int
 
 
+class Loan:
+    """A segment that is lent for one transfer. It comes back with `give`, or when nobody holds the loan any more.
+
+    So a transfer that fails, or that Ctrl-C ends, keeps no memory. Who writes into a segment must hold its loan as long as that lasts.
+    """
+
+    def __init__(self, segment: Segment, back: Callable[[Segment], None]) -> None:
+        self._segment = segment
+        self._back = weakref.finalize(self, back, segment)
+        self._back.atexit = False
+
+    @property
+    def name(self) -> str:
+        """How a worker opens the segment."""
+        return self._segment.name
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The segment's bytes."""
+        return self._segment.memory
+
+    def private(self, nbytes: int) -> mmap.mmap:
+        """Return a private mapping of the segment's bytes, for a tensor to live in; it holds the loan.
+
+        So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner, or a forked child, writes
+        must stay its own.
+        """
+        mapped = mmap.mmap(self._segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        weakref.finalize(mapped, self.give).atexit = False
+        return mapped
+
+    def give(self) -> None:
+        """Give the segment back now. A second call does nothing."""
+        self._back()
+
+
 class SharedPool:
-    """The master's side: segments that are taken for one transfer and given back after it. Any thread may call."""
+    """The master's side: segments that are lent for one transfer each. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -56,14 +93,14 @@ class SharedPool:
         self._all: list[Segment] = []
         self._total = 0
 
-    def take(self, nbytes: int) -> Segment | None:
+    def take(self, nbytes: int) -> Loan | None:
         """Return a segment of at least `nbytes`, or None where there is no shared memory to be had."""
         with self._lock:
             fitting = [s for s in self._idle if len(s.memory) >= nbytes]
             if fitting:
                 best = min(fitting, key=lambda s: len(s.memory))
                 self._idle.remove(best)
-                return best
+                return Loan(best, self._give)
             size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
             if self._total + size > _MOST:
                 return None
@@ -71,19 +108,9 @@ class SharedPool:
             if made is not None:
                 self._all.append(made)
                 self._total += size
-            return made
+            return Loan(made, self._give) if made is not None else None
 
-    def private(self, segment: Segment, nbytes: int) -> mmap.mmap:
-        """Return a private mapping of a segment's bytes, for a tensor to live in; the segment comes back when the mapping dies.
-
-        So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner, or a forked child, writes
-        must stay its own.
-        """
-        mapped = mmap.mmap(segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        weakref.finalize(mapped, self.give, segment).atexit = False
-        return mapped
-
-    def give(self, segment: Segment) -> None:
+    def _give(self, segment: Segment) -> None:
         """Take back a segment that nobody reads or writes any more."""
         with self._lock:
             self._idle.append(segment)
@@ -160,13 +187,13 @@ class KeptMemory:
                 self._total += len(memory)
 
 
-def challenge(pool: SharedPool) -> tuple[Segment | None, bytes]:
+def challenge(pool: SharedPool) -> tuple[Loan | None, bytes]:
     """Return a segment with a secret in it, and the secret: a worker that can tell it shares this memory."""
     token = secrets.token_bytes(16)
-    segment = pool.take(_SMALLEST)
-    if segment is not None:
-        segment.memory[:16] = token
-    return segment, token
+    loan = pool.take(_SMALLEST)
+    if loan is not None:
+        loan.memory[:16] = token
+    return loan, token
 
 
 def answer(name: str) -> bytes:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .errors import WaitTimeout
 from .failure import remote_error
+from .line import user_line
+from .node import line_text
 from .requests import Request
 from .spec import Spec
 from .stall import note_wait
@@ -116,12 +119,22 @@ class _Wanted:
     param: bool | None
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: Any, timeout: float | None = None) -> Any:
     """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
 
-    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one.
+    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or `WaitTimeout` after `timeout`
+    seconds.
     """
     started = time.perf_counter()
-    values = fetch_async(tree).result()
+    future = fetch_async(tree)
+    try:
+        values = future.result(timeout)
+    except (TimeoutError, concurrent.futures.TimeoutError):
+        if future.done():  # it is what an operation failed with
+            raise
+        raise WaitTimeout(
+            f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
+            "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
+        ) from None
     note_wait("explicit fetch", started)
     return values

@@ -47,7 +47,7 @@ MASTER = {
     "tensor": "context dispatch errors handle render session transfer",
     "composite": "dispatch first handle issue line spec tensor transfer",
     "factories": "context errors handle session tensor",
-    "fetch": "failure requests spec stall tensor transfer",
+    "fetch": "errors failure line node requests spec stall tensor transfer",
     "random": "first handle issue line node session spec tensor transfer",
     "uninitialized": "tensor",
     "order": "handle node stretches wire.messages",

@@ -516,7 +516,7 @@ def test_an_event_of_a_default_stream_crosses_too(fresh_session: Callable[..., A
 
 def test_a_wait_past_its_deadline_names_both_lines(pair: tuple[dr.Stream, dr.Stream]) -> None:
     with dr.stream(pair[0]):
-        slow(products=600)
+        x = slow(products=600)
         event = pair[0].record_event()  # recorded here
     with pytest.raises(dr.WaitTimeout) as caught:
         event.synchronize(timeout=0.05)  # waited here
@@ -524,7 +524,12 @@ def test_a_wait_past_its_deadline_names_both_lines(pair: tuple[dr.Stream, dr.Str
     assert "event = pair[0].record_event()  # recorded here" in text
     assert "event.synchronize(timeout=0.05)  # waited here" in text
     assert isinstance(caught.value, TimeoutError)
-    for wait in (lambda: pair[0].synchronize(0.01), lambda: dr.synchronize(0, timeout=0.01), lambda: dr.synchronize(0, "cpu", 0.01)):
+    for wait in (
+        lambda: pair[0].synchronize(0.01),
+        lambda: dr.synchronize(0, timeout=0.01),
+        lambda: dr.synchronize(0, "cpu", 0.01),
+        lambda: dr.fetch(x, 0.01),
+    ):
         with pytest.raises(dr.WaitTimeout):
             wait()
     pair[0].cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-PROTOCOL = 1  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 2  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -47,8 +47,9 @@ class Hello:
 class Welcome:
     """Worker to master: the session is open; this is who I am and what I have.
 
-    `devices` is a list of [name, description, total bytes, free bytes]; `simulated` says that the GPUs are CPU tensors. `shared` is the
-    secret in the shared memory that `Hello.shared` names, empty where the worker cannot read it.
+    `devices` is a list of [name, description, total bytes, free bytes, compute capability, bytes that the caching allocator has given
+    out, bytes that it has reserved]; `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
+    `Hello.shared` names, empty where the worker cannot read it.
     """
 
     protocol: int

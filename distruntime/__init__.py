@@ -46,6 +46,7 @@ from .factories import (
 )
 from .fetch import Fetched, fetch, fetch_async, synchronize
 from .handle import Place
+from .memory import Memory, memory
 from .placing import device, node, on, place, set_place
 from .random import manual_seed
 from .session import Session
@@ -71,6 +72,7 @@ __all__ = [
     "IntTensor",
     "InternalError",
     "LongTensor",
+    "Memory",
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
@@ -96,6 +98,7 @@ __all__ = [
     "linspace",
     "logspace",
     "manual_seed",
+    "memory",
     "node",
     "nodes",
     "on",

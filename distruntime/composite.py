@@ -161,7 +161,7 @@ class _Whole(torch.autograd.Function):
         number, words = template(
             None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place.node, name="distruntime::record"
         )
-        handles = [Handle(next_ref(), s, place, Storage()) for s in (*specs, _NO_TENSOR)]
+        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*specs, _NO_TENSOR)]
         issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
         ctx.tape = handles.pop()
         ctx.wanted = flags
@@ -186,7 +186,7 @@ class _Whole(torch.autograd.Function):
         number, words = template(
             None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
         )
-        handles = [Handle(next_ref(), _dense(t._handle.spec), place, Storage()) for t in wanted]
+        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
         issue([number, *words, *(h.ref for h in handles)], handles, (), place.node, user_line())
         made = iter(handles)
         return None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)

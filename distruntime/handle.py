@@ -58,11 +58,14 @@ class Residence:
 
 
 class Storage:
-    """The memory that a tensor and its views share: the position in its node's log of the last instruction that changes it."""
+    """The memory that a tensor and its views share: what it was made for, which says how large it is when only a view is left, and the
+    position in its node's log of the last instruction that changes it.
+    """
 
-    __slots__ = ("written",)
+    __slots__ = ("spec", "written")
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.written = 0
 
 

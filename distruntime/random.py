@@ -59,7 +59,8 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     place.node.require_alive()
     size = _state_bytes(place)
     home = session.residence(Place(place.place.node, "cpu")) if "cpu" in session.devices(place.place.node) else place
-    handle = Handle(next_ref(), spec((size,), (1,), 0, torch.uint8), home, Storage())
+    state = spec((size,), (1,), 0, torch.uint8)
+    handle = Handle(next_ref(), state, home, Storage(state))
     _call(place.node, "get_rng_state", [place.lazy], handle)
     return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .handle import Place
+from .node import Node
 from .session import Session, active_session
 from .text import size_text, table_html, table_text
 
@@ -85,42 +86,38 @@ def _cards(node: NodeInfo) -> str:
 
 def nodes() -> Nodes:
     """Return the session's nodes with fresh memory figures and round trips. Block for one round trip, at most 1 s."""
-    return _nodes(active_session(), fresh=True)
+    session = active_session()
+    return Nodes(node_info(session, node) for node in session.nodes)
 
 
 def nodes_table(session: Session) -> str:
     """Return the table from what the workers said when they joined."""
-    return repr(_nodes(session, fresh=False))
+    return repr(Nodes(node_info(session, node, fresh=False) for node in session.nodes))
 
 
-def _nodes(session: Session, fresh: bool) -> Nodes:
-    infos = []
-    for node in session.nodes:
-        welcome = node.welcome
-        assert welcome is not None
-        devices = welcome.devices
-        if fresh and node.failed is None:
-            started = time.perf_counter()
-            asked = session.ask(node, "info")
-            if session.result(asked, 1.0) and asked.lost is None:
-                node.round_trip = time.perf_counter() - started
-                devices = asked.value
-            else:
-                session.requests.forget(asked)
-        rows = tuple(Device(name, session.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
-        state = "ready" if node.failed is None else node.failed
-        infos.append(
-            NodeInfo(
-                node.index,
-                welcome.host,
-                welcome.pid,
-                node.address,
-                rows,
-                welcome.simulated,
-                welcome.torch,
-                welcome.python,
-                node.round_trip,
-                state,
-            )
-        )
-    return Nodes(infos)
+def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
+    """Return what is known of one node, with figures asked for now or from when it joined. Block for one round trip, at most 1 s."""
+    welcome = node.welcome
+    assert welcome is not None
+    devices = welcome.devices
+    if fresh and node.failed is None:
+        started = time.perf_counter()
+        asked = session.ask(node, "info")
+        if session.result(asked, 1.0) and asked.lost is None:
+            node.round_trip = time.perf_counter() - started
+            devices = asked.value
+        else:
+            session.requests.forget(asked)
+    rows = tuple(Device(name, session.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
+    return NodeInfo(
+        node.index,
+        welcome.host,
+        welcome.pid,
+        node.address,
+        rows,
+        welcome.simulated,
+        welcome.torch,
+        welcome.python,
+        node.round_trip,
+        "ready" if node.failed is None else node.failed,
+    )

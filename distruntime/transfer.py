@@ -36,7 +36,8 @@ def upload(
     node.require_alive()
     if into is None:
         contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        handle = Handle(next_ref(), spec_of(contiguous), place, Storage())
+        spec = spec_of(contiguous)
+        handle = Handle(next_ref(), spec, place, Storage(spec))
     else:
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous)

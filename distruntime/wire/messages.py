@@ -109,7 +109,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Master to worker: reply about the worker itself, at once: "info", "memory", or "status" (what it is computing)."""
+    """Master to worker: reply about the worker itself, at once.
+
+    "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing.
+    """
 
     request: int
     what: str

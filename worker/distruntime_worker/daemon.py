@@ -25,6 +25,7 @@ from distruntime.wire.shared import answer
 from .config import WorkerConfig
 from .devices import Devices
 from .executor import Executor
+from .objects import Poisoned
 
 log = logging.getLogger("distruntime.worker")
 
@@ -228,7 +229,11 @@ class Daemon:
         if what == "info":
             return self._devices.info()
         if what == "memory":
-            return [len(executor.slots), executor.executed]
+            return [
+                len(executor.slots),
+                executor.executed,
+                [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
+            ]
         raise ProtocolError(f"nothing is known about {what[:40]!r}")
 
 

@@ -196,7 +196,7 @@ class Executor:
                 value = bytes_tensor(dtype, sizes, self._payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
             slots[ref] = value if real.type == "cpu" else value.to(real)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             cause = failure(error, seq=self._segment.seq, position=self._segment.start + i, op="upload", operands=text)
             self._failures.append(cause)

@@ -5,6 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
+from .config import Settings, config
 from .connect import init_master_worker, is_initialized, shutdown
 from .errors import (
     ConfigurationError,
@@ -82,10 +83,12 @@ __all__ = [
     "RemoteError",
     "Session",
     "SessionClosed",
+    "Settings",
     "ShortTensor",
     "Stall",
     "UsageError",
     "arange",
+    "config",
     "device",
     "empty",
     "eye",

@@ -26,6 +26,7 @@ from .config import WorkerConfig
 from .devices import Devices
 from .executor import Executor
 from .objects import Poisoned
+from .settings import per_thread, restore
 
 log = logging.getLogger("distruntime.worker")
 
@@ -75,6 +76,7 @@ class _Master:
         with torch.no_grad():
             while (item := self._segments.get()) is not None:
                 try:
+                    per_thread.apply()
                     self.executor.run(*item)
                 except Exception as error:  # the master must hear of it, whatever it is
                     self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
@@ -200,6 +202,7 @@ class Daemon:
         elif self._master is not None:
             reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
         else:
+            restore()
             self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
             log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
             version = platform.python_version()

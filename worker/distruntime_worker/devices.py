@@ -9,6 +9,8 @@ import torch
 
 from distruntime.errors import ConfigurationError
 
+from .settings import per_thread
+
 _MOST = 127
 
 
@@ -55,7 +57,7 @@ class Devices:
         rows: list[list[Any]] = []
         for name in self.names:
             if name == "cpu":
-                rows.append([name, f"{torch.get_num_threads()} threads", *memory(), "", 0, 0])
+                rows.append([name, f"{per_thread.num_threads} threads", *memory(), "", 0, 0])
             elif self.simulated:
                 rows.append([name, "simulated", *memory(), "", 0, 0])
             else:

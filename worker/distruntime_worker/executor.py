@@ -234,6 +234,7 @@ class Executor:
 
     def _answer(self, fetch: Fetch) -> None:
         if fetch.form == "done":
+            self._orphans.clear()  # their segments' `Done`, which went before, has told whoever waits here
             self._send(Reply(fetch.request, None), None)
             return
         value = self.slots.get(fetch.ref)

@@ -1,4 +1,4 @@
-"""Operations of a worker that are not torch operators: random state, and composites that are recorded here with their backward.
+"""Operations of a worker that are not torch operators: settings, random state, and composites that are recorded here with their backward.
 
 Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from .settings import configure, settings
 
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
@@ -79,6 +81,8 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::config": configure,
+    "distruntime::settings": settings,
     "distruntime::manual_seed": manual_seed,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,

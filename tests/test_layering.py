@@ -67,6 +67,7 @@ WORKER = {
     "devices": "settings",
     "functions": "settings",
     "objects": "",
+    "staging": "",
     "template": "",
     "executor": "devices functions objects template",
     "daemon": "config devices executor objects settings",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, latency, streams, training_step
+from . import bandwidth, distance, floor, gpu, latency, streams, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "bandwidth": bandwidth.measure,
     "streams": streams.measure,
     "distance": distance.measure,
+    "gpu": gpu.measure,
 }
 
 
@@ -44,7 +45,7 @@ def row(figure: Figure) -> str:
 def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is given")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is given, gpu only where there is one")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that they run, not to quote")
     asked = parser.parse_args()
     unknown = set(asked.names) - set(BENCHMARKS)
@@ -54,7 +55,7 @@ def main() -> int:
     print(f"{datetime.date.today()}, {machine()}, load {os.getloadavg()[0]:.1f}\n")
     print("| figure | measured | bar | met | in numbers |\n|---|---|---|---|---|", flush=True)
     figures: list[Figure] = []
-    for name in asked.names or BENCHMARKS:
+    for name in asked.names or [name for name in BENCHMARKS if name != "gpu" or torch.cuda.is_available()]:
         found = BENCHMARKS[name](asked.quick)
         figures += found
         print("\n".join(map(row, found)), flush=True)

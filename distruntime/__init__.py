@@ -5,6 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
+from .config import Settings, config
 from .connect import init_master_worker, is_initialized, shutdown
 from .errors import (
     ConfigurationError,
@@ -48,6 +49,7 @@ from .factories import (
 )
 from .fetch import Fetched, fetch, fetch_async
 from .handle import Place
+from .memory import Memory, memory
 from .placing import device, node, on, place, set_place
 from .random import manual_seed
 from .session import Session
@@ -75,6 +77,7 @@ __all__ = [
     "IntTensor",
     "InternalError",
     "LongTensor",
+    "Memory",
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
@@ -84,6 +87,7 @@ __all__ = [
     "RemoteError",
     "Session",
     "SessionClosed",
+    "Settings",
     "ShortTensor",
     "Stall",
     "Stream",
@@ -91,6 +95,7 @@ __all__ = [
     "UsageError",
     "WaitTimeout",
     "arange",
+    "config",
     "current_stream",
     "default_stream",
     "device",
@@ -105,6 +110,7 @@ __all__ = [
     "linspace",
     "logspace",
     "manual_seed",
+    "memory",
     "node",
     "nodes",
     "on",

@@ -162,7 +162,7 @@ class _Whole(torch.autograd.Function):
         number, words = template(
             None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place.node, name="distruntime::record"
         )
-        handles = [Handle(next_ref(), s, place, Storage()) for s in (*specs, _NO_TENSOR)]
+        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*specs, _NO_TENSOR)]
         send = issue_draw if any(a.name.startswith("dropout") and p for a, p in zip(op._schema.arguments, by_name)) else issue
         send([number, *words, *(h.ref for h in handles)], handles, [t._handle for t in tensors], (), place, user_line())
         ctx.tape = handles.pop()
@@ -188,7 +188,7 @@ class _Whole(torch.autograd.Function):
         number, words = template(
             None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
         )
-        handles = [Handle(next_ref(), _dense(t._handle.spec), place, Storage()) for t in wanted]
+        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
         operands = [ctx.tape, *(g._handle for g in grads if g is not None)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)

@@ -103,7 +103,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ref = next_ref()
     words[0] = template
     words.append(ref)
-    handle = Handle(ref, spec, place, Storage() if alias is None else args[alias]._handle.storage)
+    handle = Handle(ref, spec, place, Storage(spec) if alias is None else args[alias]._handle.storage)
     out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, _strided, place.lazy, storage_size=HUGE)
     out._handle = handle
     frame = _getframe(1)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import builtins
+import re
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
 
 from .errors import InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, WaitTimeout
+from .holders import held
 from .node import Cause, Node
+from .text import size_text
+from .wire.messages import Failure
+
+_MOST_HOLDERS = 5
 
 
 class WorkerTraceback(Exception):
@@ -50,14 +57,45 @@ def _class(kind: str) -> type[RemoteError]:
     return made
 
 
-def remote_error(node: Node, cause: Cause) -> RemoteError:
-    """Return the exception for a failure; raise it where the call stands, so that no local keeps it."""
+def out_of_memory(failure: Failure) -> bool:
+    """Whether a worker's allocator had no more."""
+    # torch's CPU allocator raises a plain RuntimeError, mmap an OSError.
+    return (
+        failure.kind in ("torch.OutOfMemoryError", "MemoryError") or re.search("(can't|Cannot) allocate memory", failure.text) is not None
+    )
+
+
+def _holders(node: Node, failure: Failure, poisoned: Collection[int]) -> list[str]:
+    """Return lines about who holds the memory that the failed instruction did not get, of what was issued before it and lives still."""
+    everyone, _ = held([node], before=failure.position, poisoned=poisoned)
+    card = re.search(r"\bGPU (\d+)", failure.text)
+    simulated = node.welcome is not None and node.welcome.simulated  # simulated GPUs are main memory
+    device = f"cuda:{card[1]}" if card else "cpu"
+    there = [h for h in everyone if h.place.device == device or (simulated and not card)]
+    lines = [
+        f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in there[:_MOST_HOLDERS]
+    ]
+    if len(there) > _MOST_HOLDERS:
+        rest = there[_MOST_HOLDERS:]
+        lines.append(
+            f"  held there: {size_text(sum(h.nbytes for h in rest))} by {len(rest)} more lines; dr.memory({node.index}) lists them"
+        )
+    return lines
+
+
+def remote_error(node: Node, cause: Cause, poisoned: Collection[int] = ()) -> RemoteError:
+    """Return the exception for a failure; raise it where the call stands, so that no local keeps it.
+
+    `poisoned` are refs that hold nothing, for who asked: an error about memory then does not name them as holders.
+    """
     failure = cause.failure
     known = failure.kind in _KNOWN
     text = failure.text if known else f"{failure.kind}: {failure.text}"
     lines = [text, f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else "")]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
+    if out_of_memory(failure):
+        lines += _holders(node, failure, poisoned)
     error = _class(failure.kind)("\n".join(lines))
     error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
     return error

@@ -165,7 +165,7 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
 # A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
 def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence) -> Any:
     if isinstance(result, New):
-        storage = Storage() if result.alias is None else operands[result.alias]._handle.storage
+        storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage
         handle = Handle(next_ref(), result.spec, place, storage)
         words.append(handle.ref)
         fresh.append(handle)
@@ -340,7 +340,7 @@ def learn(
         number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
         request = session.requests.new(node)
         refs = [next_ref() for _ in range(count)]
-        handles = [Handle(ref, _PENDING, place, Storage()) for ref in refs]
+        handles = [Handle(ref, _PENDING, place, Storage(_PENDING)) for ref in refs]
         issue(
             [LEARN, request.number, number, *words, *refs],
             handles,
@@ -372,6 +372,8 @@ def learn(
             continue
         if alias is not None:
             handle.storage = operands[alias]._handle.storage
+        else:
+            handle.storage.spec = handle.spec
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
     if (

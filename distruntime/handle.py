@@ -64,14 +64,16 @@ class Residence:
 
 
 class Storage:
-    """The memory that a tensor and its views share: the position in its node's log of the last instruction that changes it.
+    """The memory that a tensor and its views share: what it was made for, which says how large it is when only a view is left, and the
+    position in its node's log of the last instruction that changes it.
 
     `order` says which streams used it, once there are several: see order.py.
     """
 
-    __slots__ = ("order", "written")
+    __slots__ = ("order", "spec", "written")
 
-    def __init__(self) -> None:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.written = 0
         self.order: Any = None
 

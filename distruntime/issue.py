@@ -30,12 +30,14 @@ def issue(
 
 
 def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line) -> None:
-    """As `issue`, for what concerns a whole device, such as its random generator: on the default stream."""
+    """As `issue`, for what concerns a whole worker, its generators or settings: after all before it, and before all after it."""
     with node.lock:
         if node.order is None:
             _append(words, fresh, (), node, line)
         else:
+            node.order.fence()
             node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
+            node.order.follow()
 
 
 def issue_draw(

@@ -12,11 +12,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from .handle import Handle, Storage
 from .node import Line, Node
+from .spec import spec
 from .stretches import StretchedLog
 from .wire.messages import RELEASE, WAIT
 
+_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 _KEPT = 64  # snapshots of a stream's clock: an older position counts as the oldest of them, which only costs a wait too many
 
 
@@ -40,7 +44,7 @@ class Order:
         self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
         self.last: dict[int, int] = {}  # position after each stream's last instruction
         self.checked: dict[int, int] = {}  # the same of its last instruction that only checks
-        self.generator = Storage()  # the random generators of the node count as one storage: every draw writes it
+        self.generator = Storage(_NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
         self._clocks: dict[int, dict[int, int]] = {0: {}}
         self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}  # (position, clock from there on), the newest last
         self._makers: dict[int, int] = {}  # stream by ref, where it is not 0
@@ -182,6 +186,11 @@ class Order:
         for stream, position in list(self.last.items()):
             if stream:
                 self.wait(0, stream, position)
+
+    def follow(self) -> None:
+        """Make every stream wait for what stream 0 has been given."""
+        for stream in list(self.last):
+            self.wait(stream, 0, self.last[0])
 
     def ready(self, handle: Handle) -> list[int]:
         """Return [stream, position, ...]: where a value is what a read issued now must see."""

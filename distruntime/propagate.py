@@ -96,6 +96,7 @@ def aliases(
     sets: dict[str, int] = {}
     written: list[int] = []
     number = 0
+    whole: int | None = None  # the operand that a list of views is of: `split(Tensor(a -> *) self) -> Tensor(a)[]`
     for k, argument in enumerate(schema.arguments):
         if not argument.kwarg_only and k < len(args):
             value = args[k]
@@ -107,13 +108,16 @@ def aliases(
         if argument.alias_info is not None:
             for name in argument.alias_info.before_set:
                 sets.setdefault(name, number)
+            if "*" in argument.alias_info.after_set:
+                whole = number
             if argument.alias_info.is_write:
                 written += range(number, number + here)
         number += here
     shared: list[int | None] = []
     for result in schema.returns:
         info = result.alias_info
-        found = next((sets[name] for name in info.before_set if name in sets), None) if info is not None else None
+        # Of a list the binding gives an empty set of names.
+        found = next((sets[name] for name in info.before_set if name in sets), whole) if info is not None else None
         if found is None and schema.name in _HIDDEN_VIEWS:
             found = 0
         shared.append(found)

@@ -6,15 +6,11 @@ one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .first import template, wrap
+from .first import wrap
+from .functions import issue_function
 from .handle import Handle, Place, Residence, Storage, next_ref
-from .issue import issue_default
-from .line import user_line
-from .node import Node
 from .session import Session, active_session
 from .spec import spec
 from .tensor import DistributedTensor
@@ -35,15 +31,7 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
         if node.failed is None:
             own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
             for name in session.devices(node.index):
-                _call(node, "manual_seed", [torch.device(name), str(own)])
-
-
-def _call(node: Node, function: str, args: list[Any], fresh: Handle | None = None) -> None:
-    """Issue one of the worker's own functions."""
-    number, words = template(None, DistributedTensor, args, {}, 0 if fresh is None else 1, node, name=f"distruntime::{function}")
-    handles = [] if fresh is None else [fresh]
-    operands = [a._handle for a in args if isinstance(a, DistributedTensor)]
-    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
+                issue_function(node, "manual_seed", [torch.device(name), str(own)])
 
 
 def _state_bytes(place: Residence) -> int:
@@ -61,8 +49,9 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     place.node.require_alive()
     size = _state_bytes(place)
     home = session.residence(Place(place.place.node, "cpu")) if "cpu" in session.devices(place.place.node) else place
-    handle = Handle(next_ref(), spec((size,), (1,), 0, torch.uint8), home, Storage())
-    _call(place.node, "get_rng_state", [place.lazy], handle)
+    state = spec((size,), (1,), 0, torch.uint8)
+    handle = Handle(next_ref(), state, home, Storage(state))
+    issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)
     return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
 
 
@@ -71,4 +60,4 @@ def set_rng_state(state: torch.Tensor, place: Residence) -> None:
     if not isinstance(state, DistributedTensor) or state.get_node() != place.place.node:
         local = state.cpu()
         state = wrap(DistributedTensor, upload(local, place))
-    _call(place.node, "set_rng_state", [place.lazy, state])
+    issue_function(place.node, "set_rng_state", [place.lazy, state])

@@ -15,10 +15,10 @@ from typing import Any
 
 from .context import current_device, current_gpu, current_node
 from .errors import PlacementError, ProtocolError, SessionClosed
-from .failure import remote_error
+from .failure import out_of_memory, remote_error
 from .handle import Place, Residence
 from .launch import LocalWorker
-from .node import Node, Sent
+from .node import Cause, Node, Sent
 from .requests import Request, Requests
 from .stall import note_wait
 from .wire.channel import Channel, ChannelClosed, PeerGone
@@ -216,7 +216,7 @@ class Session:
     def raise_for(self, request: Request) -> None:
         """Raise what an answered request failed with, if it failed."""
         if request.cause is not None:
-            raise remote_error(request.node, request.cause)
+            raise remote_error(request.node, request.cause, self._poisoned_if(request.cause, request.node))
         if request.lost is not None:
             if self.closed:
                 raise SessionClosed(f"the session was shut down while a value was on its way ({self.closed})")
@@ -257,7 +257,20 @@ class Session:
             node.unread.clear()
             if more:
                 log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
-            raise remote_error(node, cause)
+            raise remote_error(node, cause, self._poisoned_if(cause, node))
+
+    def poisoned(self, node: Node) -> frozenset[int]:
+        """Return the refs that are poisoned on a worker. Block for one round trip, at most 1 s; nothing is known of a lost worker."""
+        if self.closed is not None or node.failed is not None:
+            return frozenset()
+        asked = self.ask(node, "memory")
+        if not self.result(asked, 1.0):
+            self.requests.forget(asked)
+        return frozenset(asked.value[2]) if asked.value is not None else frozenset()
+
+    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[int]:
+        # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
+        return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
     def post(self, node: Node, message: Message) -> None:
         """Send one message without payload to a worker."""

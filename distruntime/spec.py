@@ -26,14 +26,21 @@ class Spec:
         """Bytes of the elements, as if contiguous."""
         return self.size.numel() * self.dtype.itemsize
 
+    @property
+    def extent(self) -> int:
+        """Bytes from the start of the storage to the end of the last element: what the storage holds at least."""
+        return (self.offset + self._span()) * self.dtype.itemsize if self.size.numel() else 0
+
+    def _span(self) -> int:
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride)) if self.size.numel() else 0
+
     def wire(self) -> list[object]:
         """Return the spec as it travels."""
         return [list(self.size), list(self.stride), self.offset, dtype_name(self.dtype), self.bits]
 
     def meta(self) -> torch.Tensor:
         """Return a `meta` tensor of this metadata."""
-        span = 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride)) if self.size.numel() else 0
-        flat = torch.empty(self.offset + span, dtype=self.dtype, device="meta")
+        flat = torch.empty(self.offset + self._span(), dtype=self.dtype, device="meta")
         meta = (
             flat
             if (flat.size(), (1,), 0) == (self.size, self.stride, self.offset)

@@ -263,7 +263,7 @@ class Event:
         stamp: Handle | None = None
         with node.lock:
             if self.enable_timing:
-                stamp = Handle(next_ref(), _STAMP, stream.residence, Storage())
+                stamp = Handle(next_ref(), _STAMP, stream.residence, Storage(_STAMP))
                 with stream:
                     issue([STAMP, stamp.ref], [stamp], (), (), stream.residence, line)
             if node.order is None:
@@ -348,7 +348,7 @@ class Event:
         with node.lock:
             number, words = template(None, DistributedTensor, stamps, {}, 1, node, name="distruntime::elapsed_time")
             home = end.stream.residence
-            result = Handle(next_ref(), spec((), (), 0, torch.float64), home, Storage())
+            result = Handle(next_ref(), _TIME, home, Storage(_TIME))
             with end.stream:
                 issue([number, *words, result.ref], [result], [start.stamp, end.stamp], (), home, user_line())
         return float(item(result, "explicit elapsed_time"))
@@ -386,6 +386,7 @@ class _Forward:
 
 
 _STAMP = spec((0,), (1,), 0, torch.float32)
+_TIME = spec((), (), 0, torch.float64)
 
 
 def set_implicit_waits(enabled: bool) -> None:

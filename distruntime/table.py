@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import html
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from .handle import Place
-from .render import size_text
+from .node import Node
 from .session import Session, active_session
+from .text import size_text, table_html, table_text
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a node: its name, its number as `remote:k` (0 until a tensor lives there), what it is, memory in bytes."""
+    """A device of a node: its name, its number as `remote:k` (0 until a tensor lives there), what it is, memory in bytes.
+
+    Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and holds in all.
+    """
 
     name: str
     number: int
     description: str
     total: int
     free: int
+    capability: str
+    allocated: int
+    reserved: int
 
 
 @dataclass(frozen=True)
@@ -58,57 +65,59 @@ class Nodes(tuple[NodeInfo, ...]):
             else:
                 free, real, trip = "lost", [], ""
             rows.append([str(node.index), node.host, str(node.pid), names, " + ".join([free, *real]), node.torch, node.python, trip])
+        cards = [_cards(node) for node in self]
+        if any(cards):  # a column that only clusters with GPUs have
+            for row, text in zip(rows, ["GPUs", *cards]):
+                row.insert(4, text)
         return rows
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join((" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows)
+        return table_text(self._rows())
 
     def _repr_html_(self) -> str:
-        head, *body = self._rows()
-        cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{cells}</table>"
+        return table_html(self._rows())
+
+
+def _cards(node: NodeInfo) -> str:
+    """Return "8 × NVIDIA H200 (9.0, 139.8 GiB)" of a node's GPUs, equal ones together."""
+    kinds = Counter((d.description, d.capability, d.total) for d in node.devices if d.capability)
+    return ", ".join(f"{count} × {name} ({capability}, {size_text(total)})" for (name, capability, total), count in kinds.items())
 
 
 def nodes() -> Nodes:
     """Return the session's nodes with fresh memory figures and round trips. Block for one round trip, at most 1 s."""
-    return _nodes(active_session(), fresh=True)
+    session = active_session()
+    return Nodes(node_info(session, node) for node in session.nodes)
 
 
 def nodes_table(session: Session) -> str:
     """Return the table from what the workers said when they joined."""
-    return repr(_nodes(session, fresh=False))
+    return repr(Nodes(node_info(session, node, fresh=False) for node in session.nodes))
 
 
-def _nodes(session: Session, fresh: bool) -> Nodes:
-    infos = []
-    for node in session.nodes:
-        welcome = node.welcome
-        assert welcome is not None
-        devices = welcome.devices
-        if fresh and node.failed is None:
-            started = time.perf_counter()
-            asked = session.ask(node, "info")
-            if session.result(asked, 1.0) and asked.lost is None:
-                node.round_trip = time.perf_counter() - started
-                devices = asked.value
-            else:
-                session.requests.forget(asked)
-        rows = tuple(Device(name, session.number_of(Place(node.index, name)), what, total, free) for name, what, total, free in devices)
-        state = "ready" if node.failed is None else node.failed
-        infos.append(
-            NodeInfo(
-                node.index,
-                welcome.host,
-                welcome.pid,
-                node.address,
-                rows,
-                welcome.simulated,
-                welcome.torch,
-                welcome.python,
-                node.round_trip,
-                state,
-            )
-        )
-    return Nodes(infos)
+def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
+    """Return what is known of one node, with figures asked for now or from when it joined. Block for one round trip, at most 1 s."""
+    welcome = node.welcome
+    assert welcome is not None
+    devices = welcome.devices
+    if fresh and node.failed is None:
+        started = time.perf_counter()
+        asked = session.ask(node, "info")
+        if session.result(asked, 1.0) and asked.lost is None:
+            node.round_trip = time.perf_counter() - started
+            devices = asked.value
+        else:
+            session.requests.forget(asked)
+    rows = tuple(Device(name, session.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
+    return NodeInfo(
+        node.index,
+        welcome.host,
+        welcome.pid,
+        node.address,
+        rows,
+        welcome.simulated,
+        welcome.torch,
+        welcome.python,
+        node.round_trip,
+        "ready" if node.failed is None else node.failed,
+    )

@@ -36,7 +36,8 @@ def upload(
     node.require_alive()
     if into is None:
         contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        handle = Handle(next_ref(), spec_of(contiguous), place, Storage())
+        spec = spec_of(contiguous)
+        handle = Handle(next_ref(), spec, place, Storage(spec))
     else:
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous)
@@ -72,7 +73,7 @@ def ready(handle: Handle) -> list[int]:
 
 def _on_host(handle: Handle) -> Handle:
     """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the current stream."""
-    copy = Handle(next_ref(), handle.spec, handle.place, Storage())
+    copy = Handle(next_ref(), handle.spec, handle.place, Storage(handle.spec))
     issue([HOST, handle.ref, copy.ref], [copy], [handle], (), handle.place, user_line())
     return copy
 

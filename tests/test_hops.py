@@ -37,6 +37,7 @@ BESIDE_ON_THE_WORKER = {
     "Connections": "the socket's own loop",
     "_Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
     "Shield": "keeps Ctrl-C out of it",
+    "PerThread": "a look, once a segment, at whether `dr.config` said anything",
     "Daemon._watch": "looks for peers that left, between messages",
     "_Master.send": "the acknowledgement, after the kernel",
     "encode": "the acknowledgement",

@@ -97,6 +97,26 @@ def test_copies_keep_values_dtype_and_shape(session: object, dtype: torch.dtype,
     assert torch.equal(x.cpu(), local)
 
 
+def test_a_base_shows_what_was_written_to_a_list_of_its_views(session: object) -> None:
+    views: list[Callable[[Any], Any]] = [
+        lambda t: t.split(2)[0],
+        lambda t: t.unbind(0)[0],
+        lambda t: t.chunk(2)[0],
+        lambda t: t.tensor_split(2)[0],
+        lambda t: t.split([1, 3])[0],
+        lambda t: t.hsplit(2)[0],
+    ]
+    for view in views:
+        x = torch.zeros(4, 1 << 18, device=REMOTE)
+        dr.synchronize()
+        part = view(x)
+        for _ in range(20):
+            part.add_(1)
+        assert x[0, 0].item() == 20
+        part.add_(1)
+        assert x.cpu()[0, 0] == 21  # a read that does not wait for the view's last writer sees less
+
+
 def test_views_are_read_as_they_are(session: object) -> None:
     local = torch.arange(24.0).reshape(4, 6)
     x = local.to(REMOTE)

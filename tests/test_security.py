@@ -418,7 +418,7 @@ class BadWorker:
         while not self._stop.is_set():
             for _, frames in self._channel.receive(0.05):
                 if isinstance(decode(bytes_of(frames[0])), Hello):
-                    devices = [["cpu", "bad", 1, 1]]
+                    devices = [["cpu", "bad", 1, 1, "", 0, 0]]
                     welcome = Welcome(PROTOCOL, torch.__version__, platform.python_version(), "bad", os.getpid(), b"", devices, False)
                     self._channel.send(b"master", [encode(welcome)])
                     self.welcomed.set()

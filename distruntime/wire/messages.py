@@ -52,8 +52,9 @@ class Hello:
 class Welcome:
     """Worker to master: the session is open; this is who I am and what I have.
 
-    `devices` is a list of [name, description, total bytes, free bytes]; `simulated` says that the GPUs are CPU tensors. `shared` is the
-    secret in the shared memory that `Hello.shared` names, empty where the worker cannot read it.
+    `devices` is a list of [name, description, total bytes, free bytes, compute capability, bytes that the caching allocator has given
+    out, bytes that it has reserved]; `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
+    `Hello.shared` names, empty where the worker cannot read it.
     """
 
     protocol: int
@@ -128,7 +129,8 @@ class Fetch:
 class Ask:
     """Master to worker: reply about the worker itself, at once.
 
-    `what` is "info", "memory", "status" (what it is computing) or "passed" (whether the streams of `detail` are at their positions).
+    "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing,
+    "passed" whether the streams of `detail` are at their positions.
     """
 
     request: int
@@ -138,7 +140,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """To a worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+    """Master to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
 
     The master forwards it today; a worker may send it to another once they have a channel of their own.
     """

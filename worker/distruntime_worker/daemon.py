@@ -39,6 +39,8 @@ from distruntime.wire.shared import answer
 from .config import WorkerConfig
 from .devices import Devices
 from .executor import Executor
+from .objects import Poisoned
+from .settings import per_thread, restore
 from .streams import Stream, Work
 
 log = logging.getLogger("distruntime.worker")
@@ -97,6 +99,7 @@ class _Master:
             while (item := stream.queue.get()) is not None:
                 work, first, stop = item
                 try:
+                    per_thread.apply()
                     if work.segment.stretches:
                         executor.run_stretch(stream, work, first, stop)
                     else:
@@ -240,6 +243,7 @@ class Daemon:
         elif self._master is not None:
             reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
         else:
+            restore()
             self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
             log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
             version = platform.python_version()
@@ -271,7 +275,11 @@ class Daemon:
         if what == "passed":
             return executor.passed(detail)
         if what == "memory":
-            return [len(executor.slots), executor.executed]
+            return [
+                len(executor.slots),
+                executor.executed,
+                [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
+            ]
         raise ProtocolError(f"nothing is known about {what[:40]!r}")
 
 

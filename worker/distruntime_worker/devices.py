@@ -9,6 +9,8 @@ import torch
 
 from distruntime.errors import ConfigurationError
 
+from .settings import per_thread
+
 _MOST = 127
 
 
@@ -50,14 +52,19 @@ class Devices:
         return torch.device("cpu") if self.simulated else named
 
     def info(self) -> list[list[Any]]:
-        """Return [name, description, total bytes, free bytes] of every device."""
+        """Return [name, description, total bytes, free bytes, compute capability, allocated bytes, reserved bytes] of every device.
+
+        The capability is "" and the last two are 0 where there is no GPU and so no caching allocator.
+        """
         rows: list[list[Any]] = []
         for name in self.names:
             if name == "cpu":
-                rows.append([name, f"{torch.get_num_threads()} threads", *memory()])
+                rows.append([name, f"{per_thread.num_threads} threads", *memory(), "", 0, 0])
             elif self.simulated:
-                rows.append([name, "simulated", *memory()])
+                rows.append([name, "simulated", *memory(), "", 0, 0])
             else:
                 free, total = torch.cuda.mem_get_info(name)
-                rows.append([name, torch.cuda.get_device_name(name), total, free])
+                capability = ".".join(map(str, torch.cuda.get_device_capability(name)))
+                held = torch.cuda.memory_allocated(name), torch.cuda.memory_reserved(name)
+                rows.append([name, torch.cuda.get_device_name(name), total, free, capability, *held])
         return rows

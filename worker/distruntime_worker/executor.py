@@ -44,6 +44,7 @@ from distruntime.wire.shared import Attached, KeptMemory
 from .devices import Devices
 from .functions import FUNCTIONS
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
+from .staging import Staging
 from .streams import MOST_STREAMS, HostCopy, Stamp, Stream, Work
 from .template import Run, Template, operator
 
@@ -91,6 +92,7 @@ class Executor:
         self._started: dict[int, float] = {}  # by stream
         self._shared = Attached()
         self._kept = KeptMemory()
+        self._staging = Staging()
         self.running = False  # whether stream 0 runs a segment
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
@@ -315,8 +317,8 @@ class Executor:
             else:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
-            slots[ref] = value if real.type == "cpu" else value.to(real)
-        except RuntimeError as error:
+            slots[ref] = self._staging.to(real, value) if real.type == "cuda" else value.to(real)
+        except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))
         return i + 6

@@ -1,4 +1,4 @@
-"""Operations of a worker that are not torch operators: random state, and composites that are recorded here with their backward.
+"""Operations of a worker that are not torch operators: settings, random state, and composites that are recorded here with their backward.
 
 Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .settings import configure, settings
 from .streams import elapsed_time
 
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
@@ -81,7 +82,9 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::config": configure,
     "distruntime::elapsed_time": elapsed_time,
+    "distruntime::settings": settings,
     "distruntime::manual_seed": manual_seed,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,

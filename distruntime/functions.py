@@ -1,0 +1,42 @@
+"""The worker's own functions, those that are no operators: calling one as an instruction of the log, or for what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .first import template
+from .handle import Handle, Place, Storage, next_ref
+from .issue import issue_default
+from .line import user_line
+from .node import Node
+from .spec import spec
+from .tensor import DistributedTensor
+from .wire.messages import LEARN
+
+_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
+
+
+def issue_function(
+    node: Node, function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, fresh: Handle | None = None
+) -> None:
+    """Issue a call; `fresh` is the handle of its result, if it has one. Return at once."""
+    results = 0 if fresh is None else 1
+    number, words = template(None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}")
+    handles = [] if fresh is None else [fresh]
+    operands = [a._handle for a in args if isinstance(a, DistributedTensor)]
+    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
+
+
+def read_function(node: Node, function: str) -> Any:
+    """Return what a call without arguments returns, of numbers, strings and lists. Block until everything issued before it has run."""
+    session = node.session
+    number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
+    with node.lock:
+        request = session.requests.new(node)
+        kept = Handle(next_ref(), _NO_TENSOR, session.residence(Place(node.index, session.devices(node.index)[0])), Storage(_NO_TENSOR))
+        issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
+        node.flush()
+    return session.value(request)[0]

@@ -1,0 +1,73 @@
+"""Who holds memory on the workers: the live values, each storage once, summed by the line of the master that made them.
+
+Found by a walk over everything that Python's collector knows, because a registry would cost every operation something. Nothing that is
+found is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import CodeType
+
+from .handle import Handle, Place
+from .node import Node, line_text
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory that one line of the master holds at one place: bytes, and how many tensors these are. Views count with their base."""
+
+    nbytes: int
+    tensors: int
+    place: Place
+    line: str
+
+
+@dataclass(slots=True)
+class _Held:
+    """One storage: its bytes, and the oldest live value in it, which names the line."""
+
+    nbytes: int
+    position: int
+    place: Place
+    line: tuple[CodeType | None, int]
+
+
+def held(nodes: Collection[Node], *, before: int | None = None, poisoned: Collection[int] = ()) -> tuple[list[Holder], Counter[Place]]:
+    """Return who holds memory on these nodes, biggest first, and how many values live at each place.
+
+    `before` leaves out what was issued behind that position of the log, `poisoned` the refs that are known to hold nothing.
+    """
+    storages: dict[int, _Held] = {}
+    values: Counter[Place] = Counter()
+    found = [thing for thing in gc.get_objects() if type(thing) is Handle]  # all at once, so that a storage's id stays its own
+    handle = None
+    try:
+        for handle in found:
+            born = getattr(handle, "born", None)  # not there yet where another thread is just making one
+            if born is None or handle.place.node not in nodes or handle.ref in poisoned or (before is not None and born[0] > before):
+                continue
+            values[handle.place.place] += 1
+            nbytes = max(handle.spec.extent, handle.storage.spec.extent)
+            known = storages.setdefault(id(handle.storage), _Held(nbytes, born[0], handle.place.place, born[1:]))
+            known.nbytes = max(known.nbytes, nbytes)
+            if born[0] < known.position:
+                known.position, known.line = born[0], born[1:]
+    finally:
+        del handle, found  # Ctrl-C would keep this frame
+    return _by_line(storages.values()), values
+
+
+def _by_line(storages: Collection[_Held]) -> list[Holder]:
+    texts = {line: line_text((0, *line)) for line in {storage.line for storage in storages}}
+    nbytes: Counter[tuple[Place, str]] = Counter()
+    tensors: Counter[tuple[Place, str]] = Counter()
+    for storage in storages:
+        if storage.nbytes:
+            key = storage.place, texts[storage.line]
+            nbytes[key] += storage.nbytes
+            tensors[key] += 1
+    return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]

@@ -33,7 +33,7 @@ from distruntime.wire.messages import (
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .devices import Devices
-from .functions import FUNCTIONS
+from .functions import FUNCTIONS, Tape
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
 from .template import Run, Template, operator
 
@@ -176,7 +176,8 @@ class Executor:
             bad = next((v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)), None)
         if bad is None:
             try:
-                self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in results]), None)
+                shown = [None if isinstance(v, Tape) else v for v in results]
+                self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]), None)
                 return after
             except Exception as error:  # whatever it is, it is the answer
                 self._fail(template, slots, p, i + 2, error)

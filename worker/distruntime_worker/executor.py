@@ -141,7 +141,7 @@ class Executor:
             raise ProtocolError("CHECK stands before an instruction only")
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
             value = slots[p[i + 3 + offset]]
-            if isinstance(value, Poisoned):
+            if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
                 continue
             try:
                 real = spec_fields(value)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .composite import KERNELS
-from .first import AUTOCAST, AUTOCAST_KEY
+from .composite import KERNELS, whole
+from .first import AUTOCAST, AUTOCAST_KEY, common_place
 from .handle import Residence
+from .propagate import tensors_of
 from .tensor import DistributedTensor
 
 _aten = torch.ops.aten
@@ -77,7 +78,7 @@ def lowered(op: Any) -> Policy:
 
     def run(args: Any, kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("remote")
-        return op(*(_cast(a, dtype) for a in args), **{k: _cast(a, dtype) for k, a in kwargs.items()})
+        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
 
     return run
 
@@ -86,7 +87,7 @@ def in_float32(op: Any) -> Policy:
     """Cast what can be cast to float32."""
 
     def run(args: Any, kwargs: Any) -> Any:
-        return op(*(_cast(a, torch.float32) for a in args), **{k: _cast(a, torch.float32) for k, a in kwargs.items()})
+        return _call(op, [_cast(a, torch.float32) for a in args], {k: _cast(a, torch.float32) for k, a in kwargs.items()})
 
     return run
 
@@ -105,7 +106,7 @@ def promoted(op: Any) -> Policy:
                 dtype = torch.float32
             elif have is not lower:
                 raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-        return op(*(_cast(a, dtype) for a in args), **{k: _cast(a, dtype) for k, a in kwargs.items()})
+        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
 
     return run
 
@@ -121,7 +122,7 @@ def with_float32_result(op: Any) -> Policy:
                     kwargs = {**kwargs, "dtype": torch.float32}
             elif args[position] is None:
                 args = (*args[:position], torch.float32, *args[position + 1 :])
-        return op(*args, **kwargs)
+        return _call(op, args, kwargs)
 
     return run
 
@@ -134,7 +135,7 @@ def appended(op: Any) -> Policy:
 
     def run(args: Any, kwargs: Any) -> Any:
         dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
-        return typed(*args, *defaults[len(args) :], dtype=dtype)
+        return _call(typed, (*args, *defaults[len(args) :]), {"dtype": dtype})
 
     return run
 
@@ -142,6 +143,22 @@ def appended(op: Any) -> Policy:
 def banned(op: Any) -> Policy:
     """Let torch's own kernel refuse, which does not look at its operands."""
     return lambda args, kwargs: op.redispatch(_BANNED, *args, **kwargs)
+
+
+def by_worker(op: Any) -> Policy:
+    """Have a kernel that calls listed operators from within run under the worker's own autocast. For code without gradients."""
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or any(type(t) is not DistributedTensor for t in tensors_of(args, kwargs)):
+            return _call(op, args, kwargs)
+        return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
+
+    return run
+
+
+def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return op(*args, **kwargs)
 
 
 # -- casts --------------------------------------------------------------------------------------------------------------------------
@@ -217,8 +234,7 @@ def _kernel(op: Any, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[.
         apply = None if place is None else on_cpu if place.place.device == "cpu" else on_gpu
         if apply is None:  # not listed for this device: its parts may be
             return op.redispatch(keys & _BELOW, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            return apply(args, kwargs)
+        return apply(args, kwargs)
 
     return run
 
@@ -229,8 +245,9 @@ def install_autocast(library: torch.library.Library, fallback: torch.library.Lib
     cpu, gpu = listed(CPU), listed(GPU)
     # On a GPU recurrent layers are lowered as a whole (cuDNN's kernel is listed); on a CPU they run under the worker's own autocast.
     gpu.update({op: lowered for op in KERNELS if op not in gpu})
-    # torch's Python keeps this fused kernel for CPUs when autocast is on; proxies meet it everywhere.
-    gpu.update({op: lowered for op in cpu if op is _aten._native_multi_head_attention.default})
+    # torch's Python takes these fused kernels on CPUs only when autocast is on; on proxies it takes them everywhere.
+    gpu[_aten._native_multi_head_attention.default] = lowered
+    cpu[_aten._transformer_encoder_layer_fwd.default] = by_worker
     for op in dict.fromkeys((*cpu, *gpu)):
         kernel = _kernel(op, cpu[op](op) if op in cpu else None, gpu[op](op) if op in gpu else None)
         library.impl(op, kernel, "AutocastPrivateUse1", with_keyset=True)

@@ -65,7 +65,7 @@ def attention(
             )[0]
             return result.squeeze(0) if single else result
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
+    return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
 
 
 def _is_cpu(place: Residence) -> bool:
@@ -109,12 +109,13 @@ def recurrent(op: Any) -> Callable[..., Any]:
             proxies.append(args[1])
         if len(proxies) != len(tensors):
             return op.decompose(*args, **kwargs)  # which says what is mixed
-        return _whole(op, args, kwargs, place)
+        return whole(op, args, kwargs, place)
 
     return run
 
 
-def _whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+    """Issue a composite as one instruction, recorded on its worker if gradients are wanted or autocast is on."""
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
     if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
         return op.decompose(*args, **kwargs)

@@ -43,7 +43,7 @@ MASTER = {
     "table": "handle render session",
     "tensor": "context dispatch errors handle render session transfer",
     "composite": "dispatch first handle line spec stall tensor transfer",
-    "autocast": "composite first handle tensor",
+    "autocast": "composite first handle propagate tensor",
     "factories": "context errors handle session tensor",
     "fetch": "failure requests session spec stall tensor transfer",
     "random": "first handle line node session spec tensor transfer",

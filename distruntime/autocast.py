@@ -163,9 +163,10 @@ def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 # -- casts --------------------------------------------------------------------------------------------------------------------------
 
-_casts: dict[
-    tuple[int, torch.dtype], tuple[Any, Any]
-] = {}  # parameters, by id, and what they were cast to: until the outermost region ends
+# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch. Unlike torch's cache it knows
+# the dtype: there an inner region with another one gets the outer region's casts.
+_casts: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
+_to: Any = torch.Tensor.to  # proxies' own looks for places first: 2.6 us
 
 
 def _eligible(value: Any) -> bool:
@@ -179,10 +180,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     kind = type(value)
     if kind is list or kind is tuple:
         return [_cast(item, dtype) for item in value]
-    if kind is not DistributedTensor or not _eligible(value) or value.dtype is dtype:
+    if kind is not DistributedTensor:
+        return value
+    have = value.dtype
+    if have is dtype or have is torch.float64 or not have.is_floating_point:
         return value
     if (
-        value.dtype is torch.float32
+        have is torch.float32
         and value.requires_grad
         and value.is_leaf
         and torch.is_autocast_cache_enabled()
@@ -190,14 +194,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         and not torch.is_inference_mode_enabled()
     ):
         return _cast_once(value, dtype)
-    return value.to(dtype)
+    return _to(value, dtype)
 
 
 def _cast_once(leaf: Any, dtype: torch.dtype) -> Any:
     known = _casts.get((id(leaf), dtype))
     if known is None:
         with torch.enable_grad():  # a cast that `no_grad` code makes may be met by code that wants gradients
-            known = _casts[id(leaf), dtype] = leaf, leaf.to(dtype)  # the leaf is held: its id must not be given away
+            known = _casts[id(leaf), dtype] = leaf, _to(leaf, dtype)  # the leaf is held: its id must not be given away
     return known[1]
 
 

@@ -7,6 +7,7 @@ steps 2,366 instructions. Foreach and fused optimizers travel whole by themselve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .dispatch import dispatch
-from .first import common_place, relieve, template, wrap
+from .first import AUTOCAST_KEY, PENDING, ask_specs, await_specs, common_place, relieve, template, wrap
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_draw
 from .line import user_line
-from .spec import Spec, spec, spec_of
+from .spec import Spec, spec, spec_from_wire, spec_of
+from .stall import before_wait
 from .tensor import DistributedTensor
 from .transfer import upload
 
@@ -64,7 +66,7 @@ def attention(
             )[0]
             return result.squeeze(0) if single else result
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
+    return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
 
 
 def _is_cpu(place: Residence) -> bool:
@@ -108,21 +110,65 @@ def recurrent(op: Any) -> Callable[..., Any]:
             proxies.append(args[1])
         if len(proxies) != len(tensors):
             return op.decompose(*args, **kwargs)  # which says what is mixed
-        return _whole(op, args, kwargs, place)
+        return whole(op, args, kwargs, place)
 
     return run
 
 
-def _whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+    """Issue a composite as one instruction, recorded on its worker if gradients are wanted or autocast is on."""
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
     if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
         return op.decompose(*args, **kwargs)
+    lower = None if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY) else torch.get_autocast_dtype("remote")
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         with torch._C._AutoDispatchBelowAutograd():
-            return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
-    rebuild = _rebuilder(args, kwargs)
-    out = _Whole.apply(op, rebuild, place, *tensors)  # type: ignore[no-untyped-call]
+            if lower is None:
+                return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
+            handles = _record(op, args, kwargs, place, [False] * len(tensors), lower)[:-1]
+            out: Sequence[Any] = [wrap(DistributedTensor, h) for h in handles]
+    else:
+        out = _Whole.apply(op, _rebuilder(args, kwargs), place, lower, *tensors)  # type: ignore[no-untyped-call]
     return out[0] if len(op._schema.returns) == 1 else tuple(out)
+
+
+def _record(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, flags: list[bool], lower: torch.dtype | None
+) -> list[Handle]:
+    """Have a worker run a composite with autograd on; return the handles of its results and, last, of the tape.
+
+    `flags` says which tensors will want gradients; `lower` is autocast's dtype, for the worker's autocast of its own CPU.
+    """
+    node = place.node
+    relieve(node)
+    name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+    packed = [name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
+    if lower is None:
+        specs: list[Spec] | None = _specs(op, args, kwargs)
+        function = "distruntime::record"
+    else:
+        flat, shape = tree_flatten((list(args), kwargs))
+        key = (op, lower, *flags, str(shape), *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+        specs = place.known.get(key)
+        packed, function = [lower, *packed], "distruntime::record_autocast"
+        if specs is None:
+            before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
+    count = len(op._schema.returns) + 1
+    handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), _NO_TENSOR)]
+    operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
+    draws = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
+    with node.lock:
+        number, words = template(None, DistributedTensor, packed, {}, [1] * count, node, name=function)
+        words = [number, *words, *(h.ref for h in handles)]
+        if specs is not None:
+            (issue_draw if draws else issue)(words, handles, operands, (), place, user_line())
+            return handles
+        request = ask_specs(words, handles, operands, (), place, user_line())
+    # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
+    place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, count, node, op)[:-1]]
+    for handle, described in zip(handles, found):
+        handle.spec = described
+    return handles
 
 
 def _rebuilder(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
@@ -149,31 +195,21 @@ class _Whole(torch.autograd.Function):
     """A composite recorded on its worker: autograd runs there, and this process holds the tape's ref."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, rebuild: Any, place: Residence, *tensors: Any) -> Any:
-        ctx.op, ctx.rebuild, ctx.place = op, rebuild, place
+    def forward(ctx: Any, op: Any, rebuild: Any, place: Residence, lower: torch.dtype | None, *tensors: Any) -> Any:
+        ctx.op, ctx.rebuild, ctx.place, ctx.lower = op, rebuild, place, lower
         ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
         ctx.set_materialize_grads(False)
-        relieve(place.node)
+        ctx.wanted = list(ctx.needs_input_grad[4:])
         args, kwargs = rebuild(tensors)
-        by_name = [*args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
-        flags = list(ctx.needs_input_grad[3:])
-        specs = _specs(op, args, kwargs)
-        name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
-        number, words = template(
-            None, DistributedTensor, [name, flags, *by_name], {}, [1] * (len(specs) + 1), place.node, name="distruntime::record"
-        )
-        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*specs, _NO_TENSOR)]
-        send = issue_draw if any(a.name.startswith("dropout") and p for a, p in zip(op._schema.arguments, by_name)) else issue
-        send([number, *words, *(h.ref for h in handles)], handles, [t._handle for t in tensors], (), place, user_line())
+        handles = _record(op, args, kwargs, place, ctx.wanted, lower)
         ctx.tape = handles.pop()
-        ctx.wanted = flags
         return tuple(wrap(DistributedTensor, h) for h in handles)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: differentiate the formula, as the recorded backward has no graph here
-            with torch.enable_grad():
+            with torch.enable_grad(), _autocast(ctx.lower):
                 args, kwargs = ctx.rebuild(tensors)
                 out = ctx.op.decompose(*args, **kwargs)
             outs = [out] if isinstance(out, torch.Tensor) else list(out)
@@ -181,7 +217,7 @@ class _Whole(torch.autograd.Function):
             wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
             found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
             back = iter(found)
-            return None, None, None, *(next(back) if want else None for want in ctx.wanted)
+            return None, None, None, None, *(next(back) if want else None for want in ctx.wanted)
         place: Residence = ctx.place
         tape = wrap(DistributedTensor, ctx.tape)
         wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
@@ -192,7 +228,11 @@ class _Whole(torch.autograd.Function):
         operands = [ctx.tape, *(g._handle for g in grads if g is not None)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)
-        return None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
+        return None, None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
+
+
+def _autocast(lower: torch.dtype | None) -> Any:
+    return nullcontext() if lower is None else torch.autocast("remote", dtype=lower)
 
 
 _NO_TENSOR = spec((0,), (1,), 0, torch.float32)

@@ -6,13 +6,11 @@ workers for an accelerator of this machine. Factories, checkpointing and seeds w
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
 from .context import node_context
-from .errors import NotSupportedError
 from .handle import Residence
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
@@ -101,14 +99,8 @@ class RemoteModule:
         set_rng_state(new_state, _residence(device))
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast; refuse to switch it on, as it would not reach remote operations: better said than silent."""
-        # torch.autocast.__init__ asks this and offers no other hook. Checkpointing makes a disabled one, which is fine.
-        if sys._getframe(1).f_locals.get("enabled", True):
-            raise NotSupportedError(
-                'torch.autocast("remote") does not reach remote operations yet; convert instead: '
-                "model.to(torch.bfloat16), x.to(torch.bfloat16)"
-            )
-        return [torch.float16, torch.bfloat16]
+        """Return the dtypes that `torch.autocast("remote")` takes, as on a CPU. Without one it takes float16, as on a GPU."""
+        return [torch.bfloat16, torch.float16]
 
 
 RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]  # in the class they would hide the types

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .first import HUGE, Entry, emit, first_time, relieve
+from .first import AUTOCAST, HUGE, Entry, emit, first_time, relieve
 from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
 from .special import SPECIAL
@@ -104,7 +104,10 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     words[0] = template
     words.append(ref)
     handle = Handle(ref, spec, place, Storage(spec) if alias is None else args[alias]._handle.storage)
-    out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, _strided, place.lazy, storage_size=HUGE)
+    # By position: naming the last two costs 0.2 us more.
+    out = _make_wrapper(
+        cls, spec.size, spec.stride, spec.offset, None, spec.dtype, _strided, place.lazy, False, False, None, False, False, AUTOCAST, HUGE
+    )
     out._handle = handle
     frame = _getframe(1)
     code = frame.f_code

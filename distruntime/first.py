@@ -20,6 +20,7 @@ from .issue import issue, issue_draw
 from .line import user_line
 from .node import Line, Node
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
+from .requests import Request
 from .session import active_session
 from .spec import Spec, spec_from_wire
 from .stall import before_wait, note_wait
@@ -28,6 +29,8 @@ from .wire.codec import OPERAND, pack_constant
 from .wire.messages import CHECK, LEARN
 
 HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
+AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)  # on every proxy; torch looks at it while autocast of "remote" is on
 
 _MOST_SIGNATURES = 1 << 16
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -61,7 +64,8 @@ def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
 def wrap(cls: Any, handle: Handle) -> Any:
     """Return a new proxy that owns `handle`."""
     spec, place = handle.spec, handle.place
-    out = _make_wrapper(cls, spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy, storage_size=HUGE)
+    given = spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy
+    out = _make_wrapper(cls, *given, _extra_dispatch_keys=AUTOCAST, storage_size=HUGE)
     if spec.bits:
         torch._C._set_conj(out, bool(spec.bits & 1))
         torch._C._set_neg(out, bool(spec.bits & 2))
@@ -326,7 +330,7 @@ def learn(
 ) -> Any:
     """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
     before_wait(f"{func} (its results depend on data)")
-    node, session = place.node, place.node.session
+    node = place.node
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
     operands: list[Any] = tensors_of(args, kwargs)
@@ -338,23 +342,11 @@ def learn(
     shared = shared * count if listed else shared
     with node.lock:
         number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
-        request = session.requests.new(node)
-        refs = [next_ref() for _ in range(count)]
-        handles = [Handle(ref, _PENDING, place, Storage(_PENDING)) for ref in refs]
-        issue(
-            [LEARN, request.number, number, *words, *refs],
-            handles,
-            [t._handle for t in operands],
-            [operands[k]._handle.storage for k in written],
-            place,
-            line,
-        )
-        node.flush()
-    started = time.perf_counter()
-    described = session.value(request)
-    note_wait(f"{func}", started)
-    if not isinstance(described, list) or len(described) != count:
-        raise InternalError(f"a worker described {func} by {described!r}")
+        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
+        words = [number, *words, *(h.ref for h in handles)]
+        storages = [operands[k]._handle.storage for k in written]
+        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line)
+    described = await_specs(request, count, node, func)
     out: list[Any] = []
     results: list[Result] = []
     for handle, fields, argument, alias in zip(handles, described, returns, shared):
@@ -388,8 +380,30 @@ def learn(
     return out[0] if count == 1 else tuple(out)
 
 
-_PENDING = Spec()
-_PENDING.size, _PENDING.stride, _PENDING.offset, _PENDING.dtype, _PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
+def ask_specs(
+    words: list[Any], fresh: list[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+) -> Request:
+    """Issue an instruction whose results its worker is to describe."""
+    node = place.node
+    with node.lock:
+        request: Request = node.session.requests.new(node)
+        issue([LEARN, request.number, *words], fresh, operands, written, place, line)
+        node.flush()
+    return request
+
+
+def await_specs(request: Request, count: int, node: Node, func: Any) -> list[Any]:
+    """Block until a worker has described an instruction's `count` results."""
+    started = time.perf_counter()
+    described = node.session.value(request)
+    note_wait(f"{func}", started)
+    if not isinstance(described, list) or len(described) != count:
+        raise InternalError(f"a worker described {func} by {described!r}")
+    return described
+
+
+PENDING = Spec()
+PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
 
 
 def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

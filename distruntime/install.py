@@ -15,6 +15,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from .autocast import install_autocast
 from .composite import KERNELS
 from .context import device_name
 from .device_module import RemoteModule
@@ -70,6 +71,9 @@ def install() -> None:
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
+    if key == "privateuseone":  # else that device's own autocast has the key
+        _library.append(torch.library.Library("_", "IMPL"))
+        install_autocast(_library[0], _library[-1])
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]  # make_fx records them
     _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
     _optimizer._foreach_supported_types.append(DistributedTensor)

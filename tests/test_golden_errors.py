@@ -367,7 +367,7 @@ def test_no_text_shows_the_plumbing() -> None:
         lambda: x.to_sparse(), lambda: torch.zeros(2, device=REMOTE, pin_memory=True), lambda: x.pin_memory(), lambda: x.numpy(), x.untyped_storage,
         lambda: torch.zeros(2, device=REMOTE, generator=torch.Generator()), lambda: torch.randn(2, device=REMOTE, generator=torch.Generator()),
         lambda: x.share_memory_(), lambda: x.__dlpack__(), lambda: torch.from_dlpack(x), lambda: x.type(torch.sparse_coo),
-        lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), lambda: torch.autocast(REMOTE).__enter__(), lambda: torch.as_tensor(x, device="meta").cpu(),
+        lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), lambda: torch.autocast(REMOTE, dtype=torch.int8), lambda: torch.as_tensor(x, device="meta").cpu(),
         lambda: torch.nested.nested_tensor([x, x]), lambda: torch.tensor(x.device).cpu(),
     ]  # fmt: skip
     texts = [repr(x), str(x.device), str(x.place), repr(dr.nodes()), x.type(), str(x.layout), str(type(x).__name__)]

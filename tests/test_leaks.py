@@ -114,7 +114,29 @@ def _attend_and_recur() -> None:
     net(torch.rand(3, 2, 4, device=REMOTE))[0].sum().backward()
 
 
-@pytest.mark.parametrize("code", [_train, _differentiate_twice, _attend_and_recur])
+def _autocast() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(REMOTE)
+    recurrent = nn.LSTM(4, 6).to(REMOTE)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(REMOTE)
+    with torch.autocast(REMOTE, dtype=torch.bfloat16):
+        with torch.no_grad():
+            model(torch.rand(2, 4, device=REMOTE)), recurrent(torch.rand(3, 2, 4, device=REMOTE))
+        loss = model(torch.rand(2, 4, device=REMOTE)).float().sum() + recurrent(torch.rand(3, 2, 4, device=REMOTE))[0].float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _autocast_raises() -> None:
+    def code() -> None:
+        weight = torch.rand(4, 4, device=REMOTE, requires_grad=True)
+        with torch.autocast(REMOTE):
+            torch.rand(2, 4, device=REMOTE) @ weight @ torch.rand(3, 3, device=REMOTE)
+
+    _raises(RuntimeError, code)
+
+
+@pytest.mark.parametrize("code", [_train, _differentiate_twice, _attend_and_recur, _autocast, _autocast_raises])
 def test_autograd_leaves_nothing(session: object, code: Callable[[], None]) -> None:
     leaves_nothing(code)
 

@@ -42,7 +42,7 @@ from distruntime.wire.messages import (
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .devices import Devices
-from .functions import FUNCTIONS
+from .functions import FUNCTIONS, Tape
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
 from .staging import Staging
 from .streams import MOST_STREAMS, HostCopy, Stamp, Stream, Work
@@ -263,7 +263,7 @@ class Executor:
             raise ProtocolError("CHECK stands before an instruction only")
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
             value = slots[p[i + 3 + offset]]
-            if isinstance(value, Poisoned):
+            if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
                 continue
             try:
                 real = spec_fields(value)
@@ -298,7 +298,8 @@ class Executor:
             bad = next((v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)), None)
         if bad is None:
             try:
-                self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in results]), None)
+                shown = [None if isinstance(v, Tape) else v for v in results]
+                self._send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]), None)
                 return after
             except Exception as error:  # whatever it is, it is the answer
                 self._fail(template, slots, p, i + 2, error)

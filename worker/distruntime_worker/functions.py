@@ -50,18 +50,24 @@ class Tape:
 def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
 
-    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted.
+    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if none, the tape is empty.
     """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
-    with torch.enable_grad():
+    with torch.set_grad_enabled(any(differentiable)):
         results = call(*[_leaf(a, wanted, inputs) for a in args])
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
+
+
+def record_autocast(dtype: torch.dtype, *args: Any) -> list[Any]:
+    """As `record`, under torch's autocast of this CPU."""
+    with torch.autocast("cpu", dtype=dtype):
+        return record(*args)
 
 
 def _leaf(value: Any, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> Any:
@@ -89,5 +95,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,
     "distruntime::record": record,
+    "distruntime::record_autocast": record_autocast,
     "distruntime::replay_backward": replay_backward,
 }

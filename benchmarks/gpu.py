@@ -1,4 +1,5 @@
-"""A GPU behind a worker, against the same GPU used by this process: a GPT-2 training step op by op, and large copies.
+"""A GPU behind a worker, against the same GPU used by this process: a GPT-2 training step op by op, large copies, and streams
+that overlap.
 
 Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. The worker is started here and shares the GPU with
 this process, and the two sides work in turn, never at once.
@@ -108,5 +109,44 @@ def copies(quick: bool) -> list[Figure]:
 
 
 def overlap(quick: bool) -> list[Figure]:
-    """Return the figures of streams that overlap: none yet."""
-    return []
+    """Return the ratios of two chains of products on one stream and on two, and of a chain with a 256 MiB download beside it."""
+    rounds, products = (3, 20) if quick else (9, 100)
+    one, two = dr.Stream(0, "cuda:0"), dr.Stream(0, "cuda:0")
+    a, large = torch.randn(1024, 1024, device=one.device) / 32, torch.randn(NBYTES // 4, device=one.device)
+
+    def chain(stream: dr.Stream) -> torch.Tensor:
+        with dr.stream(stream):
+            x = a
+            for _ in range(products):
+                x = x @ a
+        return x
+
+    def chains(*streams: dr.Stream) -> float:
+        def run() -> None:
+            kept = [chain(stream) for stream in streams]
+            dr.synchronize()
+            del kept
+
+        return seconds(run)
+
+    def download() -> float:
+        with dr.stream(two):
+            return seconds(lambda: large.cpu())
+
+    def both() -> float:
+        def run() -> None:
+            x = chain(one)
+            with dr.stream(two):
+                large.cpu()
+            dr.synchronize()
+            del x
+
+        return seconds(run)
+
+    chains(one, two), download(), both()
+    ratio, alone, together = in_turn(lambda: chains(one, one), lambda: chains(one, two), rounds)
+    note = f"{alone * 1e3:.1f} ms, {together * 1e3:.1f} ms"
+    figures = [Figure("GPU: two chains of products (1024 x 1024), on one stream / on two", ratio, "x", None, note, most=False)]
+    ratio, total, longer = in_turn(both, lambda: max(chains(one), download()), rounds)
+    note = f"{total * 1e3:.1f} ms, the longer alone {longer * 1e3:.1f} ms"
+    return [*figures, Figure("GPU: a chain of products with a 256 MiB download beside it / the longer", ratio, "x", 1.3, note)]

@@ -1,4 +1,4 @@
-"""Streams of a GPU worker are CUDA streams: side by side, in order where they share a value, memory used again only when nobody reads it."""
+"""Streams of a GPU worker are CUDA streams: side by side, in order where they share a value, memory kept while somebody reads it."""
 
 from __future__ import annotations
 

@@ -162,6 +162,8 @@ class Requests:
                 if not self._wait_once(ready, read, deadline):
                     return False
             return True
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None  # where in here it struck says nothing
         finally:
             if slices > 1:
                 self.announcer.end()

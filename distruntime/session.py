@@ -393,7 +393,9 @@ class Session:
                 "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
             )
         if self.closed is not None:
-            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. Call init_master_worker for a new one")
+            another = bool(active) and active[0] is not self
+            then = "Make them again in the session that is open" if another else "Call init_master_worker for a new one"
+            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. {then}")
 
     @property
     def foreign(self) -> bool:

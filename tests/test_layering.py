@@ -42,7 +42,7 @@ MASTER = {
     "render": "failure handle spec stall transfer wire.codec",
     "first": "errors handle issue line node propagate session spec stall transfer wire.codec wire.messages",
     "special": "errors first handle line session transfer",
-    "dispatch": "first handle line special",
+    "dispatch": "errors first handle line special",
     "table": "handle render session",
     "tensor": "context dispatch errors handle render session transfer",
     "composite": "dispatch first handle issue line spec tensor transfer",

@@ -122,6 +122,11 @@ def fetch(tree: Any) -> Any:
     Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one.
     """
     started = time.perf_counter()
-    values = fetch_async(tree).result()
-    note_wait("explicit fetch", started)
-    return values
+    coming = fetch_async(tree)
+    travels = bool(coming._pending)
+    try:
+        return coming.result()
+    finally:
+        del coming  # else what is raised would hold this frame, the future, and so itself
+        if travels:
+            note_wait("explicit fetch", started)

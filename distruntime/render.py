@@ -12,20 +12,12 @@ from .failure import remote_error
 from .handle import Handle
 from .spec import Spec
 from .stall import before_wait, note_wait
+from .text import size_text
 from .transfer import request
 from .wire.codec import dtype_name
 
 BUDGET = 2.0  # seconds that a repr may wait: a debugger's variable pane must never hang
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
-
-
-def size_text(nbytes: float) -> str:
-    """Return "8.0 GiB"."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
 
 
 def _printable(text: str) -> str:
@@ -77,10 +69,13 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     before_wait("repr")
     reply = request(handle, "text", asked)
     started = time.perf_counter()
-    if not session.result(reply, BUDGET):
+    try:
+        answered = session.result(reply, BUDGET)
+    finally:
+        note_wait("repr", started)
+    if not answered:
         session.requests.forget(reply)
         return summary(spec, handle, _status(handle))
-    note_wait("repr", started)
     if reply.lost is not None:
         return summary(spec, handle, f"lost, {node} {reply.lost}")
     if reply.cause is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import time
 from dataclasses import dataclass
 
 from .handle import Place
-from .render import size_text
 from .session import Session, active_session
+from .text import size_text, table_html, table_text
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,10 @@ class Nodes(tuple[NodeInfo, ...]):
         return rows
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join((" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows)
+        return table_text(self._rows())
 
     def _repr_html_(self) -> str:
-        head, *body = self._rows()
-        cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{cells}</table>"
+        return table_html(self._rows())
 
 
 def nodes() -> Nodes:

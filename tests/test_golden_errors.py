@@ -321,7 +321,11 @@ backend='{backend}' is how workers would talk to each other; the command channel
 
 
 def test_no_backend_at_all() -> None:
-    says(lambda: dr.init_master_worker(backend="carrier pigeon"), """backend is "zmq", got 'carrier pigeon'""", dr.ConfigurationError)
+    says(
+        lambda: dr.init_master_worker(backend="carrier pigeon"),
+        """backend is "zmq", got 'carrier pigeon'; addresses of workers go into workers=["tcp://host:port", ...]""",
+        dr.ConfigurationError,
+    )
 
 
 @pytest.mark.parametrize(

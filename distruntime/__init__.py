@@ -60,6 +60,11 @@ from .tensor import DistributedTensor
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])  # what completion at a prompt offers
+
+
 __all__ = [
     "BFloat16Tensor",
     "BoolTensor",

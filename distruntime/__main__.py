@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import runpy
 import sys
+from typing import Any
 
 import torch
 
@@ -59,13 +60,21 @@ def _repl(options: argparse.Namespace) -> int:
     names = {"torch": torch, "dr": distruntime, "session": session}
     try:
         if importlib.util.find_spec("IPython") is None:
+            _complete(names)
             code.interact(_HELLO, local=names, exitmsg="")
         else:  # not imported at the top: it is optional, and takes half a second
             print(_HELLO, end="")
             importlib.import_module("IPython").start_ipython(argv=["--no-banner", "--no-confirm-exit"], user_ns=names)
     finally:
-        distruntime.shutdown()
+        session.shutdown(raise_unread=False)  # who leaves has had the chance to read what failed, and need not wait for what runs
     return 0
+
+
+def _complete(names: dict[str, Any]) -> None:
+    """Give the prompt what Python's own has: lines that can be edited and completed. Both modules are missing from some builds."""
+    if importlib.util.find_spec("readline") is not None:
+        importlib.import_module("readline").parse_and_bind("tab: complete")
+        importlib.import_module("readline").set_completer(importlib.import_module("rlcompleter").Completer(names).complete)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ class Announcer:
     """Says on standard error what the master waits for. The pump calls `look`; the waiting thread only notes that it waits."""
 
     def __init__(self) -> None:
-        self._waits: dict[int, tuple[float, Node]] = {}
+        self._waits: dict[int, tuple[float, Node, str]] = {}
         self._shown = ""
         self._lock = threading.Lock()
 
@@ -25,9 +25,9 @@ class Announcer:
         """Whether some thread waits."""
         return bool(self._waits)
 
-    def begin(self, node: Node) -> None:
-        """Note that this thread begins to wait for `node`."""
-        self._waits[threading.get_ident()] = time.monotonic(), node
+    def begin(self, node: Node, leave: str) -> None:
+        """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
+        self._waits[threading.get_ident()] = time.monotonic(), node, leave
 
     def end(self) -> None:
         """Note that this thread has stopped waiting, and take the line away."""
@@ -43,13 +43,14 @@ class Announcer:
         waits = list(self._waits.values())
         if not waits or not sys.stderr.isatty():
             return
-        started, node = min(waits, key=lambda wait: wait[0])
+        started, node, leave = min(waits, key=lambda wait: wait[0])
         seconds = time.monotonic() - started
         if seconds < _FIRST:
             return
         left = sum(len(flight.lines) for flight in tuple(node.flights))
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
-        text = f"waiting for {node}{count}: {left} operation{'s' if left != 1 else ''} under way (Ctrl-C leaves, and loses nothing)"
+        what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
+        text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:
                 sys.stderr.write(f"\r{text}\x1b[K")

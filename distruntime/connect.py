@@ -73,13 +73,17 @@ def init_master_worker(
     warm_malloc()
     say = _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print
     path = Path(key) if key is not None else None
-    if workers is not None:
-        session = _attach(list(workers), path, insecure, timeout, say)
-    elif listen is not None:
-        assert world_size is not None
-        session = _listen(listen, world_size, path, insecure, timeout, say)
-    else:
-        session = _start(2 if world_size is None else world_size, simulate_cuda, timeout, say)
+    try:
+        if workers is not None:
+            session = _attach(list(workers), path, insecure, timeout, say)
+        elif listen is not None:
+            assert world_size is not None
+            session = _listen(listen, world_size, path, insecure, timeout, say)
+        else:
+            session = _start(2 if world_size is None else world_size, simulate_cuda, timeout, say)
+    except (ConnectionFailed, KeyboardInterrupt) as error:
+        say("\n")  # else the traceback would begin in the line that says what is waited for
+        raise error.with_traceback(None) from error.__cause__
     session.start()
     active[:] = [session]
     atexit.register(_at_exit, session)
@@ -98,7 +102,7 @@ def _check(
             f'backend="zmq", data_channel={backend!r}'
         )
     if backend != "zmq":
-        raise ConfigurationError(f'backend is "zmq", got {backend!r}')
+        raise ConfigurationError(f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", ...]')
     if data_channel != "auto":
         raise ConfigurationError(
             f'data_channel is "auto" in this version (copies between nodes pass through the master), got {data_channel!r}'
@@ -222,6 +226,7 @@ def _attach(addresses: list[str], key: Path | None, insecure: bool, timeout: flo
     session = Session(channel, [], f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
     peers = {f"node-{k}".encode(): k for k in range(len(addresses))}
     deadline, started = time.monotonic() + timeout, time.monotonic()
+    tick = started + 0.5
     welcomed: dict[int, Node] = {}
     seen: dict[int, list[PeerEvent]] = {k: [] for k in range(len(addresses))}
     say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
@@ -246,6 +251,9 @@ def _attach(addresses: list[str], key: Path | None, insecure: bool, timeout: flo
             if time.monotonic() > deadline:
                 late = [k for k in range(len(addresses)) if k not in welcomed]
                 raise ConnectionFailed("\n".join(_unanswered(addresses[k], seen[k], timeout) for k in late))
+            if time.monotonic() > tick:
+                say(".")
+                tick += 0.25
             for peer, frames in channel.receive(0.02):
                 session.take(peer, frames)
             for peer, message in session.greetings:

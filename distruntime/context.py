@@ -52,6 +52,12 @@ class _Set:
     def __init__(self, node: int | None, device: str | None, default: bool) -> None:
         self._node, self._device, self._default = node, device, default
 
+    def __repr__(self) -> str:
+        where = " ".join(
+            [*([f"node {self._node}"] if self._node is not None else []), *([self._device] if self._device is not None else [])]
+        )
+        return f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
+
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
         node = current_node.set(self._node) if self._node is not None else None

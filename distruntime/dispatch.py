@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .errors import is_of_caller
 from .first import AUTOCAST, HUGE, Entry, emit, first_time, relieve
 from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
@@ -95,7 +96,12 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
         entry = None
     if entry is None:
-        return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
+        try:
+            return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
+        except BaseException as error:
+            if is_of_caller(error):  # a mistyped shape would show a dozen frames of this package and of torch's meta kernels
+                raise error.with_traceback(None) from error.__cause__
+            raise
     template, spec, alias, _, _ = entry
     if spec is None or (alias is not None and _inference()):
         relieve(place.node)

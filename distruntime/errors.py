@@ -68,3 +68,14 @@ class ProtocolError(DistruntimeError):
 
 class InternalError(DistruntimeError):
     """A defect of distruntime: please report it."""
+
+
+def of_caller(error: Exception) -> Exception:
+    """Return an error of torch's that the caller's arguments caused, marked as such, without the way to it."""
+    error._of_caller = True  # type: ignore[attr-defined]
+    return error.with_traceback(None)
+
+
+def is_of_caller(error: BaseException) -> bool:
+    """Whether frames of this package in the error's traceback would only stand between the reader and the line that matters."""
+    return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(error, "_of_caller")

@@ -127,8 +127,9 @@ def fetch(tree: Any, timeout: float | None = None) -> Any:
     """
     started = time.perf_counter()
     future = fetch_async(tree)
+    travels = bool(future._pending)
     try:
-        values = future.result(timeout)
+        return future.result(timeout)
     except (TimeoutError, concurrent.futures.TimeoutError):
         if future.done():  # it is what an operation failed with
             raise
@@ -136,5 +137,7 @@ def fetch(tree: Any, timeout: float | None = None) -> Any:
             f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
             "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
         ) from None
-    note_wait("explicit fetch", started)
-    return values
+    finally:
+        del future  # else what is raised would hold this frame, the future, and so itself
+        if travels:
+            note_wait("explicit fetch", started)

@@ -432,6 +432,8 @@ def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         other: Residence = t._handle.place
         other.node.session.require_open()
         if other is not place:
+            place.node.require_alive()
+            other.node.require_alive()
             raise PlacementError(_different(func, first_name, place, name, other, t._handle.spec))
     place.node.require_alive()
     return place

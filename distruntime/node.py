@@ -146,6 +146,9 @@ class Node:
     def __str__(self) -> str:
         return f"node {self.index} ({self.host})"
 
+    def __repr__(self) -> str:
+        return f"<{self}, {self.failed or 'ready'}>"
+
     # -- issuing -----------------------------------------------------------------------------------------------------------------
 
     def template(self, key: Any, fields: Sequence[Any]) -> int:

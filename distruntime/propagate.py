@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, of_caller
 from .spec import Spec, spec_of
 
 
@@ -151,7 +151,9 @@ def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     except RuntimeError as error:
         if any(word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")):
             raise NeedsWorker from None
-        raise
+        raise of_caller(error) from None
+    except Exception as error:  # any: what a meta kernel says about its arguments
+        raise of_caller(error) from None
     return outcome(func, args, kwargs, out, metas, before)
 
 

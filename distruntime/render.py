@@ -69,10 +69,13 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     before_wait("repr")
     reply = request(handle, "text", asked)
     started = time.perf_counter()
-    if not session.result(reply, BUDGET):
+    try:
+        answered = session.result(reply, BUDGET)
+    finally:
+        note_wait("repr", started)
+    if not answered:
         session.requests.forget(reply)
         return summary(spec, handle, _status(handle))
-    note_wait("repr", started)
     if reply.lost is not None:
         return summary(spec, handle, f"lost, {node} {reply.lost}")
     if reply.cause is not None:

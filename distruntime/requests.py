@@ -148,20 +148,29 @@ class Requests:
                     with self._arrived:
                         self._arrived.notify_all()
 
-    def wait(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None, node: Node | None = None) -> bool:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        read: Callable[[float], None],
+        deadline: float | None,
+        node: Node | None = None,
+        leave: str = "Ctrl-C leaves, and loses nothing",
+    ) -> bool:
         """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.
 
-        `node` is whom a long wait names at a terminal.
+        `node` is whom a long wait names at a terminal, `leave` what Ctrl-C does there.
         """
         slices = 0
         try:
             while not ready():
                 slices += 1
                 if slices == 2 and node is not None:
-                    self.announcer.begin(node)
+                    self.announcer.begin(node, leave)
                 if not self._wait_once(ready, read, deadline):
                     return False
             return True
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None  # where in here it struck says nothing
         finally:
             if slices > 1:
                 self.announcer.end()

@@ -68,6 +68,10 @@ class Session:
         self._parked = [False]
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
+    def __repr__(self) -> str:
+        count = len(self.nodes)
+        return f"<distruntime session, {count} node{'s' if count != 1 else ''}, {self.closed or 'open'}>"
+
     def __enter__(self) -> Session:
         return self
 
@@ -227,8 +231,10 @@ class Session:
         for other in self.nodes:
             other.flush()
         started = time.perf_counter()
-        self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
-        note_wait("a full window", started)
+        try:
+            self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
+        finally:
+            note_wait("a full window", started)
 
     def synchronize(self, node: Node, timeout: float | None = None) -> bool:
         """Block until a worker has run everything issued so far; raise its first failure that nobody has read.
@@ -406,7 +412,9 @@ class Session:
                 "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
             )
         if self.closed is not None:
-            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. Call init_master_worker for a new one")
+            another = bool(active) and active[0] is not self
+            then = "Make them again in the session that is open" if another else "Call init_master_worker for a new one"
+            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. {then}")
 
     @property
     def foreign(self) -> bool:
@@ -432,7 +440,9 @@ class Session:
                 deadline = time.monotonic() + timeout
                 for node in self.nodes:
                     node.flush()
-                self.requests.wait(lambda: not any(n.flights for n in self.nodes if n.failed is None), self._read, deadline)
+                busy = next((n for n in self.nodes if n.flights and n.failed is None), None)
+                idle = lambda: not any(n.flights for n in self.nodes if n.failed is None)  # noqa: E731
+                self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [(n, n.unread[next(iter(n.unread))]) for n in self.nodes if n.unread]
         finally:
             for node in self.nodes:

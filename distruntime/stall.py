@@ -11,6 +11,7 @@ from types import CodeType
 from .errors import UsageError
 from .line import user_line
 from .node import line_text
+from .text import table_html, table_text
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,19 @@ class Stall:
     why: str
     count: int
     seconds: float
+
+
+class Stalls(list[Stall]):
+    """The waits of a session's master; prints as a table."""
+
+    def _rows(self) -> list[list[str]]:
+        return [["waited", "times", "for", "at"], *([f"{s.seconds:.4f} s", str(s.count), s.why, s.line] for s in self)]
+
+    def __repr__(self) -> str:
+        return table_text(self._rows()) if self else "no waits so far"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._rows())
 
 
 _lock = threading.Lock()
@@ -68,10 +82,16 @@ def note_wait(why: str, started: float) -> None:
         entry[1] += seconds
 
 
-def stalls(reset: bool = False) -> list[Stall]:
-    """Return the master's waits so far, summed up by line, the longest first."""
+def stalls(reset: bool = False) -> Stalls:
+    """Return the master's waits so far (given up ones too), summed up by line, the longest first."""
     with _lock:
-        rows = [Stall(line_text((0, code, offset)), why, int(n), seconds) for (code, offset, why), (n, seconds) in _found.items()]
+        found = list(_found.items())
         if reset:
             _found.clear()
-    return sorted(rows, key=lambda row: -row.seconds)
+    sums: dict[tuple[str, str], tuple[int, float]] = {}
+    for (code, offset, why), (count, seconds) in found:
+        line = line_text((0, code, offset))
+        before = sums.get((line, why), (0, 0.0))
+        sums[line, why] = before[0] + int(count), before[1] + seconds
+    rows = [Stall(line, why, count, seconds) for (line, why), (count, seconds) in sums.items()]
+    return Stalls(sorted(rows, key=lambda row: -row.seconds))

@@ -116,8 +116,10 @@ def read(handle: Handle, form: str, why: str) -> Any:
     reply = request(handle, form)
     if not reply.done:
         started = time.perf_counter()
-        session.result(reply)
-        note_wait(why, started)
+        try:
+            session.result(reply)
+        finally:
+            note_wait(why, started)
     session.raise_for(reply)
     return reply
 

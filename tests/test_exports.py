@@ -18,6 +18,11 @@ def test_all_is_complete_and_has_no_strangers() -> None:
     assert set(dr.__all__) == set(PUBLIC) - {"annotations"}
 
 
+def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
+    assert [name for name in dir(dr) if not name.startswith("_")] == sorted(dr.__all__)
+    assert all(hasattr(dr, name) for name in dir(dr))
+
+
 def test_the_names_of_the_design_are_there() -> None:
     sessions = "init_master_worker shutdown is_initialized Session nodes synchronize manual_seed stalls set_sync_debug_mode"
     places = "node device on place set_place Place"

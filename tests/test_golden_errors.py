@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import Child
+from processes import Child, stopped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,9 +174,12 @@ index 7 is out of bounds for dimension 0 with size 3
 
 def test_a_dead_worker() -> None:
     with Child(lose_a_worker) as child:
-        assert plain(child.expect("error")) == (
+        lost = (
             "node 1 (HOST) (pid PID) exited: killed by signal 9 (SIGKILL). What lived there is lost; the session and its other nodes go on."
         )
+        assert plain(child.expect("error")) == lost
+        for _ in range(2):  # that the operands live on different nodes is not what matters
+            assert plain(child.expect("mixed")) == lost
         child.finish()
 
 
@@ -190,6 +194,12 @@ def lose_a_worker() -> None:
         x.sum().item()
     except dr.NodeFailed as error:
         print("error", str(error).replace("\n", " / "))
+    y = at(0)
+    for mix in (lambda: x + y, lambda: y + x):
+        try:
+            mix()
+        except (dr.NodeFailed, dr.PlacementError) as mixed:
+            print("mixed", str(mixed).replace("\n", " / "))
     dr.shutdown()
 
 
@@ -202,7 +212,7 @@ def outlive_a_session() -> None:
     try:
         torch.zeros(2, device=REMOTE)
     except RuntimeError as error:
-        print("before", type(error).__name__)
+        print("before", type(error).__name__, str(error).partition(",")[0])
     try:
         dr.zeros(2)
     except dr.SessionClosed as error:
@@ -241,12 +251,13 @@ def outlive_a_session() -> None:
 def test_tensors_of_sessions_that_have_ended() -> None:
     ended = "this session has ended (it was shut down); tensors of it are gone. Call init_master_worker for a new one"
     with Child(outlive_a_session) as child:
+        assert child.expect("before") == "RuntimeError Expected one of cpu"  # torch's own, which docs/limits.md explains
         assert child.expect("none") == "there is no session: call distruntime.init_master_worker() first"
         for _ in range(7):
             assert child.line() == f"after {ended}"
         assert child.line() == "repr <remote 3 float32, 12 B, node 0 cpu: its session has ended>"
         for _ in range(6):
-            assert child.line() == f"older {ended}"
+            assert child.line() == f"older {ended.partition(' Call ')[0]} Make them again in the session that is open"
         child.finish()
 
 
@@ -311,7 +322,11 @@ backend='{backend}' is how workers would talk to each other; the command channel
 
 
 def test_no_backend_at_all() -> None:
-    says(lambda: dr.init_master_worker(backend="carrier pigeon"), """backend is "zmq", got 'carrier pigeon'""", dr.ConfigurationError)
+    says(
+        lambda: dr.init_master_worker(backend="carrier pigeon"),
+        """backend is "zmq", got 'carrier pigeon'; addresses of workers go into workers=["tcp://host:port", ...]""",
+        dr.ConfigurationError,
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,3 +392,45 @@ def test_no_text_shows_the_plumbing() -> None:
         except Exception as error:  # whichever: its text is looked at
             texts.append(str(error))
     assert [text for text in texts if re.search(r"(?i)\blazy\b|wrapper_?subclass|privateuse|_handle\b", text)] == []
+
+
+# Tracebacks
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x: x @ torch.ones(4, 4, device=x.device),  # torch's meta kernel, written in Python
+        lambda x: x.reshape(4, 4),  # and one in C++
+        lambda x: x + torch.ones(3),
+        lambda x: x @ at(1, "cpu", 3, 3),
+        lambda x: x[torch.tensor([9], device=x.device)].cpu(),
+    ],
+    ids=["matmul", "reshape", "local operand", "other node", "poisoned"],
+)
+def test_a_mistake_shows_the_callers_line_and_hardly_any_of_ours(mistake: Callable[[torch.Tensor], object]) -> None:
+    x = at(0, "cpu", 3, 3)
+    with pytest.raises(Exception) as caught:  # of several classes, with texts held elsewhere
+        mistake(x)
+    files = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    inner = files[max(k for k, file in enumerate(files) if file == Path(__file__)) + 1 :]
+    assert len(inner) <= 2 and all(file.parent.name == "distruntime" for file in inner), inner
+
+
+def test_control_c_shows_where_it_waits_and_not_how() -> None:
+    x = at(0)
+    x.sum().item()
+
+    def strike(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        with stopped(dr.nodes()[0].pid), pytest.raises(KeyboardInterrupt) as caught:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            (x + 1).sum().item()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "tensor.py" in frames and "channel.py" not in frames and len(frames) <= 7, frames
+    assert (x + 1).sum().item() == 6

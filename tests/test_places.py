@@ -286,6 +286,11 @@ def test_set_place_for_a_prompt() -> None:
     assert where(dr.zeros(1)) == GPU0 and where(dr.FloatTensor(1)) == CPU0
 
 
+def test_a_context_that_is_not_entered_says_what_it_is_for() -> None:
+    for context, where in ((dr.on(1), "node 1 cuda:0"), (dr.node(1), "node 1"), (dr.device("cpu"), "cpu")):
+        assert repr(context) == f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
+
+
 def test_places_are_values() -> None:
     assert dr.place(1, "cuda:1") == dr.place(1, 1) == dr.Place(1, "cuda:1") and dr.place(1) == dr.place(1, -1) == dr.place(1, "cpu")
     assert len({dr.place(0), dr.place(0, "cpu"), dr.place(1)}) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -427,6 +428,42 @@ def test_stalls_are_summed_up_by_line(session: object) -> None:
     assert dr.stalls()[0].seconds == max(row.seconds for row in dr.stalls())
     dr.stalls(reset=True)
     assert dr.stalls() == []
+
+
+def test_equal_lines_and_reasons_are_one_stall(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+    dr.stalls(reset=True)
+    for _ in range(3):  # as at a prompt, where every line is compiled anew
+        exec("(x + 1).sum().item(), (x + 2).sum().item()", {"x": x})
+    assert [(row.line, row.why, row.count) for row in dr.stalls()] == [("<string>:1", "item", 6)]
+
+
+def test_a_wait_that_is_given_up_is_a_stall(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+    x.sum().item()
+    dr.stalls(reset=True)
+    with stopped(dr.nodes()[0].pid):
+        repr(x)
+        with pytest.raises(TimeoutError):
+            dr.fetch_async(x).result(timeout=0.01)
+    (row,) = dr.stalls()
+    assert row.why == "repr" and row.seconds > 1
+
+
+def test_a_fetch_of_nothing_remote_waits_for_nobody(session: object) -> None:
+    dr.stalls(reset=True)
+    assert dr.fetch({"a": 3}) == {"a": 3}
+    assert dr.stalls() == [] and repr(dr.stalls()) == "no waits so far"
+
+
+def test_stalls_print_as_a_table(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+    dr.stalls(reset=True)
+    x.sum().item()
+    head, row = repr(dr.stalls()).splitlines()
+    assert head.split() == ["waited", "times", "for", "at"]
+    assert re.fullmatch(r" 0\.\d{4} s +1 +item +\S+test_reading\.py:\d+   x\.sum\(\)\.item\(\)", row), row
+    assert dr.stalls()._repr_html_().count("<tr>") == 2
 
 
 @pytest.mark.parametrize("wait", [*IMPLICIT, dr.fetch])

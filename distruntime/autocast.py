@@ -249,7 +249,7 @@ def install_autocast(library: torch.library.Library, fallback: torch.library.Lib
     cpu, gpu = listed(CPU), listed(GPU)
     # On a GPU recurrent layers are lowered as a whole (cuDNN's kernel is listed); on a CPU they run under the worker's own autocast.
     gpu.update({op: lowered for op in KERNELS if op not in gpu})
-    # torch's Python takes these fused kernels on CPUs only when autocast is on; on proxies it takes them everywhere.
+    # Where autocast is on, torch's Python takes these fused kernels on CPUs only; on proxies it cannot tell (up to torch 2.13).
     gpu[_aten._native_multi_head_attention.default] = lowered
     cpu[_aten._transformer_encoder_layer_fwd.default] = by_worker
     for op in dict.fromkeys((*cpu, *gpu)):

@@ -3,6 +3,7 @@
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
 #   make check    format, lint, types, layers: before every commit
 #   make bench    the figures of the README and docs/design.md
+#   make gpu      what needs a GPU: its tests and its figures; without one it says so
 #   make long     what takes hours: every dtype of op_db, every architecture of transformers
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
@@ -26,6 +27,10 @@ check: .venv/.dev
 bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
 
+gpu: .venv/.tests
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m benchmarks gpu
+
 long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
 	PYTHONPATH=tests $(BIN)/python tests/long/op_db_dtypes.py
@@ -40,4 +45,4 @@ long: .venv/.tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test check bench long
+.PHONY: demo test check bench gpu long

@@ -56,6 +56,7 @@ def _by_hand() -> dict[str, tuple[Any, ...] | tuple[tuple[Any, ...], dict[str, A
         "_upsample_nearest_exact1d": (one, [4]),
         "_upsample_nearest_exact2d": (two, [4, 4]),
         "_upsample_nearest_exact3d": (three, [4, 4, 4]),
+        "bilinear": (m.half(), m.half(), _draw(3, 4, 4).half(), bias),  # an optional operand has no say in what the others are cast to
         "chain_matmul": ([m, n, m],),
         "conv1d.padding": (one, k1, bias, [1], "same"),
         "conv2d.padding": (two, k2, bias, [1, 1], "same"),

@@ -148,6 +148,17 @@ def test_parameters_are_cast_once_a_region(device: str, modes: str, cached: bool
     return counts, other
 
 
+@agrees
+def test_a_cast_that_code_without_gradients_made_has_them_later(device: str) -> Any:
+    weight, x = tensor(device, 3, 3, grad=True), tensor(device, 3, 3)
+    with torch.autocast(device, dtype=BFLOAT16):
+        with torch.no_grad():
+            x @ weight
+        loss = (x @ weight).float().sum()
+    loss.backward()
+    return loss, weight.grad
+
+
 def test_casts_of_parameters_live_as_long_as_the_outermost_region(session: object) -> None:
     model, x = nn.Linear(4, 4).to(REMOTE), tensor(REMOTE, 2, 4)
     held = slots()

@@ -198,6 +198,17 @@ def test_an_upload_of_impossible_size_does_not_end_the_worker(session: object) -
 # Failures that nobody reads
 
 
+def test_a_result_that_is_left_undefined_does_not_end_the_worker(session: object) -> None:
+    """The last result of a recurrent step is for training only; its meta kernel promises it all the same."""
+    gates = [torch.rand(*shape, device=REMOTE) for shape in ((16, 4), (16, 4), (16,), (16,))]
+    x, state = torch.rand(5, 2, 4, device=REMOTE), torch.rand(2, 4, device=REMOTE)
+    for _ in range(2):  # the first call is checked against the prediction
+        out, *_, undefined = torch.ops.aten.mkldnn_rnn_layer(x, *gates, state, state, False, [], 2, 4, 1, True, False, False, False)
+        assert out.isfinite().all().item()
+        with pytest.raises(dr.InternalError, match="is not here"):
+            undefined.cpu()
+
+
 def test_an_unread_failure_is_raised_by_synchronize_once(session: object) -> None:
     out_of_range()
     with pytest.raises(IndexError):

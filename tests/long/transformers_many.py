@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
+import functools
+import importlib
 import inspect
 import multiprocessing
 import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +39,7 @@ warnings.simplefilter("ignore")
 import transformers  # noqa: E402  # reads the environment when imported
 from transformers.models.auto import modeling_auto  # noqa: E402
 
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 100_000_000
 PATIENCE = 300.0  # seconds for one architecture; the slowest takes half a minute
 AGREES, ONLY_IN_FLOAT64, DIFFERS, NOT_BUILT, DIED = "agrees", "agrees in float64 only", "differs", "not built", "crashed or hung"
 Verdict = tuple[str, str, str]  # model type, one of the above, and why
@@ -65,94 +68,209 @@ _SMALL = {
         "word_embed_proj_dim": 32,
         "state_size": 8,
     },
+    "use_cache": False,
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1, "num_channels": 3, "layer_types": None},
-    # Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators there, from one here.
-    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "text_encoder_layerdrop"), 0.0),
-    # So is some of the noise of `vits`: its flows draw it here and send it.
-    **dict.fromkeys(("noise_scale", "noise_scale_duration"), 0.0),
 }
+# Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators there, from one here. So is some
+# of the noise of `vits`: its flows draw it here and send it.
+_NO_CHANCE = dict.fromkeys(
+    ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "text_encoder_layerdrop", "noise_scale", "noise_scale_duration"), 0.0
+)
+_MISSING = object()
 _KINDS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL")
 
 
-def _config(config_class: Any, depth: int = 0) -> Any:
-    """The config with every size that it has set small, in its parts too; if it refuses that, with fewer of them set."""
+# From all sizes to none, for configs whose numbers depend on each other: sizes left alone are those whose names hold one of these.
+_LEFT_ALONE = ((), ("layer_types", "num_key_value_heads"), ("layer_types", "head", "lora", "qk_", "patch"))
+
+
+def _configs(config_class: Any) -> Iterator[Any]:
+    """The config with every size that it has set small, in its parts too; then with fewer and fewer of them set."""
+    seen = set()
+    for level in range(len(_LEFT_ALONE) + 2):
+        try:
+            config = _config(config_class, level)
+            text = str(config.to_dict())
+        except Exception:  # any: some configs refuse to be read
+            continue
+        if text not in seen:
+            seen.add(text)
+            yield config
+
+
+def _config(config_class: Any, level: int, depth: int = 0) -> Any:
     known = inspect.signature(config_class).parameters
     plain = config_class()
-    sizes = {name: size for name, size in _SMALL.items() if name in known or hasattr(plain, name)}
+    sizes = {name: size for name, size in _SMALL.items() if name in known or _get(plain, name, _MISSING) is not _MISSING}
+    chance: dict[str, Any] = {
+        name: value for name, value in _NO_CHANCE.items() if name in known or _get(plain, name, _MISSING) is not _MISSING
+    }
+    for name in ("rope_scaling", "rope_parameters"):  # how the half of a head of 8 is shared out between time, height and width
+        rope = _get(plain, name)
+        if isinstance(rope, dict) and rope.get("rope_type") == "default":  # those who share nothing out leave it alone
+            sizes[name] = {**rope, "mrope_section": [2, 1, 1]}
     for name in known:  # sizes of the stages of a vision model
-        stages = getattr(plain, name, None)
+        stages = _get(plain, name)
         if isinstance(stages, (list, tuple)) and stages and all(type(n) is int and n >= 32 for n in stages):
             sizes[name] = type(stages)(max(8, n // 4) for n in stages)
-    parts = {} if depth > 2 else {name: _config(part, depth + 1).to_dict() for name, part in _parts(config_class, plain)}
-    careful = {k: v for k, v in sizes.items() if k not in ("head_dim", "layer_types", "num_key_value_heads")}
-    widths = {
-        k: v for k, v in sizes.items() if "layers" in k or k in ("vocab_size", "num_labels", "pad_token_id", "bos_token_id", "eos_token_id")
-    }
-    for attempt in (sizes, careful, widths, {}):
+    parts = {} if depth > 2 else {name: _config(part, level, depth + 1).to_dict() for name, part in _parts(config_class, plain)}
+    attempts = [{k: v for k, v in sizes.items() if not any(word in k for word in words)} for words in _LEFT_ALONE]
+    attempts.append({k: v for k, v in sizes.items() if "layers" in k or k in ("vocab_size", "num_labels") or k.endswith("token_id")})
+    attempts.append({})
+    for attempt in attempts[level:]:
         try:
-            return config_class(**attempt, **parts)
+            return config_class(**attempt, **chance, **parts)
         except Exception:  # any: a config checks its own numbers in its own way
             continue
     return plain
 
 
+def _get(config: Any, name: str, missing: Any = None) -> Any:
+    try:
+        return getattr(config, name, missing)
+    except Exception:  # any: what differs between its layers, a config refuses to name
+        return missing
+
+
 def _parts(config_class: Any, plain: Any) -> Iterator[tuple[str, Any]]:
     for name in config_class.sub_configs:
-        part = getattr(plain, name, None)
+        part = _get(plain, name)
         if isinstance(part, transformers.PretrainedConfig):
             yield name, type(part)
 
 
-def _classes(model_type: str) -> Iterator[Any]:
+def _classes(model_type: str, config_class: Any) -> Iterator[Any]:
+    """What the auto classes know for it; else, for a part of another architecture, the classes of its module that take this very config."""
+    known = False
     for kind in _KINDS:
         names = getattr(modeling_auto, f"{kind}_MAPPING_NAMES").get(model_type)
-        if names:
-            yield getattr(transformers, names if isinstance(names, str) else names[0], None)
+        if names and (model_class := getattr(transformers, names if isinstance(names, str) else names[0], None)) is not None:
+            known = True
+            yield model_class
+    if known:
+        return
+    try:
+        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:
+        return
+    for model_class in reversed(list(vars(module).values())):  # the outermost stands last
+        if (
+            isinstance(model_class, type)
+            and issubclass(model_class, transformers.PreTrainedModel)
+            and model_class.config_class is config_class
+        ):
+            yield model_class
 
 
 def _build(model_type: str) -> Any:
-    """The first class of this architecture that builds small and runs here, with the batch that it takes; or the reason why none does."""
+    """The first class of this architecture that builds small and runs here, with the batch that it takes; or why none does.
+
+    It comes as a function that builds it: a model that has run on one device may keep what it has computed there.
+    """
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    reasons = []
-    for model_class in _classes(model_type):
-        if model_class is None:
-            continue
+    reasons: dict[str, int] = {}  # and how much each says: that an argument is missing or strange says little
+    for model_class in _classes(model_type, config_class):
         try:
-            config = _config(config_class)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in model_class(config).parameters())
-            if size > MOST_PARAMETERS:
-                reasons.append(f"{model_class.__name__}: {size / 1e6:.0f} M parameters")
-                continue
-            torch.manual_seed(0)
-            model = model_class(config)
-        except Exception as error:  # any: it does not build from such a config, and is not counted
-            reasons.append(f"{model_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+            takes = inspect.signature(model_class.forward).parameters
+        except ImportError as error:  # a stand-in for a class that needs a package that is not here
+            reasons[_reason(model_class, error)] = 4
             continue
-        for batch in _batches(config):
+        for config in _configs(config_class):
             try:
-                _train(model, batch, "cpu")
-            except Exception as error:  # any: not the batch that it takes
-                reasons.append(f"{model_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
+                with torch.device("meta"):
+                    size = sum(p.numel() for p in model_class(config).parameters())
+                if size > MOST_PARAMETERS:
+                    reasons[f"{model_class.__name__}: {size / 1e6:.0f} M parameters"] = 1
+                    continue
+                build = functools.partial(_seeded, model_class, config)
+                model = build()
+            except Exception as error:  # any: it does not build from such a config, and is not counted
+                reasons[_reason(model_class, error)] = 2
                 continue
-            return model, batch
-    return "; ".join(reasons[:2]) or "no class"
+            for batch in _batches(config):
+                if not all(name in takes for name in batch):
+                    continue
+                try:
+                    _train(model, batch, "cpu")
+                except Exception as error:  # any: not the batch that it takes
+                    reasons[_reason(model_class, error)] = 0 if "required" in str(error) else 3
+                    continue
+                return build, batch
+    return "; ".join(sorted(reasons, key=lambda reason: -reasons[reason])[:2]) or "no class"
+
+
+def _seeded(model_class: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    return model_class(copy.deepcopy(config))
+
+
+def _reason(model_class: Any, error: Exception) -> str:
+    return f"{model_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def _find(config: Any, *names: str, otherwise: int) -> int:
+    """The first of these numbers that a config or one of its parts has."""
+    parts = [config, *(_get(config, name) for name in config.sub_configs)]
+    for name in names:
+        for part in parts:
+            value = _get(part, name)
+            value = value[0] if isinstance(value, (list, tuple)) and value else value
+            if type(value) is int and value:
+                return value
+    return otherwise
 
 
 def _batches(config: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """What architectures take, the usual first."""
     generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
     ids = torch.randint(3, 90, (2, 12), generator=generator)
-    size = getattr(config, "image_size", 32)
-    size = size[0] if isinstance(size, (list, tuple)) else size
-    pixels = torch.randn(2, 3, size, size, generator=generator) if isinstance(size, int) and size <= 224 else torch.randn(2, 3, 32, 32)
+    size = _find(config, "image_size", otherwise=32)
+    channels = _find(config, "num_channels", "in_channels", otherwise=3)
+    pixels = normal(2, channels, size, size) if size <= 224 else normal(2, channels, 32, 32)
+    frames = normal(2, _find(config, "num_frames", otherwise=4), channels, size, size) if size <= 224 else normal(2, 4, channels, 32, 32)
+    bins = _find(config, "num_mel_bins", "feature_size", "n_mels", "model_in_dim", otherwise=80)
+    width = _find(config, "hidden_size", "d_model", "embed_dim", otherwise=32)
+    patch = _find(config, "patch_size", otherwise=8)
+    flat = normal(16, channels * _find(config, "temporal_patch_size", otherwise=1) * patch * patch)
+    grid = torch.tensor([[1, 4, 4]])
+    boxes = torch.randint(0, 30, (2, 12, 2), generator=generator).repeat(1, 1, 2) + torch.tensor([0, 0, 5, 5])
     yield {"input_ids": ids, "labels": ids}
     yield {"input_ids": ids, "decoder_input_ids": ids}
     yield {"input_ids": ids}
     yield {"pixel_values": pixels, "labels": torch.tensor([1, 2])}
     yield {"pixel_values": pixels}
     yield {"input_ids": ids, "pixel_values": pixels}
-    yield {"input_values": torch.randn(2, 4000, generator=generator)}
-    yield {"input_features": torch.randn(2, 80, 128, generator=generator), "decoder_input_ids": ids}
+    yield {"input_values": normal(2, 4000)}
+    yield {"input_features": normal(2, bins, 128), "decoder_input_ids": ids}
+    yield {"input_features": normal(2, bins, 128)}
+    yield {"input_features": normal(2, 128, bins)}
+    yield {"input_features": normal(2, 128, bins), "decoder_input_ids": ids}
+    yield {"input_ids": ids, "bbox": boxes}
+    yield {"input_ids": ids, "bbox": boxes, "pixel_values": pixels}
+    yield {"pixel_values": frames}
+    yield {"pixel_values_videos": frames}
+    yield {"input_ids": ids, "pixel_values": frames}
+    yield {"pixel_values": normal(2, channels, 64, 64)}
+    yield {"pixel_values": normal(2, channels, 224, 224)}
+    yield {"pixel_values": normal(2, 2, 1, 64, 64)}  # pairs of images, grey
+    yield {"pixel_values": flat, "grid_thw": grid}
+    yield {"hidden_states": flat, "grid_thw": grid}
+    yield {"hidden_states": normal(2, 12, width)}
+    yield {"inputs_embeds": normal(2, 12, width)}
+    yield {"hidden_states": normal(2, channels, 64, 64)}
+    yield {"spectrogram": normal(2, 20, bins)}
+    yield {"pixel_values": pixels, "decoder_input_ids": ids}
+    yield {"flattened_patches": normal(2, 16, channels * patch * patch + 2), "decoder_input_ids": ids}
+    yield {"flattened_patches": normal(2, 16, channels * patch * patch + 2)}
+    yield {"input_values": normal(2, 1, 4000)}
+    yield {"input_values": normal(2, 128, bins)}
+    context = _find(config, "context_length", otherwise=32)
+    yield {"past_values": normal(2, context, _find(config, "num_input_channels", otherwise=1))}
+    yield {"past_values": normal(2, context), "past_values_padding": torch.zeros(2, context), "freq": torch.zeros(2, 1, dtype=torch.long)}
 
 
 def _train(model: Any, batch: dict[str, torch.Tensor], device: str) -> Any:
@@ -164,7 +282,8 @@ def _train(model: Any, batch: dict[str, torch.Tensor], device: str) -> Any:
     out = model(**{name: value.to(device) for name, value in batch.items()})
     loss = getattr(out, "loss", None)
     if loss is None:
-        floating = [t for t in tree_leaves(tuple(out.values())) if isinstance(t, torch.Tensor) and t.requires_grad]
+        leaves = tree_leaves(tuple(out.values()) if isinstance(out, Mapping) else out)
+        floating = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         loss = sum((t if t.dtype is torch.float64 else t.float()).square().mean() for t in floating)
     loss.backward()
     return loss.detach(), {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -174,40 +293,53 @@ def _ties(model: nn.Module) -> int:
     return len(list(model.named_parameters(remove_duplicate=False))) - len(list(model.parameters()))
 
 
-def _compare(model: Any, batch: dict[str, torch.Tensor], rtol: float, atol: float) -> None:
+def _compare(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
     """Raise `Disagreement` unless the model trains there as here. An error of the local run is its own."""
-    ties = _ties(model)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ties = []
 
     def run(device: str) -> Any:
-        model.to("cpu").load_state_dict(state)
-        return _train(model, batch, device)
+        model = build()
+        trained = _train(model, batch, device)
+        ties.append(_ties(model))
+        return trained
 
-    check(lambda: run("cpu"), lambda: run(REMOTE), must_work=True, rtol=rtol, atol=atol)
-    if _ties(model) != ties:
-        raise Disagreement(f"{ties} tied parameters here, {_ties(model)} there")
+    check(lambda: run("cpu"), lambda: run(REMOTE), must_work=True, rtol=1e-4, atol=1e-5)
+    if ties[0] != ties[1]:
+        raise Disagreement(f"{ties[0]} tied parameters here, {ties[1]} there")
 
 
-def _compare_in_float64(model_type: str) -> None:
-    """As `_compare`, with a fresh model whose numbers are float64, to tolerances that float32 could not meet."""
-    model, batch = _build(model_type)
+def _compare_in_float64(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
+    """As `_compare`, with models whose numbers are float64, a thousand times as strict, by the length of each gradient.
+
+    Not number by number: where a gradient reaches 1e7, its small elements carry the rounding of the large ones.
+    """
     doubled = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-    _compare(model.double(), doubled, rtol=1e-7, atol=1e-9)
+    results = []
+
+    def run(device: str) -> Any:
+        results.append(_train(build().double(), doubled, device))
+        return results[-1]
+
+    check(lambda: run("cpu"), lambda: run(REMOTE), must_work=True, values=False)
+    for i, (here, there) in enumerate(zip(*map(tree_leaves, dr.fetch(results)), strict=True)):
+        apart, length = (here - there).norm().item(), here.norm().item()
+        if not apart <= 1e-7 * length + 1e-9:
+            raise Disagreement(f"result {i}: {apart:.3g} apart, with a length of {length:.3g}")
 
 
 def _verdict(model_type: str) -> Verdict:
     built = _build(model_type)
     if isinstance(built, str):
         return model_type, NOT_BUILT, built
-    name = type(built[0]).__name__
+    name = built[0].args[0].__name__
     try:
-        _compare(*built, rtol=1e-4, atol=1e-5)
+        _compare(*built)
     except Disagreement as difference:
         single = str(difference)
     else:
         return model_type, AGREES, name
     try:
-        _compare_in_float64(model_type)
+        _compare_in_float64(*built)
     except Exception as error:  # any: a model that does not run in float64 has not agreed there
         return model_type, DIFFERS, f"{name}: {single}; in float64: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return model_type, ONLY_IN_FLOAT64, f"{name}: in float32: {single}"

@@ -138,7 +138,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """To a worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+    """Master to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
 
     The master forwards it today; a worker may send it to another once they have a channel of their own.
     """

@@ -116,3 +116,39 @@ def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, d
         late.synchronize()
     assert total.item() == N
     assert more.sum().item() == 2 * N
+
+
+# -- what an instruction reads and writes without saying so ----------------------------------------------------------------------
+
+
+def test_a_recorded_layer_is_replayed_before_another_stream_writes_its_input(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    compute, copy, _ = three
+    layer = torch.nn.LSTM(8, 8)
+    x = torch.randn(5, 3, 8)
+    layer(x)[0].sum().backward()
+    assert layer.weight_ih_l0.grad is not None
+    expected = layer.weight_ih_l0.grad.clone()
+    layer.zero_grad()
+    there, batch = layer.to(compute.device), settled(x.to(compute.device))
+    with dr.stream(compute):
+        loss = there(batch)[0].sum()
+    slow(compute)
+    with dr.stream(compute):
+        loss.backward()
+    with dr.stream(copy):
+        batch.zero_()
+    assert there.weight_ih_l0.grad is not None
+    torch.testing.assert_close(there.weight_ih_l0.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x, y = torch.zeros(N, device=three[0].device), settled(torch.ones(N, device=three[0].device))
+    slow(three[0])
+    with dr.stream(three[0]):
+        x.set_(y)
+    if other:
+        with dr.stream(three[1]):
+            total = x.sum()
+        assert total.item() == N
+    assert torch.equal(x.cpu(), torch.ones(N))

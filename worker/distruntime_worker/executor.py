@@ -368,7 +368,7 @@ class Executor:
     def _block(
         self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
     ) -> bool:
-        """Block this stream until `passed`; return False when time is up (a failure), it is cancelled and not `patient`, or the master gone."""
+        """Block until `passed`; return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._under_way[id(p)].segment.start + i
         while not passed.wait(_LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))):

@@ -225,7 +225,8 @@ class _Whole(torch.autograd.Function):
             None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
         )
         handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
-        operands = [ctx.tape, *(g._handle for g in grads if g is not None)]
+        # The tape shares the memory of the forward's operands, which nobody may write, on whatever stream, before this has read it.
+        operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)
         return None, None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)

@@ -156,6 +156,8 @@ class Order:
         self.last[stream] = end = self.node.base + len(log)
         if line is not None:
             self.node.lines.append((end, line[1], line[2]))
+        if seconds is not None:  # it may go on without
+            return
         clock = dict(self._clocks[stream])
         # What the other stream knew there, this one knows now.
         past = self._past[other]
@@ -168,6 +170,13 @@ class Order:
         self._past[stream].append((end, clock))
         if len(self._past[stream]) > _KEPT:
             del self._past[stream][: _KEPT // 2]
+
+    def cancelled(self, stream: int) -> int:
+        """Return up to where a stream is cancelled, and forget what it knows from waits that may be dropped now."""
+        position = self.last[stream]
+        self._clocks[stream] = {}
+        self._past[stream].append((position, {}))
+        return position
 
     def put(self, stream: int, words: list[Any], line: Line) -> None:
         """Append what neither makes nor reads a value: a wait for another node."""

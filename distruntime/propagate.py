@@ -170,6 +170,8 @@ def outcome(
     results = [_result(func, same, value, alias) for value, alias in zip(values, shared)]
     reshaped = tuple((k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k])
     rebased = (0, 1) if schema.name == "aten::set_" and len(metas) == 2 else None
+    if rebased is not None:  # whoever reads the first from now on looks at the second's storage, and must come after this
+        written = (*written, rebased[1])
     return Outcome(results, single, written, reshaped, rebased)
 
 

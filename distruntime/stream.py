@@ -197,7 +197,7 @@ class Stream:
         node = self._check()
         with node.lock:
             node.flush()
-            position = node.base if node.order is None else node.order.last[self.number]
+            position = node.base if node.order is None else node.order.cancelled(self.number)
         node.session.post(node, Cancel(self.number, position))
 
 

@@ -235,10 +235,10 @@ class Executor:
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
         if cause is None:
-            if any(v is None for v in operands):
+            if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
                 error = InternalError(f"an operand of {template.name} is not here: {error!r}")
             cause = self._failure(p, i, error, template.name, described(operands))
-            if not template.writes and not template.mutates:
+            if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
                 self._orphans.append(cause)
         poisoned = Poisoned(cause)
         for k in template.writes:
@@ -331,17 +331,33 @@ class Executor:
 
     def _wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         other, position, seconds, text = p[i + 1 : i + 5]
-        target, mine = self.streams[other], self._mine[threading.get_ident()]
-        passed = threading.Event()
-        entry = position, passed
-        target.blocked.append(entry)
-        if target.position >= position:
-            passed.set()
-        self._block(mine, passed, p, i, seconds, text)
-        target.blocked.remove(entry)
-        if mine.cuda is not None or target.cuda is not None:
-            mine.wait_for(target.events(position))
+        mine = self._mine[threading.get_ident()]
+        if not self._follow(mine, [(self.streams[other], position)], p, i, seconds, text) and seconds is None:
+            mine.owe(self.streams[other], position)
         return i + 5
+
+    def _follow(
+        self, mine: Stream, due: list[tuple[Stream, int]], p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
+    ) -> bool:
+        """Block this stream until those in `due` are at their positions, and at what they have not waited for when they were cancelled."""
+        for target, position in due:  # which grows
+            passed = threading.Event()
+            entry = position, passed
+            target.blocked.append(entry)
+            if target.position >= position:
+                passed.set()
+            done = self._block(mine, passed, p, i, seconds, text, patient)
+            target.blocked.remove(entry)
+            if mine.cuda is not None or target.cuda is not None:
+                mine.wait_for(target.events(position))
+            if not done:
+                return False
+            due += [debt for debt in target.owed.items() if debt not in due]
+        return True
+
+    def _pay(self, mine: Stream, p: list[Any], i: int) -> None:
+        """Wait for what this stream has not waited for when it was cancelled: it is about to change what others may still use."""
+        self._follow(mine, list(mine.owed.items()), p, i, None, "", patient=True)
 
     def _await(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         number, seconds, text = p[i + 1 : i + 4]
@@ -352,12 +368,14 @@ class Executor:
                 self._orphans.append(self._failure(p, i, NodeFailed(reason), "wait", ""))
         return i + 4
 
-    def _block(self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str) -> bool:
-        """Block this stream until `passed`; return False when time is up (a failure), the stream is cancelled or the master gone."""
+    def _block(
+        self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
+    ) -> bool:
+        """Block until `passed`; return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._under_way[id(p)].segment.start + i
         while not passed.wait(_LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))):
-            if self.closed or position < mine.cancelled:
+            if self.closed or (position < mine.cancelled and not patient):
                 return False
             if deadline is not None and time.monotonic() >= deadline:
                 self._orphans.append(self._failure(p, i, WaitTimeout(text), "wait", ""))
@@ -414,21 +432,32 @@ class Executor:
         stream.cancelled = max(stream.cancelled, message.position)
 
     def _drop(self, stream: Stream, p: list[Any], i: int) -> int:
-        """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen."""
+        """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
+
+        The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
+        """
         slots, word = self.slots, p[i]
         if word < 0:
             slots.pop(-word, None)
             return i + 1
+        if word == FORGET:
+            self._pay(stream, p, i)
         if word in (RELEASE, FORGET, STAMP):
             return self._templates[word](slots, p, i)
+        if word == WAIT and p[i + 3] is None:
+            stream.owe(self.streams[p[i + 1]], p[i + 2])
         if word in (WAIT, AWAIT):
             return i + (5 if word == WAIT else 4)
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
+            if p[i + 1] in slots:
+                self._pay(stream, p, i)
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._failure(p, i, error, _WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template = self._info[p[first]]
+        if template.mutates:
+            self._pay(stream, p, i)
         self._fail(template, slots, p, first, error)
         if word == LEARN:
             cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)

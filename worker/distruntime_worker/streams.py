@@ -53,12 +53,19 @@ class Stream:
         self.waiting: list[tuple[int, Action]] = []
         self.serving = threading.RLock()  # held while what has waited is answered
         self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`
+        self.owed: dict[
+            Stream, int
+        ] = {}  # positions of others that it has not waited for, because it was cancelled; never changed in place
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
 
     def entered(self) -> AbstractContextManager[Any]:
         """Return the context in which kernels of this thread go to this stream."""
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+
+    def owe(self, other: Stream, position: int) -> None:
+        """Note a wait that was dropped."""
+        self.owed = {**self.owed, other: max(position, self.owed.get(other, 0))}
 
     def publish(self, position: int) -> None:
         """Let other streams see that this one has got to `position`."""

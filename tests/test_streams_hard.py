@@ -1,0 +1,154 @@
+"""What streams do where something is cancelled, late, gone or hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import distruntime as dr
+
+N = 64
+
+
+@pytest.fixture(autouse=True)
+def _two_nodes() -> Iterator[None]:
+    """Two nodes for the whole module; a test that breaks them leaves the next one to start others."""
+    if not (dr.is_initialized() and _ours and _ours[0].closed is None and not any(n.failed for n in _ours[0].nodes)):
+        dr.shutdown()
+        _ours[:] = [dr.init_master_worker(world_size=2)]
+    yield
+
+
+_ours: list[dr.Session] = []
+
+
+@pytest.fixture
+def three() -> tuple[dr.Stream, dr.Stream, dr.Stream]:
+    """Three streams of node 0's CPU."""
+    return dr.Stream(0, "cpu"), dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
+
+
+def slow(stream: dr.Stream, products: int = 100) -> None:
+    """Keep a stream of a CPU busy for some tenths of a second."""
+    with dr.stream(stream):
+        x = torch.ones(512, 512, device=stream.device)
+        for _ in range(products):
+            x = x @ x / 512
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` when it is there, and known to be there."""
+    dr.synchronize()
+    return x
+
+
+# -- cancelled and late ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    first, cancelled, last = three
+    x = settled(torch.zeros(N, device=first.device))
+    slow(first)
+    with dr.stream(first):
+        made = torch.ones(N, device="remote")
+        x.add_(1)
+    with dr.stream(cancelled):
+        dropped = x + made
+    last.wait_stream(cancelled)
+    with dr.stream(last):
+        total, both = x.sum(), made + 1  # known to come after `first`, by way of `cancelled`
+    cancelled.cancel()
+    assert total.item() == N
+    assert both.sum().item() == 2 * N
+    with pytest.raises(dr.StreamCancelled):
+        dropped.cpu()
+
+
+def test_a_cancelled_stream_does_not_count_on_the_waits_that_it_dropped(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    first, cancelled, _ = three
+    slow(first)
+    with dr.stream(first):
+        made = torch.ones(N, device="remote")
+    with dr.stream(cancelled):
+        made + 1
+    cancelled.cancel()
+    with dr.stream(cancelled):
+        assert (made + 2).sum().item() == 3 * N
+
+
+def test_a_write_that_is_cancelled_spares_the_reads_before_it(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    reads, writes, _ = three
+    x = settled(torch.zeros(N, device=reads.device))
+    slow(reads)
+    with dr.stream(reads):
+        y = x + 1
+    with dr.stream(writes):
+        x.add_(1)
+    writes.cancel()
+    assert y.sum().item() == N
+    with pytest.raises(dr.StreamCancelled):
+        x.cpu()
+
+
+def test_a_check_that_is_cancelled_is_no_failure_of_the_next_read(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    true = settled(torch.ones((), device=three[0].device))
+    slow(three[0])
+    with dr.stream(three[0]):
+        torch._assert_async(true)
+    three[0].cancel()
+    with dr.stream(three[0]):
+        assert torch.ones(N, device="remote").sum().item() == N
+
+
+def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    first, late, _ = three
+    x = settled(torch.zeros(N, device=first.device))
+    slow(first)
+    with dr.stream(first):
+        made = torch.ones(N, device="remote")
+        x.add_(1)
+    first.record_event().wait(late, timeout=0.0)
+    with dr.stream(late):
+        total, more = x.sum(), made + 1
+    with pytest.raises(dr.WaitTimeout):
+        late.synchronize()
+    assert total.item() == N
+    assert more.sum().item() == 2 * N
+
+
+# -- what an instruction reads and writes without saying so ----------------------------------------------------------------------
+
+
+def test_a_recorded_layer_is_replayed_before_another_stream_writes_its_input(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    compute, copy, _ = three
+    layer = torch.nn.LSTM(8, 8)
+    x = torch.randn(5, 3, 8)
+    layer(x)[0].sum().backward()
+    assert layer.weight_ih_l0.grad is not None
+    expected = layer.weight_ih_l0.grad.clone()
+    layer.zero_grad()
+    there, batch = layer.to(compute.device), settled(x.to(compute.device))
+    with dr.stream(compute):
+        loss = there(batch)[0].sum()
+    slow(compute)
+    with dr.stream(compute):
+        loss.backward()
+    with dr.stream(copy):
+        batch.zero_()
+    assert there.weight_ih_l0.grad is not None
+    torch.testing.assert_close(there.weight_ih_l0.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x, y = torch.zeros(N, device=three[0].device), settled(torch.ones(N, device=three[0].device))
+    slow(three[0])
+    with dr.stream(three[0]):
+        x.set_(y)
+    if other:
+        with dr.stream(three[1]):
+            total = x.sum()
+        assert total.item() == N
+    assert torch.equal(x.cpu(), torch.ones(N))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from typing import Any
 
@@ -88,7 +89,8 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
         return node.session.fetch(node, handle.ref, after, form, options or {})
     loan = node.session.shared.take(nbytes)
     shared = {"shared": loan.name} if loan is not None and node.shared else {}
-    return node.session.fetch(node, handle.ref, after, form, shared, loan if loan is not None else bytearray(nbytes))
+    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which nothing else runs.
+    return node.session.fetch(node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes))
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:

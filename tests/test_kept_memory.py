@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_over_a_network_too(session: dr.Session) -> None:
     finally:
         for node, shared in nodes:
             node.shared = shared
+
+
+def test_when_there_is_no_more_shared_memory(session: dr.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.wire.shared"], "_MOST", 0)
+    monkeypatch.setattr(session.shared, "_idle", [])
+    here = torch.randn(3 * ELEMENTS)
+    back = here.to("remote").cpu()
+    assert torch.equal(back, here)
+    back.add_(1)
+    assert torch.equal(back, here + 1) and torch.equal(here.to("remote")[1:].cpu(), here[1:])
 
 
 def _lent(session: dr.Session) -> int:

@@ -104,7 +104,7 @@ class Executor:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
             stream = Stream(message.stream, self._devices.real(torch.device(message.device)), message.priority)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
         stream.reached = stream.position = 0
         self.streams[message.stream] = stream
@@ -470,7 +470,7 @@ class Executor:
     def fetch(self, fetch: Fetch) -> None:
         """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
         after = fetch.after
-        if not after or len(after) % 2 or not all(type(n) is int for n in after) or not set(after[::2]) <= self.streams.keys():
+        if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
             if len(after) > 2:  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
@@ -483,6 +483,10 @@ class Executor:
                 self._done.append((after[1], fetch))
                 return
         self._answer(fetch)
+
+    def _names(self, after: list[Any]) -> bool:
+        """Whether `after` is [stream, position, ...] of streams that there are."""
+        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and set(after[::2]) <= self.streams.keys()
 
     def _when(self, fetch: Fetch, k: int) -> None:
         """Answer `fetch` when the streams from the `k`-th on that it names are at their positions."""
@@ -519,10 +523,10 @@ class Executor:
 
     def passed(self, after: list[Any]) -> bool:
         """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+        if not self._names(after):
+            raise ProtocolError(f"a question after {str(after)[:80]}")
         for number, position in zip(after[::2], after[1::2]):
-            stream = self.streams.get(number)
-            if stream is None or not isinstance(position, int):
-                raise ProtocolError(f"a question after {str(after)[:80]}")
+            stream = self.streams[number]
             if not self._reached(stream, position):
                 return False
             if self._devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):

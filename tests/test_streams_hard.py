@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import distruntime as dr
+from processes import slots
 
 N = 64
 
@@ -152,3 +154,15 @@ def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Strea
             total = x.sum()
         assert total.item() == N
     assert torch.equal(x.cpu(), torch.ones(N))
+
+
+def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.Stream, dr.Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.node"], "_MOST_TEMPLATES", 3000)
+    before = slots()
+    total = torch.zeros(2, dtype=torch.int64, device=three[0].device)
+    for k in range(20_000):  # a number that is no float is part of the template
+        with dr.stream(three[k % 3]):
+            total.add_(k)
+    assert total.cpu()[0].item() == sum(range(20_000))
+    del total
+    assert slots() <= before

@@ -247,7 +247,7 @@ class Executor:
             written = slots.get(p[i + k])
             if isinstance(written, torch.Tensor):  # its views and its base hold the same bytes
                 memory = written.untyped_storage()._cdata
-                for ref, value in list(slots.items()):
+                for ref, value in slots.copy().items():  # other streams add and free meanwhile
                     if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
                         slots[ref] = poisoned
             slots[p[i + k]] = poisoned
@@ -325,7 +325,7 @@ class Executor:
         return i + 6
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        for number in [n for n in self._info if n < p[i + 1]]:
+        for number in [n for n in self._info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
             del self._templates[number], self._info[number]
         return i + 2
 
@@ -542,8 +542,11 @@ class Executor:
             self._send(Failed(fetch.request, failure_fields(value.failure)), None)
             return
         if self._orphans and fetch.form != "text":
-            self._send(Failed(fetch.request, failure_fields(self._orphans.pop(0))), None)
-            return
+            with self._gate:
+                orphan = self._orphans.pop(0) if self._orphans else None
+            if orphan is not None:
+                self._send(Failed(fetch.request, failure_fields(orphan)), None)
+                return
         if isinstance(value, HostCopy) and not value.ready():
             self._later(fetch, value, [value.event])
         elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole

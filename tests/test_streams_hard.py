@@ -172,6 +172,26 @@ def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.St
     assert slots() <= before
 
 
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_stream_or_event_or_priority_harms_no_worker(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x, no, timed = torch.ones(N, device=three[0].device), 3, dr.Event(enable_timing=True)
+    wrong: Any = no
+    for use in (
+        lambda: three[0].wait_stream(wrong), lambda: three[0].wait_event(wrong), lambda: three[0].record_event(wrong),
+        lambda: dr.Event().wait(wrong), lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
+        lambda: x.record_stream(wrong),
+    ):  # fmt: skip
+        with pytest.raises(dr.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"):
+            use()
+    for priority in ("high", 0.5, 1 << 70, True, None):
+        with pytest.raises(dr.UsageError, match="whole number"):
+            dr.Stream(0, "cpu", priority=priority)  # type: ignore[arg-type]
+    dr.synchronize(0, "cpu")
+    assert x.sum().item() == N
+
+
 # -- the end ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import distruntime as dr
-from processes import slots
+from processes import slots, until
+from test_security import ListeningWorker
 
 N = 64
 
@@ -166,3 +170,56 @@ def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.St
     assert total.cpu()[0].item() == sum(range(20_000))
     del total
     assert slots() <= before
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_stream_or_event_or_priority_harms_no_worker(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x, no, timed = torch.ones(N, device=three[0].device), 3, dr.Event(enable_timing=True)
+    wrong: Any = no
+    for use in (
+        lambda: three[0].wait_stream(wrong), lambda: three[0].wait_event(wrong), lambda: three[0].record_event(wrong),
+        lambda: dr.Event().wait(wrong), lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
+        lambda: x.record_stream(wrong),
+    ):  # fmt: skip
+        with pytest.raises(dr.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"):
+            use()
+    for priority in ("high", 0.5, 1 << 70, True, None):
+        with pytest.raises(dr.UsageError, match="whole number"):
+            dr.Stream(0, "cpu", priority=priority)  # type: ignore[arg-type]
+    dr.synchronize(0, "cpu")
+    assert x.sum().item() == N
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_stops_computing_for_a_master_that_has_gone(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+    dr.shutdown()
+    os.chmod(tmp_path, 0o700)
+    worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/s", "--insecure")
+    tasks = Path(f"/proc/{worker.process.pid}/task")
+    if not tasks.exists():
+        pytest.skip("this test counts threads in /proc, which is Linux's")
+    try:
+        with fresh_session(workers=[worker.address]):
+            dr.Stream(0, "cpu").synchronize()
+        until(lambda: "ended" in worker.text())
+        idle = len(list(tasks.iterdir()))
+        with pytest.raises(ZeroDivisionError), fresh_session(workers=[worker.address]):
+            one, two, three = dr.Stream(0, "cpu"), dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
+            slow(one, 6000)
+            slow(dr.default_stream(0, "cpu"), 6000)
+            two.wait_stream(one)
+            with dr.stream(two):
+                torch.ones(N, device="remote")
+            three.synchronize()
+            raise ZeroDivisionError
+        until(lambda: len(list(tasks.iterdir())) <= idle)
+        fresh_session(workers=[worker.address])
+        assert torch.ones(N, device="remote").sum().item() == N
+        assert "Traceback" not in worker.text()
+    finally:
+        dr.shutdown()
+        worker.stop()

@@ -53,6 +53,7 @@ Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
 
 _LOOK = 0.1  # seconds between a blocked stream's looks whether it is cancelled or the master gone
+_END = 1 << 62  # no log gets there
 _WAITING = {UPLOAD: "upload", HOST: "a copy to the host", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
 _MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
 
@@ -145,6 +146,10 @@ class Executor:
                     i = templates[word](slots, words, i)
                     if waiting:
                         self._serve(stream, start + i)
+                        if start + i < stream.cancelled:
+                            self.run_stretch(stream, work, i, n)
+                            self.running = False
+                            return
         except (IndexError, TypeError, KeyError) as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
         self._finish(work)
@@ -429,7 +434,19 @@ class Executor:
         stream = self.streams.get(message.stream)
         if stream is None:
             raise ProtocolError(f"there is no stream {message.stream}")
-        stream.cancelled = max(stream.cancelled, message.position)
+        self._cut(stream, message.position)
+
+    def _cut(self, stream: Stream, position: int) -> None:
+        stream.cancelled = max(stream.cancelled, position)
+        with self._gate:
+            stream.waiting.append((position, lambda: None))  # so that `run`, which has no time to look each time, looks
+
+    def close(self) -> None:
+        """Drop what no stream has begun: the master is gone (the reader)."""
+        self.closed = True
+        for stream in self.streams.values():
+            self._cut(stream, _END)
+            stream.queue.put(None)
 
     def _drop(self, stream: Stream, p: list[Any], i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.

@@ -320,7 +320,11 @@ class Executor:
             else:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
-            slots[ref] = value if real.type == "cpu" else value.to(real)
+            if real.type == "cpu":
+                slots[ref] = value
+            else:
+                self._used(slots.get(ref))
+                slots[ref] = value.to(real)
         except RuntimeError as error:
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))
@@ -397,7 +401,7 @@ class Executor:
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         mine = self._mine[threading.get_ident()]
-        device = mine.device if mine.cuda is not None else self._devices.first_gpu
+        device = mine.device if mine.cuda is not None else self._devices.first_gpu if mine is self.default else None
         event = None
         if device is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -407,9 +411,7 @@ class Executor:
 
     def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         ref, count = p[i + 1], p[i + 2]
-        mine, value = self._mine[threading.get_ident()], slots.get(ref)
-        if mine.cuda is not None and isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(mine.cuda)
+        self._used(slots.get(ref))
         with self._gate:
             released = self._users.pop(ref, 0) + 1
             if released < count:
@@ -417,6 +419,12 @@ class Executor:
             else:
                 slots.pop(ref, None)
         return i + 3
+
+    def _used(self, value: Any) -> None:
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            mine = self._mine[threading.get_ident()]
+            value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
 
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:

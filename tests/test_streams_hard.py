@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import distruntime as dr
-from processes import slots, until
+from distruntime.session import active_session
+from processes import slots, steady, until
 from test_security import ListeningWorker
 
 N = 64
@@ -170,6 +172,30 @@ def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.St
     assert total.cpu()[0].item() == sum(range(20_000))
     del total
     assert slots() <= before
+
+
+def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    node, default = active_session().nodes[0], dr.default_stream(0, "cpu")
+    x = torch.ones(N, device=default.device)
+    for _ in range(3):
+        settled(x + 1)  # the signature is known
+    slow(default, 400)
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(x + 1))
+    with node.lock:
+        thread.start()
+        until(lambda: thread.ident in sys._current_frames() and sys._current_frames()[thread.ident].f_code.co_name == "dispatch")
+        steady(lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1)  # at the lock, past the look into the cache
+        stream = dr.Stream(0, "cpu")
+        with dr.stream(stream):
+            x.sum()
+    thread.join()
+    event = default.record_event()
+    assert not event.query()
+    with dr.stream(stream):
+        x.zero_()
+    assert made[0].sum().item() == 2 * N
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------------------

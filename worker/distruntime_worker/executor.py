@@ -323,7 +323,11 @@ class Executor:
             else:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
-            slots[ref] = self._staging.to(real, value) if real.type == "cuda" else value.to(real)
+            if real.type == "cpu":
+                slots[ref] = value
+            else:
+                self._used(slots.get(ref))
+                slots[ref] = self._staging.to(real, value)
         except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))
@@ -400,7 +404,7 @@ class Executor:
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         mine = self._mine[threading.get_ident()]
-        device = mine.device if mine.cuda is not None else self._devices.first_gpu
+        device = mine.device if mine.cuda is not None else self._devices.first_gpu if mine is self.default else None
         event = None
         if device is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -410,9 +414,7 @@ class Executor:
 
     def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         ref, count = p[i + 1], p[i + 2]
-        mine, value = self._mine[threading.get_ident()], slots.get(ref)
-        if mine.cuda is not None and isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(mine.cuda)
+        self._used(slots.get(ref))
         with self._gate:
             released = self._users.pop(ref, 0) + 1
             if released < count:
@@ -420,6 +422,12 @@ class Executor:
             else:
                 slots.pop(ref, None)
         return i + 3
+
+    def _used(self, value: Any) -> None:
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            mine = self._mine[threading.get_ident()]
+            value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
 
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:

@@ -105,6 +105,8 @@ def _config(config_class: Any, level: int, depth: int = 0) -> Any:
     chance: dict[str, Any] = {
         name: value for name, value in _NO_CHANCE.items() if name in known or _get(plain, name, _MISSING) is not _MISSING
     }
+    if _get(plain, "attention_type") == "block_sparse":  # too short for that, its first forward builds other layers, and so draws here
+        chance["attention_type"] = "original_full"
     for name in ("rope_scaling", "rope_parameters"):  # how the half of a head of 8 is shared out between time, height and width
         rope = _get(plain, name)
         if isinstance(rope, dict) and rope.get("rope_type") == "default":  # those who share nothing out leave it alone
@@ -309,7 +311,7 @@ def _compare(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
 
 
 def _compare_in_float64(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
-    """As `_compare`, with models whose numbers are float64, a thousand times as strict, by the length of each gradient.
+    """As `_compare`, with models whose numbers are float64, a hundred times as strict, by the length of each gradient.
 
     Not number by number: where a gradient reaches 1e7, its small elements carry the rounding of the large ones.
     """
@@ -321,9 +323,11 @@ def _compare_in_float64(build: Callable[[], Any], batch: dict[str, torch.Tensor]
         return results[-1]
 
     check(lambda: run("cpu"), lambda: run(REMOTE), must_work=True, values=False)
-    for i, (here, there) in enumerate(zip(*map(tree_leaves, dr.fetch(results)), strict=True)):
+    pairs = list(zip(*map(tree_leaves, dr.fetch(results)), strict=True))
+    longest = max(here.norm().item() for here, _ in pairs)
+    for i, (here, there) in enumerate(pairs):
         apart, length = (here - there).norm().item(), here.norm().item()
-        if not apart <= 1e-7 * length + 1e-9:
+        if not apart <= 1e-6 * length + 1e-14 * longest:  # a bias in front of a batch norm has rounding for a gradient
             raise Disagreement(f"result {i}: {apart:.3g} apart, with a length of {length:.3g}")
 
 

@@ -48,6 +48,10 @@ from .staging import Staging
 from .streams import MOST_STREAMS, HostCopy, Stamp, Stream, Work
 from .template import Run, Template, operator
 
+# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
+# order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
+_ALIGNED, _LARGE = 64, 1 << 20  # bytes
+
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
@@ -323,11 +327,11 @@ class Executor:
             else:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
-            if real.type == "cpu":
-                slots[ref] = value
-            else:
+            if real.type == "cuda":
                 self._used(slots.get(ref))
                 slots[ref] = self._staging.to(real, value)
+            else:
+                slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value
         except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))

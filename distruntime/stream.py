@@ -303,7 +303,7 @@ class Event:
             return
         number = here.session.signals()
         # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
-        recorded.ask().when_done(_Forward(here, there, number))
+        recorded.ask(quiet=True).when_done(_Forward(here, there, number))
         with here.lock:
             words = [AWAIT, number, timeout, text]
             if here.order is None:
@@ -376,10 +376,10 @@ class _Recorded:
     def text(self) -> str:
         return f"was recorded at {line_text(self.line)}"
 
-    def ask(self) -> Request:
-        """Ask the worker to say when the event has happened. Return at once."""
+    def ask(self, quiet: bool = False) -> Request:
+        """Ask the worker to say when the event has happened, and what failed, unless `quiet`: nobody would raise it. Return at once."""
         node = self.stream.residence.node
-        request: Request = node.session.fetch(node, 0, [self.stream.number, self.position], "passed", {})
+        request: Request = node.session.fetch(node, 0, [self.stream.number, self.position], "passed", {"quiet": True} if quiet else {})
         return request
 
 

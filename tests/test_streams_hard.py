@@ -198,6 +198,18 @@ def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Cal
     assert made[0].sum().item() == 2 * N
 
 
+def test_a_wait_of_another_node_does_not_swallow_a_failed_check() -> None:
+    there = torch.zeros((), device=dr.default_stream(1, "cpu").device)
+    torch._assert_async(there)
+    event = dr.default_stream(1, "cpu").record_event()
+    event.wait(dr.default_stream(0, "cpu"))
+    with dr.on(0):
+        assert torch.ones(N).sum().item() == N
+    with pytest.raises(RuntimeError, match="assert"):
+        there.item()
+    dr.synchronize()
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------------------
 
 

@@ -622,6 +622,8 @@ class Executor:
 
         Who waits hears of every failure, so the next read need not say it again.
         """
+        if "quiet" in fetch.options:
+            return None
         self._orphans.clear()
         if fetch.form == "done":
             return None

@@ -16,7 +16,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/02_digits.py
 
 test: .venv/.tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

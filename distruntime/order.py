@@ -43,7 +43,7 @@ class Order:
         self.pools: dict[tuple[str, int], list[int]] = {}  # by device and priority
         self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
         self.last: dict[int, int] = {}  # position after each stream's last instruction
-        self.checked: dict[int, int] = {}  # the same of its last instruction that only checks
+        self.checked = {0: node.checked}  # the same of its last instruction that only checks
         self.generator = Storage(_NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
         self._clocks: dict[int, dict[int, int]] = {0: {}}
         self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}  # (position, clock from there on), the newest last
@@ -51,7 +51,8 @@ class Order:
         self._users: dict[int, int] = {}  # by ref, the bits of the streams that use a value besides its maker
         self._freed: dict[int, list[int]] = {}  # words of frees by stream, which go with its next instruction or the next flush
         self._since = node.base + len(node.log)
-        log = StretchedLog(self.free)
+        self._strays = 0  # position after the last instruction of stream 0 that came past these rules
+        log = StretchedLog(self.free, self._stray)
         log.put(0, node.log)
         node.log, self.last[0] = log, self._since
 
@@ -91,7 +92,8 @@ class Order:
                 self._need(needs, stream, maker, handle.born[0])
             if use.writer != stream and implicit:
                 self._need(needs, stream, use.writer, storage.written)
-        if implicit:
+        if implicit and written:
+            self._need(needs, stream, 0, self._strays)
             for storage in written:
                 use = storage.order or self._use(storage)
                 self._need(needs, stream, use.writer, storage.written)
@@ -122,6 +124,9 @@ class Order:
         if len(log) > node.enough:
             node.flush()
         return born
+
+    def _stray(self) -> None:
+        self._strays = self.last[0] = self.node.base + len(self.node.log)
 
     def _log(self) -> StretchedLog:
         log: Any = self.node.log

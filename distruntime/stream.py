@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from .wire.messages import AWAIT, STAMP, Cancel, OpenStream, Signal
 _MOST = 32  # streams for each device and priority, as on CUDA: more Stream objects share them
 
 Where = int | Place | torch.device | None
+T = TypeVar("T")
 
 
 def ordered(node: Node) -> Order:
@@ -44,6 +46,14 @@ def ordered(node: Node) -> Order:
             order = node.order
     assert order is not None
     return order
+
+
+def _expect(value: T, kind: type[Any]) -> T:
+    """Return `value`, which should be a stream or an event of this package, or raise `UsageError`."""
+    if not isinstance(value, kind):
+        got = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UsageError(f"this takes a distruntime.{kind.__name__}, got {got}; torch's own streams and events are this process's")
+    return value
 
 
 def _residence(node: Where, device: DeviceLike | None) -> Residence:
@@ -79,6 +89,8 @@ class Stream:
     """
 
     def __init__(self, node: Where = None, device: DeviceLike | None = None, priority: int = 0) -> None:
+        if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
+            raise UsageError(f"a stream's priority is a small whole number, as in torch.cuda.Stream; got {priority!r}")
         self.residence = _residence(node, device)
         self.priority = priority
         node_ = self.residence.node
@@ -157,15 +169,15 @@ class Stream:
 
     def wait_event(self, event: Event, timeout: float | None = None) -> None:
         """Make what is issued to this stream from now on wait for `event`. Return at once; see `Event.wait`."""
-        event.wait(self, timeout)
+        _expect(event, Event).wait(self, timeout)
 
     def wait_stream(self, stream: Stream, timeout: float | None = None) -> None:
         """Make what is issued to this stream from now on wait for all that `stream` has been given, on whatever node. Return at once."""
-        self.wait_event(stream.record_event(), timeout)
+        self.wait_event(_expect(stream, Stream).record_event(), timeout)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record `event`, or a new one, after all that this stream has been given. Return it at once."""
-        event = Event() if event is None else event
+        event = Event() if event is None else _expect(event, Event)
         event.record(self)
         return event
 
@@ -233,9 +245,7 @@ def stream(stream: Stream | None) -> StreamContext:
 
     As `torch.cuda.stream`; operations on other devices go to these devices' current streams, as always.
     """
-    if stream is not None and not isinstance(stream, Stream):
-        raise UsageError(f"dr.stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}")
-    return StreamContext(stream)
+    return StreamContext(None if stream is None else _expect(stream, Stream))
 
 
 class Event:
@@ -257,7 +267,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the event after all that `stream` (default: the current one) has been given. Return at once."""
-        stream = current_stream() if stream is None else stream
+        stream = current_stream() if stream is None else _expect(stream, Stream)
         node = stream._check()
         line = user_line()
         stamp: Handle | None = None
@@ -279,7 +289,7 @@ class Event:
         An event that was never recorded waits for nothing, as in torch. If the event has not come after `timeout` seconds of the
         stream's own waiting, the stream goes on and the next read or `synchronize` raises `WaitTimeout`.
         """
-        recorded, stream = self._recorded, current_stream() if stream is None else stream
+        recorded, stream = self._recorded, current_stream() if stream is None else _expect(stream, Stream)
         here = stream._check()
         if recorded is None:
             return
@@ -291,15 +301,15 @@ class Event:
                 with here.lock:
                     order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, user_line())
             return
+        number = here.session.signals()
+        # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
+        recorded.ask(quiet=True).when_done(_Forward(here, there, number))
         with here.lock:
-            number = here.session.signals()
             words = [AWAIT, number, timeout, text]
             if here.order is None:
                 here.append(words, user_line())
             else:
                 here.order.put(stream.number, words, user_line())
-        request = recorded.ask()
-        request.when_done(_Forward(here, there, number))
 
     def query(self) -> bool:
         """Return whether all before the event has run; True if it was never recorded. Asks the worker: one round trip."""
@@ -334,7 +344,7 @@ class Event:
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds between two events of one node, by its own clock. Block until both have happened."""
-        start, end = self._recorded, end_event._recorded
+        start, end = self._recorded, _expect(end_event, Event)._recorded
         if not (self.enable_timing and end_event.enable_timing):
             raise UsageError("elapsed_time needs events that note the time: distruntime.Event(enable_timing=True), both of them")
         if start is None or end is None or start.stamp is None or end.stamp is None:
@@ -366,10 +376,10 @@ class _Recorded:
     def text(self) -> str:
         return f"was recorded at {line_text(self.line)}"
 
-    def ask(self) -> Request:
-        """Ask the worker to say when the event has happened. Return at once."""
+    def ask(self, quiet: bool = False) -> Request:
+        """Ask the worker to say when the event has happened, and what failed, unless `quiet`: nobody would raise it. Return at once."""
         node = self.stream.residence.node
-        request: Request = node.session.fetch(node, 0, [self.stream.number, self.position], "passed", {})
+        request: Request = node.session.fetch(node, 0, [self.stream.number, self.position], "passed", {"quiet": True} if quiet else {})
         return request
 
 

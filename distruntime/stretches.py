@@ -12,13 +12,15 @@ class StretchedLog(list[Any]):
     """Takes the place of a node's plain log as soon as the node has a second stream.
 
     Who still holds the plain log's ways (`log += words`, `log.append(-ref)`: a thread that was on the hot path in that moment) writes to
-    stream 0, where everything was until then.
+    stream 0, where everything was until then, and `stray` is called: nobody has noted what it reads.
     """
 
-    def __init__(self, free: Callable[[int], None], words: Iterable[Any] = (), stretches: Iterable[Stretch] = ()) -> None:
+    def __init__(
+        self, free: Callable[[int], None], stray: Callable[[], None], words: Iterable[Any] = (), stretches: Iterable[Stretch] = ()
+    ) -> None:
         super().__init__(words)
         self.stretches = list(stretches)
-        self._free = free
+        self._free, self._stray = free, stray
 
     def put(self, stream: int, words: list[Any]) -> None:
         """Append words to a stream."""
@@ -33,6 +35,7 @@ class StretchedLog(list[Any]):
 
     def __iadd__(self, words: Any) -> StretchedLog:  # type: ignore[misc]
         self.put(0, words)
+        self._stray()
         return self
 
     def append(self, word: Any) -> None:
@@ -53,4 +56,4 @@ class StretchedLog(list[Any]):
         """Return a log of what follows the first `taken` words."""
         ends = [first for _, first in self.stretches[1:]] + [len(self)]
         left = [[stream, max(first - taken, 0)] for (stream, first), end in zip(self.stretches, ends) if end > taken]
-        return StretchedLog(self._free, self[taken:], left)
+        return StretchedLog(self._free, self._stray, self[taken:], left)

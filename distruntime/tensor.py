@@ -12,7 +12,7 @@ import torch
 
 from .context import current_gpu, device_name
 from .dispatch import dispatch
-from .errors import NotSupportedError, PlacementError
+from .errors import NotSupportedError, PlacementError, UsageError
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
@@ -226,6 +226,8 @@ class DistributedTensor(torch.Tensor):
 
     def record_stream(self, stream: Any) -> None:
         """Let the memory be used again only after what `stream` has been given until this tensor dies. Return at once."""
+        if not hasattr(stream, "keep"):
+            raise UsageError(f"record_stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}")
         stream.keep(self._handle)
 
     def dist_send(self) -> DistributedTensor:

@@ -294,8 +294,8 @@ def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
         fields = len(kind.__dataclass_fields__)  # type: ignore[attr-defined]
         frames.append(msgpack.packb([MESSAGES.index(kind), *(random_.choice(FIELDS) for _ in range(fields))]))
     by_class: dict[str, list[Any]] = {
-        "int": [0, 1, 2, 3, -1, 1 << 62], "list": [[], [[]], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
-        "str": ["", "tensor", "item", "done", "x"], "bool": [True], "Any": FIELDS, "bytes": [b""],
+        "int": [0, 1, 2, 3, -1, 1 << 62], "list": [[], [[]], [[], 1], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
+        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "Any": FIELDS, "bytes": [b""],
     }  # fmt: skip
     for _ in range(count):
         kind = random_.choice(kinds)
@@ -314,7 +314,8 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     worker, target = open_worker
     dr.shutdown()
     attacker = talk(target, None, [])
-    for frame in malformed([Segment, Fetch, Ask, Goodbye], 60, seed):
+    kinds: list[type] = [Segment, Fetch, Ask, OpenStream, Signal, Cancel, Goodbye]
+    for frame in [encode(Ask(1, "passed", [[], 1])), *malformed(kinds, 60, seed)]:
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])
     attacker.send(b"target", [encode(Goodbye("done"))])

@@ -157,7 +157,7 @@ def test_event_order_without_implicit_waits(pair: tuple[dr.Stream, dr.Stream]) -
     dr.set_implicit_waits(False)
     try:
         with dr.stream(one):
-            slow()
+            slow(products=400)  # long, as nothing but time keeps stream two ahead of it
             x.add_(1)
         with dr.stream(two):
             early = x.clone()
@@ -371,8 +371,6 @@ def _out(one: dr.Stream, two: dr.Stream) -> Any:
 
 
 def _draws(one: dr.Stream, two: dr.Stream) -> Any:
-    torch.manual_seed(3)
-    dr.synchronize()
     with dr.stream(one):
         slow()
         first = torch.rand(N, device="remote")
@@ -435,6 +433,7 @@ HAZARDS: dict[str, tuple[Callable[[dr.Stream, dr.Stream], Any], int]] = {
 def test_hazard(row: str, pair: tuple[dr.Stream, dr.Stream]) -> None:
     run, count = HAZARDS[row]
     for one, two in (pair, pair[::-1], (dr.default_stream(0, "cpu"), pair[0]), (pair[1], dr.default_stream(0, "cpu"))):
+        torch.manual_seed(3)
         dr.synchronize()
         before = waits()
         there, expected = run(one, two)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import distruntime as dr
+from distruntime.session import active_session
+from processes import slots, steady, until
+from test_security import ListeningWorker
 
 N = 64
 
@@ -152,3 +160,104 @@ def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Strea
             total = x.sum()
         assert total.item() == N
     assert torch.equal(x.cpu(), torch.ones(N))
+
+
+def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.Stream, dr.Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.node"], "_MOST_TEMPLATES", 3000)
+    before = slots()
+    total = torch.zeros(2, dtype=torch.int64, device=three[0].device)
+    for k in range(20_000):  # a number that is no float is part of the template
+        with dr.stream(three[k % 3]):
+            total.add_(k)
+    assert total.cpu()[0].item() == sum(range(20_000))
+    del total
+    assert slots() <= before
+
+
+def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    node, default = active_session().nodes[0], dr.default_stream(0, "cpu")
+    x = torch.ones(N, device=default.device)
+    for _ in range(3):
+        settled(x + 1)  # the signature is known
+    slow(default, 400)
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(x + 1))
+    with node.lock:
+        thread.start()
+        until(lambda: thread.ident in sys._current_frames() and sys._current_frames()[thread.ident].f_code.co_name == "dispatch")
+        steady(lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1)  # at the lock, past the look into the cache
+        stream = dr.Stream(0, "cpu")
+        with dr.stream(stream):
+            x.sum()
+    thread.join()
+    event = default.record_event()
+    assert not event.query()
+    with dr.stream(stream):
+        x.zero_()
+    assert made[0].sum().item() == 2 * N
+
+
+def test_a_wait_of_another_node_does_not_swallow_a_failed_check() -> None:
+    there = torch.zeros((), device=dr.default_stream(1, "cpu").device)
+    torch._assert_async(there)
+    event = dr.default_stream(1, "cpu").record_event()
+    event.wait(dr.default_stream(0, "cpu"))
+    with dr.on(0):
+        assert torch.ones(N).sum().item() == N
+    with pytest.raises(RuntimeError, match="assert"):
+        there.item()
+    dr.synchronize()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_stream_or_event_or_priority_harms_no_worker(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x, no, timed = torch.ones(N, device=three[0].device), 3, dr.Event(enable_timing=True)
+    wrong: Any = no
+    for use in (
+        lambda: three[0].wait_stream(wrong), lambda: three[0].wait_event(wrong), lambda: three[0].record_event(wrong),
+        lambda: dr.Event().wait(wrong), lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
+        lambda: x.record_stream(wrong),
+    ):  # fmt: skip
+        with pytest.raises(dr.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"):
+            use()
+    for priority in ("high", 0.5, 1 << 70, True, None):
+        with pytest.raises(dr.UsageError, match="whole number"):
+            dr.Stream(0, "cpu", priority=priority)  # type: ignore[arg-type]
+    dr.synchronize(0, "cpu")
+    assert x.sum().item() == N
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_stops_computing_for_a_master_that_has_gone(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+    dr.shutdown()
+    os.chmod(tmp_path, 0o700)
+    worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/s", "--insecure")
+    tasks = Path(f"/proc/{worker.process.pid}/task")
+    if not tasks.exists():
+        pytest.skip("this test counts threads in /proc, which is Linux's")
+    try:
+        with fresh_session(workers=[worker.address]):
+            dr.Stream(0, "cpu").synchronize()
+        until(lambda: "ended" in worker.text())
+        idle = len(list(tasks.iterdir()))
+        with pytest.raises(ZeroDivisionError), fresh_session(workers=[worker.address]):
+            one, two, three = dr.Stream(0, "cpu"), dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
+            slow(one, 6000)
+            slow(dr.default_stream(0, "cpu"), 6000)
+            two.wait_stream(one)
+            with dr.stream(two):
+                torch.ones(N, device="remote")
+            three.synchronize()
+            raise ZeroDivisionError
+        until(lambda: len(list(tasks.iterdir())) <= idle)
+        fresh_session(workers=[worker.address])
+        assert torch.ones(N, device="remote").sum().item() == N
+        assert "Traceback" not in worker.text()
+    finally:
+        dr.shutdown()
+        worker.stop()

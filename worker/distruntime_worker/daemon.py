@@ -85,6 +85,8 @@ class _Master:
 
         Without `copy`, return what tells when the payload's memory has been read.
         """
+        if self.executor.closed:  # a thread of its still ends; the next master may have the same name
+            return None
         try:
             if payload is None:
                 return self._channel.send(self.peer, [encode(message)])
@@ -96,7 +98,7 @@ class _Master:
     def _run(self, stream: Stream) -> None:
         executor = self.executor
         with torch.no_grad():
-            while (item := stream.queue.get()) is not None:
+            while (item := stream.queue.get()) is not None and not executor.closed:
                 work, first, stop = item
                 try:
                     per_thread.apply()
@@ -128,10 +130,8 @@ class _Master:
             self._default((work, 0, 0))
 
     def close(self) -> None:
-        """Let the threads end after what they are running; its values go with it."""
-        self.executor.closed = True
-        for stream in self.executor.streams.values():
-            stream.queue.put(None)
+        """Let the threads end after the instructions that they are running; its values go with it."""
+        self.executor.close()
 
 
 class Daemon:

@@ -57,6 +57,7 @@ Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
 
 _LOOK = 0.1  # seconds between a blocked stream's looks whether it is cancelled or the master gone
+_END = 1 << 62  # no log gets there
 _WAITING = {UPLOAD: "upload", HOST: "a copy to the host", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
 _MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
 
@@ -108,7 +109,7 @@ class Executor:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
             stream = Stream(message.stream, self._devices.real(torch.device(message.device)), message.priority)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
         stream.reached = stream.position = 0
         self.streams[message.stream] = stream
@@ -149,6 +150,10 @@ class Executor:
                     i = templates[word](slots, words, i)
                     if waiting:
                         self._serve(stream, start + i)
+                        if start + i < stream.cancelled:
+                            self.run_stretch(stream, work, i, n)
+                            self.running = False
+                            return
         except (IndexError, TypeError, KeyError) as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
         self._finish(work)
@@ -251,7 +256,7 @@ class Executor:
             written = slots.get(p[i + k])
             if isinstance(written, torch.Tensor):  # its views and its base hold the same bytes
                 memory = written.untyped_storage()._cdata
-                for ref, value in list(slots.items()):
+                for ref, value in slots.copy().items():  # other streams add and free meanwhile
                     if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
                         slots[ref] = poisoned
             slots[p[i + k]] = poisoned
@@ -323,16 +328,17 @@ class Executor:
                 value = bytes_tensor(dtype, sizes, self._under_way[id(p)].payloads[data] if isinstance(data, int) else data)
             real = self._devices.real(torch.device(device))
             if real.type == "cuda":
+                self._used(slots.get(ref))
                 slots[ref] = self._staging.to(real, value)
             else:
-                slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value.to(real)
+                slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value
         except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._failure(p, i, error, "upload", text))
         return i + 6
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        for number in [n for n in self._info if n < p[i + 1]]:
+        for number in [n for n in self._info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
             del self._templates[number], self._info[number]
         return i + 2
 
@@ -402,7 +408,7 @@ class Executor:
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         mine = self._mine[threading.get_ident()]
-        device = mine.device if mine.cuda is not None else self._devices.first_gpu
+        device = mine.device if mine.cuda is not None else self._devices.first_gpu if mine is self.default else None
         event = None
         if device is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -412,9 +418,7 @@ class Executor:
 
     def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         ref, count = p[i + 1], p[i + 2]
-        mine, value = self._mine[threading.get_ident()], slots.get(ref)
-        if mine.cuda is not None and isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(mine.cuda)
+        self._used(slots.get(ref))
         with self._gate:
             released = self._users.pop(ref, 0) + 1
             if released < count:
@@ -422,6 +426,12 @@ class Executor:
             else:
                 slots.pop(ref, None)
         return i + 3
+
+    def _used(self, value: Any) -> None:
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            mine = self._mine[threading.get_ident()]
+            value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
 
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:
@@ -436,7 +446,19 @@ class Executor:
         stream = self.streams.get(message.stream)
         if stream is None:
             raise ProtocolError(f"there is no stream {message.stream}")
-        stream.cancelled = max(stream.cancelled, message.position)
+        self._cut(stream, message.position)
+
+    def _cut(self, stream: Stream, position: int) -> None:
+        stream.cancelled = max(stream.cancelled, position)
+        with self._gate:
+            stream.waiting.append((position, lambda: None))  # so that `run`, which has no time to look each time, looks
+
+    def close(self) -> None:
+        """Drop what no stream has begun: the master is gone (the reader)."""
+        self.closed = True
+        for stream in self.streams.values():
+            self._cut(stream, _END)
+            stream.queue.put(None)
 
     def _drop(self, stream: Stream, p: list[Any], i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
@@ -477,7 +499,7 @@ class Executor:
     def fetch(self, fetch: Fetch) -> None:
         """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
         after = fetch.after
-        if not after or len(after) % 2 or not all(type(n) is int for n in after) or not set(after[::2]) <= self.streams.keys():
+        if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
             if len(after) > 2:  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
@@ -490,6 +512,10 @@ class Executor:
                 self._done.append((after[1], fetch))
                 return
         self._answer(fetch)
+
+    def _names(self, after: list[Any]) -> bool:
+        """Whether `after` is [stream, position, ...] of streams that there are."""
+        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and set(after[::2]) <= self.streams.keys()
 
     def _when(self, fetch: Fetch, k: int) -> None:
         """Answer `fetch` when the streams from the `k`-th on that it names are at their positions."""
@@ -526,10 +552,10 @@ class Executor:
 
     def passed(self, after: list[Any]) -> bool:
         """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+        if not self._names(after):
+            raise ProtocolError(f"a question after {str(after)[:80]}")
         for number, position in zip(after[::2], after[1::2]):
-            stream = self.streams.get(number)
-            if stream is None or not isinstance(position, int):
-                raise ProtocolError(f"a question after {str(after)[:80]}")
+            stream = self.streams[number]
             if not self._reached(stream, position):
                 return False
             if self._devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):
@@ -545,8 +571,11 @@ class Executor:
             self._send(Failed(fetch.request, failure_fields(value.failure)), None)
             return
         if self._orphans and fetch.form != "text":
-            self._send(Failed(fetch.request, failure_fields(self._orphans.pop(0))), None)
-            return
+            with self._gate:
+                orphan = self._orphans.pop(0) if self._orphans else None
+            if orphan is not None:
+                self._send(Failed(fetch.request, failure_fields(orphan)), None)
+                return
         if isinstance(value, HostCopy) and not value.ready():
             self._later(fetch, value, [value.event])
         elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole
@@ -593,6 +622,8 @@ class Executor:
 
         Who waits hears of every failure, so the next read need not say it again.
         """
+        if "quiet" in fetch.options:
+            return None
         self._orphans.clear()
         if fetch.form == "done":
             return None

@@ -97,7 +97,10 @@ class Stream:
         return [current.record_event() for current in self._currents()]
 
     def wait_for(self, events: list[torch.cuda.Event]) -> None:
-        """Make the kernels that follow wait for `events`, without blocking this thread."""
+        """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's: its copies are no kernels."""
+        if self.cuda is None and self.number:
+            for event in events:
+                event.synchronize()
         for current in self._currents():
             for event in events:
                 current.wait_event(event)

@@ -240,6 +240,8 @@ class Node:
                     self._seq + 1, self.lines[:lines], taken, self.base + taken, self._payload_bytes, self._checks, self._releases
                 )
                 rest = log[taken:] if order is None else log.rest(taken)
+                while order is not None and len(rest) + taken != len(log):  # a finalizer ran in there and issued something
+                    rest = log.rest(taken)
                 # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
                 self._seq += 1
                 self.base += taken

@@ -17,7 +17,7 @@ import torch
 from .handle import Handle, Storage
 from .node import Line, Node
 from .spec import spec
-from .stretches import StretchedLog
+from .stretches import StretchedLog, put
 from .wire.messages import RELEASE, WAIT
 
 _NO_TENSOR = spec((0,), (1,), 0, torch.float32)
@@ -52,9 +52,7 @@ class Order:
         self._freed: dict[int, list[int]] = {}  # words of frees by stream, which go with its next instruction or the next flush
         self._since = node.base + len(node.log)
         self._strays = 0  # position after the last instruction of stream 0 that came past these rules
-        log = StretchedLog(self.free, self._stray)
-        log.put(0, node.log)
-        node.log, self.last[0] = log, self._since
+        node.log, self.last[0] = StretchedLog(self.free, self._stray, node.log, [[0, 0]]), self._since
 
     def open(self) -> int:
         """Return the number of a new stream."""
@@ -75,7 +73,7 @@ class Order:
         line: Line,
     ) -> Line:
         """Append one instruction to a stream's log, after the waits that it needs; note what it makes, reads and writes."""
-        node, log = self.node, self._log()
+        node = self.node
         if node.freed:
             self._collect()
         needs: dict[int, int] = {}
@@ -102,9 +100,8 @@ class Order:
         for other, position in needs.items():
             self.wait(stream, other, position)
         if stream in self._freed:
-            log.put(stream, self._freed.pop(stream))
-        log.put(stream, words)
-        end = node.base + len(log)
+            put(node, stream, self._freed.pop(stream))
+        end = put(node, stream, words)
         born = (end, line[1], line[2])
         node.lines.append(born)
         self.last[stream] = end
@@ -121,16 +118,12 @@ class Order:
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
             self.checked[stream] = end
-        if len(log) > node.enough:
+        if len(node.log) > node.enough:
             node.flush()
         return born
 
     def _stray(self) -> None:
         self._strays = self.last[0] = self.node.base + len(self.node.log)
-
-    def _log(self) -> StretchedLog:
-        log: Any = self.node.log
-        return log  # type: ignore[no-any-return]
 
     def _use(self, storage: Storage) -> Use:
         use: Use | None = storage.order
@@ -156,9 +149,7 @@ class Order:
         """Make `stream` wait for a position of `other`, unless it is known to come after it; past `seconds` it fails with `text`."""
         if self.known(stream, other, position):
             return
-        log = self._log()
-        log.put(stream, [WAIT, other, position, seconds, text])
-        self.last[stream] = end = self.node.base + len(log)
+        self.last[stream] = end = put(self.node, stream, [WAIT, other, position, seconds, text])
         if line is not None:
             self.node.lines.append((end, line[1], line[2]))
         if seconds is not None:  # it may go on without
@@ -185,15 +176,14 @@ class Order:
 
     def put(self, stream: int, words: list[Any], line: Line) -> None:
         """Append what neither makes nor reads a value: a wait for another node."""
-        log = self._log()
-        log.put(stream, words)
-        self.last[stream] = self.node.base + len(log)
+        self.last[stream] = put(self.node, stream, words)
         self.node.lines.append((self.last[stream], line[1], line[2]))
 
     def cut(self, stream: int) -> None:
         """Let a GPU worker mark the place where a stream is now: an event stands there."""
         if self.node.asynchronous:
-            self._log().cut(stream)
+            log: Any = self.node.log
+            log.cut(stream)
 
     def fence(self) -> None:
         """Make stream 0 wait for everything issued so far."""
@@ -246,4 +236,4 @@ class Order:
         """Append the frees that no instruction took along."""
         self._collect()
         for stream in list(self._freed):
-            self._log().put(stream, self._freed.pop(stream))
+            put(self.node, stream, self._freed.pop(stream))

@@ -20,13 +20,8 @@ class StretchedLog(list[Any]):
     ) -> None:
         super().__init__(words)
         self.stretches = list(stretches)
+        self.size = len(self)
         self._free, self._stray = free, stray
-
-    def put(self, stream: int, words: list[Any]) -> None:
-        """Append words to a stream."""
-        if not self.stretches or self.stretches[-1][0] != stream:
-            self.stretches.append([stream, len(self)])
-        self.extend(words)
 
     def cut(self, stream: int) -> None:
         """End the stretch of `stream`, if it is the current one: a worker's GPU marks the place."""
@@ -34,7 +29,12 @@ class StretchedLog(list[Any]):
             self.stretches.append([stream, len(self)])
 
     def __iadd__(self, words: Any) -> StretchedLog:  # type: ignore[misc]
-        self.put(0, words)
+        fresh, count = ([0, 0],), len(words)
+        if not self.stretches or self.stretches[-1][0] != 0:
+            fresh[0][1] = self.size
+            self.stretches += fresh
+        self.size += count
+        self.extend(words)
         self._stray()
         return self
 
@@ -45,6 +45,7 @@ class StretchedLog(list[Any]):
     def clear(self) -> None:
         """Drop everything."""
         self.stretches.clear()
+        self.size = 0
         super().clear()
 
     def stretched(self, taken: int) -> list[Stretch]:
@@ -57,3 +58,19 @@ class StretchedLog(list[Any]):
         ends = [first for _, first in self.stretches[1:]] + [len(self)]
         left = [[stream, max(first - taken, 0)] for (stream, first), end in zip(self.stretches, ends) if end > taken]
         return StretchedLog(self._free, self._stray, self[taken:], left)
+
+
+def put(node: Any, stream: int, words: list[Any]) -> int:
+    """Append words to a stream of a node's log; return the position after them."""
+    # A finalizer that runs in here may issue something, and have the log sent. Where one can run (an allocation, a call) is before the
+    # log is looked up, or after all is done.
+    fresh, count = ([stream, 0],), len(words)
+    log = node.log
+    end: int = node.base + log.size + count
+    stretches = log.stretches
+    if not stretches or stretches[-1][0] != stream:
+        fresh[0][1] = log.size
+        log.stretches += fresh
+    log.size += count
+    log.extend(words)
+    return end

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -208,6 +210,38 @@ def test_a_wait_of_another_node_does_not_swallow_a_failed_check() -> None:
     with pytest.raises(RuntimeError, match="assert"):
         there.item()
     dr.synchronize()
+
+
+class _Issues:
+    """A cycle whose finalizer issues something, on the default stream, and has the log sent."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        dr.manual_seed(0)
+        active_session().nodes[0].flush()
+
+
+def test_a_finalizer_may_issue_in_the_middle_of_an_instruction(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    x = torch.zeros(N, device=three[0].device)
+    finalized = [0]
+
+    def collect(frame: FrameType, event: str, _: Any) -> None:
+        if (
+            event == "call" and frame.f_code.co_name == "put" and finalized[0] < k
+        ):  # where Python looks for signals too, and from 3.12 on collects
+            finalized[0] = k
+            gc.collect()
+
+    for k in range(1, 40):
+        _Issues()
+        with dr.stream(three[k % 3]):
+            sys.setprofile(collect)
+            x.add_(1)
+            sys.setprofile(None)
+            y = x + 0
+    assert y.sum().item() == x.sum().item() == 39 * N
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,20 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 # -- cancelled and late ----------------------------------------------------------------------------------------------------------
 
 
+def test_two_streams_that_waited_for_each_other_in_turn_do_not_stop_when_one_is_cancelled(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
+    cancelled, other, _ = three
+    slow(cancelled)
+    other.wait_stream(cancelled)
+    with dr.stream(other):
+        kept = torch.ones(N, device="remote")
+    cancelled.wait_stream(other)  # dropped below: who waits for what stood before it must not wait for this
+    cancelled.cancel()
+    other.synchronize(30)
+    assert kept.sum().item() == N
+
+
 def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     first, cancelled, last = three
     x = settled(torch.zeros(N, device=first.device))

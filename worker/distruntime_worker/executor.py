@@ -346,7 +346,7 @@ class Executor:
         other, position, seconds, text = p[i + 1 : i + 5]
         mine = self._mine[threading.get_ident()]
         if not self._follow(mine, [(self.streams[other], position)], p, i, seconds, text) and seconds is None:
-            mine.owe(self.streams[other], position)
+            mine.owe(self._under_way[id(p)].segment.start + i, self.streams[other], position)
         return i + 5
 
     def _follow(
@@ -365,12 +365,13 @@ class Executor:
                 mine.wait_for(target.events(position))
             if not done:
                 return False
-            due += [debt for debt in target.owed.items() if debt not in due]
+            # Only debts from before that position: a later one may be to this very stream, for what stands behind this wait.
+            due += [(other, where) for at, other, where in target.owed if at <= position and (other, where) not in due]
         return True
 
     def _pay(self, mine: Stream, p: list[Any], i: int) -> None:
         """Wait for what this stream has not waited for when it was cancelled: it is about to change what others may still use."""
-        self._follow(mine, list(mine.owed.items()), p, i, None, "", patient=True)
+        self._follow(mine, [(other, where) for _, other, where in mine.owed], p, i, None, "", patient=True)
 
     def _await(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         number, seconds, text = p[i + 1 : i + 4]
@@ -474,7 +475,7 @@ class Executor:
         if word in (RELEASE, FORGET, STAMP):
             return self._templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
-            stream.owe(self.streams[p[i + 1]], p[i + 2])
+            stream.owe(self._under_way[id(p)].segment.start + i, self.streams[p[i + 1]], p[i + 2])
         if word in (WAIT, AWAIT):
             return i + (5 if word == WAIT else 4)
         error = StreamCancelled("dropped by stream.cancel() before it ran")

@@ -53,9 +53,8 @@ class Stream:
         self.waiting: list[tuple[int, Action]] = []
         self.serving = threading.RLock()  # held while what has waited is answered
         self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`
-        self.owed: dict[
-            Stream, int
-        ] = {}  # positions of others that it has not waited for, because it was cancelled; never changed in place
+        # (position of the wait, other stream, its position): what it has not waited for, because it was cancelled. Never changed in place.
+        self.owed: tuple[tuple[int, Stream, int], ...] = ()
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
 
@@ -63,9 +62,9 @@ class Stream:
         """Return the context in which kernels of this thread go to this stream."""
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
-    def owe(self, other: Stream, position: int) -> None:
-        """Note a wait that was dropped."""
-        self.owed = {**self.owed, other: max(position, self.owed.get(other, 0))}
+    def owe(self, at: int, other: Stream, position: int) -> None:
+        """Note a wait that was dropped at log position `at`; forget those that are over."""
+        self.owed = (*(debt for debt in self.owed if debt[1].position < debt[2]), (at, other, position))
 
     def publish(self, position: int) -> None:
         """Let other streams see that this one has got to `position`."""

@@ -19,7 +19,7 @@ from .first import AUTOCAST_KEY, PENDING, ask_specs, await_specs, common_place, 
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_draw
 from .line import user_line
-from .spec import Spec, spec, spec_from_wire, spec_of
+from .spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from .stall import before_wait
 from .tensor import DistributedTensor
 from .transfer import upload
@@ -154,7 +154,7 @@ def _record(
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
     count = len(op._schema.returns) + 1
-    handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), _NO_TENSOR)]
+    handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
     draws = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
@@ -234,9 +234,6 @@ class _Whole(torch.autograd.Function):
 
 def _autocast(lower: torch.dtype | None) -> Any:
     return nullcontext() if lower is None else torch.autocast("remote", dtype=lower)
-
-
-_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 
 
 def _dense(given: Spec) -> Spec:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from .first import template
 from .handle import Handle, Place, Storage, next_ref
 from .issue import issue_default
 from .line import user_line
 from .node import Node
-from .spec import spec
+from .spec import NO_TENSOR
 from .tensor import DistributedTensor
 from .wire.messages import LEARN
-
-_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 
 
 def issue_function(
@@ -36,7 +32,7 @@ def read_function(node: Node, function: str) -> Any:
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
         request = session.requests.new(node)
-        kept = Handle(next_ref(), _NO_TENSOR, session.residence(Place(node.index, session.devices(node.index)[0])), Storage(_NO_TENSOR))
+        kept = Handle(next_ref(), NO_TENSOR, session.residence(Place(node.index, session.devices(node.index)[0])), Storage(NO_TENSOR))
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
         node.flush()
     return session.value(request)[0]

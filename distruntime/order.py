@@ -12,15 +12,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from .handle import Handle, Storage
 from .node import Line, Node
-from .spec import spec
+from .spec import NO_TENSOR
 from .stretches import StretchedLog, put
 from .wire.messages import RELEASE, WAIT
 
-_NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 _KEPT = 64  # snapshots of a stream's clock: an older position counts as the oldest of them, which only costs a wait too many
 
 
@@ -44,7 +41,7 @@ class Order:
         self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
         self.last: dict[int, int] = {}  # position after each stream's last instruction
         self.checked = {0: node.checked}  # the same of its last instruction that only checks
-        self.generator = Storage(_NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
+        self.generator = Storage(NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
         self._clocks: dict[int, dict[int, int]] = {0: {}}
         self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}  # (position, clock from there on), the newest last
         self._makers: dict[int, int] = {}  # stream by ref, where it is not 0
@@ -86,7 +83,7 @@ class Order:
             maker = makers.get(handle.ref, 0)
             if maker != stream:
                 # Without implicit waits too: on a worker a value that is not made yet is not there, which a GPU's memory always is.
-                self._note_use(handle, stream)
+                self.note_use(handle, stream)
                 self._need(needs, stream, maker, handle.born[0])
             if use.writer != stream and implicit:
                 self._need(needs, stream, use.writer, storage.written)
@@ -131,7 +128,8 @@ class Order:
             use = storage.order = Use(0, {0: self._since})
         return use
 
-    def _note_use(self, handle: Handle, stream: int) -> None:
+    def note_use(self, handle: Handle, stream: int) -> None:
+        """Let `stream` count as a user of a value: it is freed after what that stream has been given until then."""
         if self._makers.get(handle.ref, 0) != stream:
             self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << stream
 
@@ -207,15 +205,11 @@ class Order:
             position = max(position, self.checked.get(stream, 0))
             found += stream, position
             # The thread of any of them may be the one that reads the value out: it is a user and a reader like others.
-            self._note_use(handle, stream)
+            self.note_use(handle, stream)
             use.readers[stream] = max(position, use.readers.get(stream, 0))
         return found
 
     # -- frees -------------------------------------------------------------------------------------------------------------------
-
-    def use(self, handle: Handle, stream: int) -> None:
-        """Let `stream` count as a user of a value: it is freed after what that stream has been given until then."""
-        self._note_use(handle, stream)
 
     def _collect(self) -> None:
         freed = self.node.freed

@@ -82,3 +82,6 @@ def spec_from_wire(fields: list[object]) -> Spec:
     """Return the spec that `Spec.wire` packed."""
     size, stride, offset, dtype, bits = fields
     return spec(tuple(size), tuple(stride), offset, dtype_named(dtype), bits)  # type: ignore[arg-type]
+
+
+NO_TENSOR = spec((0,), (1,), 0, torch.float32)  # of what a ref names that is no tensor: a tape, a stamp, a generator

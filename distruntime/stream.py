@@ -23,7 +23,7 @@ from .node import Line, Node, line_text
 from .order import Order
 from .requests import Request
 from .session import active_session
-from .spec import spec
+from .spec import NO_TENSOR, spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import item
@@ -199,7 +199,7 @@ class Stream:
             raise PlacementError(f"a tensor on {handle.place.place} is not used by {self!r}, which is another node's")
         order = ordered(node)
         with node.lock:
-            order.use(handle, self.number)
+            order.note_use(handle, self.number)
 
     def cancel(self) -> None:
         """Drop what this stream has been given and has not begun: reading its results raises `StreamCancelled`. Return at once.
@@ -273,7 +273,7 @@ class Event:
         stamp: Handle | None = None
         with node.lock:
             if self.enable_timing:
-                stamp = Handle(next_ref(), _STAMP, stream.residence, Storage(_STAMP))
+                stamp = Handle(next_ref(), NO_TENSOR, stream.residence, Storage(NO_TENSOR))
                 with stream:
                     issue([STAMP, stamp.ref], [stamp], (), (), stream.residence, line)
             if node.order is None:
@@ -395,7 +395,6 @@ class _Forward:
             self.here.session.post(self.here, Signal(self.number, reason))
 
 
-_STAMP = spec((0,), (1,), 0, torch.float32)
 _TIME = spec((), (), 0, torch.float64)
 
 

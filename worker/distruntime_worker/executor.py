@@ -111,7 +111,6 @@ class Executor:
             stream = Stream(message.stream, self._devices.real(torch.device(message.device)), message.priority)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
-        stream.reached = stream.position = 0
         self.streams[message.stream] = stream
         return stream
 
@@ -580,9 +579,7 @@ class Executor:
         if isinstance(value, HostCopy) and not value.ready():
             self._later(fetch, value, [value.event])
         elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole
-            after = fetch.after
-            events = [event for k in range(0, len(after), 2) for event in self.streams[after[k]].events(after[k + 1])]
-            self._later(fetch, value, events)
+            self._later(fetch, value, self._events(fetch.after))
         else:
             self._answer_with(fetch, value)
 
@@ -602,8 +599,11 @@ class Executor:
             self._send(Reply(fetch.request, self._news(fetch)), None)
             return
         after = fetch.after if fetch.form == "passed" else [n for s in self.streams.values() for n in (s.number, s.reached)]
-        events = [event for k in range(0, len(after), 2) for event in self.streams[after[k]].events(after[k + 1])]
-        self._later(fetch, None, events)
+        self._later(fetch, None, self._events(after))
+
+    def _events(self, after: list[Any]) -> list[Any]:
+        """Return the events of a GPU that come after [stream, position, ...]."""
+        return [event for number, position in zip(after[::2], after[1::2]) for event in self.streams[number].events(position)]
 
     def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""

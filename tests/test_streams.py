@@ -311,10 +311,27 @@ def settled(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def held() -> None:
+    """Hold node 0 still and give the current stream work: until `resume` no instruction of it can be known to have run."""
+    os.kill(_pid(), signal.SIGSTOP)
+    slow()
+
+
+def resume() -> None:
+    """Let node 0 go on."""
+    os.kill(_pid(), signal.SIGCONT)
+
+
+def _pid() -> int:
+    welcome = active_session().nodes[0].welcome
+    assert welcome is not None
+    return welcome.pid
+
+
 def _read_after_write(one: dr.Stream, two: dr.Stream) -> Any:
     x = settled(torch.zeros(N, device=one.device))
     with dr.stream(one):
-        slow()
+        held()
         x.add_(1)
     with dr.stream(two):
         total = x.sum()
@@ -323,7 +340,7 @@ def _read_after_write(one: dr.Stream, two: dr.Stream) -> Any:
 
 def _read_after_make(one: dr.Stream, two: dr.Stream) -> Any:
     with dr.stream(one):
-        slow()
+        held()
         x = torch.ones(N, device="remote")
     with dr.stream(two):
         total = x.sum()
@@ -333,7 +350,7 @@ def _read_after_make(one: dr.Stream, two: dr.Stream) -> Any:
 def _write_after_read(one: dr.Stream, two: dr.Stream) -> Any:
     x = settled(torch.ones(N, device=one.device))
     with dr.stream(one):
-        slow()
+        held()
         y = x + 0
     with dr.stream(two):
         x.zero_()
@@ -343,7 +360,7 @@ def _write_after_read(one: dr.Stream, two: dr.Stream) -> Any:
 def _write_after_write(one: dr.Stream, two: dr.Stream) -> Any:
     x = settled(torch.zeros(N, device=one.device))
     with dr.stream(one):
-        slow()
+        held()
         x.fill_(1)
     with dr.stream(two):
         x.fill_(2)
@@ -354,7 +371,7 @@ def _through_a_view(one: dr.Stream, two: dr.Stream) -> Any:
     x = settled(torch.zeros(N, device=one.device))
     view = settled(x[: N // 2])
     with dr.stream(one):
-        slow()
+        held()
         view.fill_(1)
     with dr.stream(two):
         total = x.sum()
@@ -364,7 +381,7 @@ def _through_a_view(one: dr.Stream, two: dr.Stream) -> Any:
 def _out(one: dr.Stream, two: dr.Stream) -> Any:
     x, out = settled(torch.ones(N, device=one.device)), settled(torch.zeros(N, device=one.device))
     with dr.stream(one):
-        slow()
+        held()
         torch.add(x, 1, out=out)
     with dr.stream(two):
         total = out.sum()
@@ -373,7 +390,7 @@ def _out(one: dr.Stream, two: dr.Stream) -> Any:
 
 def _draws(one: dr.Stream, two: dr.Stream) -> Any:
     with dr.stream(one):
-        slow()
+        held()
         first = torch.rand(N, device="remote")
     with dr.stream(two):
         second = torch.rand(N, device="remote")
@@ -386,7 +403,7 @@ def _freed_while_read(one: dr.Stream, two: dr.Stream) -> Any:
     with dr.stream(two):
         x = settled(torch.ones(N, device="remote"))
     with dr.stream(one):
-        slow()
+        held()
         y = x + 1
     del x
     gc.collect()
@@ -399,7 +416,7 @@ def _freed_while_read(one: dr.Stream, two: dr.Stream) -> Any:
 def _uploaded_over(one: dr.Stream, two: dr.Stream) -> Any:
     x = settled(torch.ones(N, device=one.device))
     with dr.stream(one):
-        slow()
+        held()
         y = x + 0
     with dr.stream(two):
         x.copy_(torch.full((N,), 5.0))
@@ -408,7 +425,7 @@ def _uploaded_over(one: dr.Stream, two: dr.Stream) -> Any:
 
 def _fetched_then_written(one: dr.Stream, two: dr.Stream) -> Any:
     with dr.stream(one):
-        slow()
+        held()
         x = torch.ones(N, device="remote")
     future = dr.fetch_async(x)
     with dr.stream(two):
@@ -437,8 +454,12 @@ def test_hazard(row: str, pair: tuple[dr.Stream, dr.Stream]) -> None:
         torch.manual_seed(3)
         dr.synchronize()
         before = waits()
-        there, expected = run(one, two)
-        assert waits() - before == count
+        try:
+            there, expected = run(one, two)
+            issued = waits() - before
+        finally:
+            resume()
+        assert issued == count
         assert there().item() == expected
 
 
@@ -461,21 +482,25 @@ def test_reads_do_not_wait_for_reads(pair: tuple[dr.Stream, dr.Stream]) -> None:
 def test_what_is_known_is_not_waited_for_again(pair: tuple[dr.Stream, dr.Stream]) -> None:
     one, two = pair
     third = dr.Stream(0, "cpu")
-    with dr.stream(one):
-        slow(products=60)
-        x = torch.zeros(N, device="remote")
+    dr.synchronize()
     before = waits()
-    with dr.stream(two):
-        x.sum()
-        assert waits() == before + 1
-        x.sum(), x + 1
-        y = x * 2
-        assert waits() == before + 1
-    with dr.stream(third):
-        y.sum()
-        assert waits() == before + 2
-        x.sum()  # two came after one, and this comes after two
-        assert waits() == before + 2
+    try:
+        with dr.stream(one):
+            held()
+            x = torch.zeros(N, device="remote")
+        with dr.stream(two):
+            x.sum()
+            assert waits() == before + 1
+            x.sum(), x + 1
+            y = x * 2
+            assert waits() == before + 1
+        with dr.stream(third):
+            y.sum()
+            assert waits() == before + 2
+            x.sum()  # two came after one, and this comes after two
+            assert waits() == before + 2
+    finally:
+        resume()
     dr.synchronize()
 
 

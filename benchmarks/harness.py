@@ -1,4 +1,4 @@
-"""What every benchmark shares: figures with their bars, interleaved measurements, daemons and a proxy that delays.
+"""What every benchmark shares: figures with their bars, interleaved measurements, daemons.
 
 A figure is a ratio within one run, against a floor or against the same work done locally; the two sides are measured in turn and the
 median of the ratios counts, since a shared machine's mood changes more between minutes than the two differ.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,57 +76,13 @@ def daemon(*options: str, address: str = "") -> Iterator[str]:
         process.wait(10)
 
 
-class Delay:
-    """A TCP proxy on loopback that holds every byte for `delay` seconds, each way, without limiting how many are under way."""
-
-    def __init__(self, target: str, delay: float) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target, self.delay = (host, int(port)), delay
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._stop = False
-        self._sockets: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._stop:
-            try:
-                here, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            there = socket.create_connection(self._target)
-            for s in (here, there):
-                s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._sockets.append(s)
-            threading.Thread(target=self._pump, args=(here, there), daemon=True).start()
-            threading.Thread(target=self._pump, args=(there, here), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        waiting: deque[tuple[float, bytes]] = deque()
-        source.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(source, selectors.EVENT_READ)
-            while not self._stop:
-                timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
-                try:
-                    if selector.select(timeout):
-                        data = source.recv(1 << 20)
-                        if not data:
-                            break
-                        waiting.append((time.monotonic() + self.delay, data))
-                    while waiting and waiting[0][0] <= time.monotonic():
-                        sink.setblocking(True)
-                        sink.sendall(waiting.popleft()[1])
-                        sink.setblocking(False)
-                except (BlockingIOError, InterruptedError):
-                    continue
-                except OSError:
-                    break  # one side has closed
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._stop = True
-        for s in self._sockets:
-            s.close()
+@contextlib.contextmanager
+def delayed(address: str, delay: float) -> Iterator[str]:
+    """Run the proxy of `benchmarks.delay` in front of `address`, in a process of its own; give its address."""
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.delay", address, str(delay)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
 
 _shared: list[object] = []

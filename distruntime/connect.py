@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from .errors import ConfigurationError, ConnectionFailed, UsageError
+from .group import Choice, Groups
 from .install import install
 from .launch import LocalWorker, start_workers
 from .node import Node
@@ -39,7 +40,7 @@ def init_master_worker(
     listen: str | None = None,
     *,
     simulate_cuda: int = 0,
-    data_channel: str = "auto",
+    data_channel: Choice = "auto",
     key: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     timeout: float = 30.0,
@@ -53,7 +54,8 @@ def init_master_worker(
         workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"].
         listen: the address that workers dial: "tcp://0.0.0.0:29400".
         simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
-        data_channel: how workers talk to each other; only "auto", through the master, in this version.
+        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "mpi", a registered name, or one for each type of device,
+            {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
         timeout: seconds to wait for workers.
@@ -84,7 +86,9 @@ def init_master_worker(
     except (ConnectionFailed, KeyboardInterrupt) as error:
         say("\n")  # else the traceback would begin in the line that says what is waited for
         raise error.with_traceback(None) from error.__cause__
+    session.groups = Groups(session, data_channel)
     session.start()
+    session.groups.meet()
     active[:] = [session]
     atexit.register(_at_exit, session)
     session.on_close.append(lambda: active.remove(session) if session in active else None)
@@ -94,7 +98,7 @@ def init_master_worker(
 
 
 def _check(
-    backend: str, world_size: int | None, workers: Sequence[str] | None, listen: str | None, simulate_cuda: int, data_channel: str
+    backend: str, world_size: int | None, workers: Sequence[str] | None, listen: str | None, simulate_cuda: int, data_channel: Choice
 ) -> None:
     if backend in ("tcp", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
@@ -103,10 +107,12 @@ def _check(
         )
     if backend != "zmq":
         raise ConfigurationError(f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", ...]')
-    if data_channel != "auto":
-        raise ConfigurationError(
-            f'data_channel is "auto" in this version (copies between nodes pass through the master), got {data_channel!r}'
-        )
+    if not isinstance(data_channel, str) and not (
+        isinstance(data_channel, Mapping)
+        and set(data_channel) <= {"cpu", "cuda"}
+        and all(isinstance(name, str) for name in data_channel.values())
+    ):
+        raise ConfigurationError(f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}')
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
     if workers is not None and not workers:

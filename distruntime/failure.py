@@ -88,7 +88,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[int] = ()) -> Re
 
     `poisoned` are refs that hold nothing, for who asked: an error about memory then does not name them as holders.
     """
-    failure = cause.failure
+    failure, node = cause.failure, cause.where or node
     known = failure.kind in _KNOWN
     text = failure.text if known else f"{failure.kind}: {failure.text}"
     lines = [text, f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else "")]

@@ -76,3 +76,36 @@ def _append(words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage
         storage.written = born[0]
     if not fresh and not written:
         node.checked = born[0]
+
+
+def issue_joint(
+    words: list[Any],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    homes: Sequence[Residence],
+    serial: Storage | None,
+    line: Line,
+) -> None:
+    """As `issue`, for several places of one node at once: on the first one's current stream, in the order of the others' too.
+
+    What has the same `serial` keeps the order of the program, whatever streams it is on and whatever rules are off. Call under the lock.
+    """
+    node = homes[0].node
+    order = node.order
+    if order is None:
+        _append(words, fresh, written, node, line)
+        if serial is not None:
+            serial.written = node.base + len(node.log)
+        return
+    stream = stream_at(homes[0])
+    others = {stream_at(home) for home in homes[1:]} - {stream}
+    for other in others:
+        order.wait(stream, other, order.last[other])
+    if serial is not None:
+        order.wait(stream, 0 if serial.order is None else serial.order, serial.written)
+    order.issue(stream, words, fresh, operands, written, line)
+    if serial is not None:
+        serial.order, serial.written = stream, order.last[stream]
+    for other in others:
+        order.wait(other, stream, order.last[stream])

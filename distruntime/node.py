@@ -7,7 +7,7 @@ import linecache
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, Protocol
 
@@ -63,7 +63,7 @@ def _unthrottled(node: Node) -> None:
 
 def failure_from(fields: Any) -> Failure:
     """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
-    if not isinstance(fields, list) or len(fields) != 7 or [type(f) for f in fields] != [int, int, str, str, str, str, str]:
+    if not isinstance(fields, list) or [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:
         raise ProtocolError("what should be a failure is none")
     return Failure(*fields)
 
@@ -74,6 +74,7 @@ class Cause:
 
     failure: Failure
     line: str
+    where: Node | None = None  # that worker, where it is not the one that told of it
 
 
 @dataclass(slots=True)
@@ -321,6 +322,9 @@ class Node:
 
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
+        if failure.node not in (-1, self.index) and 0 <= failure.node < len(self.session.nodes):
+            origin: Node = self.session.nodes[failure.node]
+            return replace(origin.cause(replace(failure, node=-1)), where=origin)
         key = failure.seq, failure.position
         with self.lock:
             if key not in self.failures:

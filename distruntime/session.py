@@ -53,6 +53,8 @@ class Session:
         self.default: tuple[int, str | None] = (0, None)
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
+        self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
+        self.groups: Any = None  # the Groups of its workers, a layer up
         self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
@@ -373,6 +375,8 @@ class Session:
         if self.closed is None and node.failed is None:
             node.fail(why)
             self.requests.lose(node, why)
+            for callback in self.on_loss:
+                callback(node)
 
     def _pump_loop(self) -> None:
         while not self._stop:

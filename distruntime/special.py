@@ -14,9 +14,12 @@ import torch
 
 from .errors import NotSupportedError
 from .first import call, learn, wrap
-from .handle import Residence
+from .group import groups_of
+from .handle import Handle, Residence, Storage, next_ref
+from .joint import Part, issue_operation, require_operation
 from .line import user_line
 from .session import active_session
+from .spec import spec_of
 from .transfer import download, item, upload
 
 Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
@@ -27,7 +30,7 @@ def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def move(proxy: Any, place: Residence) -> Any:
-    """Return a copy of a proxy at another place. Within a node the worker copies; between nodes the bytes pass through the master."""
+    """Return a copy of a proxy at another place: by the worker within a node, else from worker to worker. Return at once."""
     handle = proxy._handle
     cls = type(proxy)
     if handle.place.node is place.node:
@@ -35,7 +38,18 @@ def move(proxy: Any, place: Residence) -> Any:
         handle.place.node.session.require_open()
         handle.place.node.require_alive()
         return call(cls, func, [proxy], {"device": place.lazy}, place, None)
-    return download(handle, "copy between nodes").to(place.device)
+    spec = spec_of(torch.empty_like(handle.spec.meta()))
+    if not spec.size.numel():
+        return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=place.device)
+    session = handle.place.node.session
+    session.require_open()
+    group = groups_of(session).between(handle.place, place)
+    require_operation(group, "send")
+    copy = Handle(next_ref(), spec, place, Storage(spec))
+    source: Part = (handle,), ()
+    target: Part = (), (copy,)
+    issue_operation(group, "copy", (source, target) if group.homes[0].node is handle.place.node else (target, source))
+    return wrap(cls, copy)
 
 
 def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from .context import DeviceLike, current_streams, device_name, enter_stream, leave_stream
 from .errors import PlacementError, UsageError, WaitTimeout
 from .first import template, wrap
+from .group import groups_of
 from .handle import Handle, Place, Residence, Storage, next_ref
 from .issue import issue
 from .line import user_line
@@ -27,7 +28,7 @@ from .spec import NO_TENSOR, spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import item
-from .wire.messages import AWAIT, STAMP, Cancel, OpenStream, Signal
+from .wire.messages import AWAIT, STAMP, Cancel, Notify, OpenStream, Signal
 
 _MOST = 32  # streams for each device and priority, as on CUDA: more Stream objects share them
 
@@ -302,8 +303,14 @@ class Event:
                     order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, user_line())
             return
         number = here.session.signals()
+        groups = groups_of(here.session)
         # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
-        recorded.ask(quiet=True).when_done(_Forward(here, there, number))
+        if groups.met:
+            groups.remember(number, here, there, recorded.position)
+            there.flush()
+            there.session.post(there, Notify(recorded.stream.number, recorded.position, here.index, number))
+        else:
+            recorded.ask(quiet=True).when_done(_Forward(here, there, number))
         with here.lock:
             words = [AWAIT, number, timeout, text]
             if here.order is None:
@@ -384,7 +391,7 @@ class _Recorded:
 
 
 class _Forward:
-    """Sends the signal of an event to the node that waits for it: through this process, until workers talk to each other."""
+    """Sends the signal of an event to the node that waits for it, in the first moments, before the workers have met."""
 
     def __init__(self, here: Node, there: Node, number: int) -> None:
         self.here, self.there, self.number = here, there, number

@@ -7,9 +7,9 @@ the payload frames of large tensors, if any.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-PROTOCOL = 2  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 3  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -130,7 +130,9 @@ class Ask:
     """Master to worker: reply about the worker itself, at once.
 
     "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing,
-    "passed" whether the streams of `detail` are at their positions.
+    "passed" whether the streams of `detail` are at their positions. "channel" is [why not, capabilities, Python version] of the data
+    channel that `detail` names; "listen" opens the worker's own channel to other workers and "store" a rendezvous for groups, at the host
+    that `detail` proposes: their addresses.
     """
 
     request: int
@@ -140,9 +142,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Master to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+    """Master or worker to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
 
-    The master forwards it today; a worker may send it to another once they have a channel of their own.
+    Between workers too: the one that `Notify` has named sends it.
     """
 
     number: int
@@ -155,6 +157,83 @@ class Cancel:
 
     stream: int
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Master to worker: who you are among the workers of this session, and where the others listen; empty: that one has no channel.
+
+    `secret` is the session's: what a worker says first to another, in `Meet`.
+    """
+
+    node: int
+    secret: bytes
+    addresses: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Worker to worker: the first message on a connection; who speaks, and that it belongs to the session."""
+
+    secret: bytes
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Master to worker: once a stream has run up to a position, send `Signal` with this number to that node."""
+
+    stream: int
+    position: int
+    node: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """Master to worker: join a group, and reply with nothing when you have, or `Failed` with why not.
+
+    `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a pickled data channel class
+    that the master has registered, empty where the worker has it. `store` is [host, port] of the members' `torch.distributed.TCPStore`,
+    which rank 0's worker keeps. `timeout` (seconds) is for joining and for each call.
+    """
+
+    request: int
+    group: int
+    channel: str
+    factory: bytes
+    nodes: list[int]
+    members: list[Any]
+    store: list[Any]
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class BreakGroup:
+    """Master to worker: end a group now, and why; whoever waits in it fails."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taint:
+    """Worker to worker: what a member puts into this operation of a group is poisoned, by this failure; its bytes will be zeros.
+
+    The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the zeros for values.
+    """
+
+    group: int
+    sequence: int
+    failure: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tainted:
+    """Worker to worker: the answer to `Taint`."""
+
+    group: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +281,31 @@ class Failure:
     traceback: str
     op: str
     operands: str
+    node: int = -1  # where it happened, if that is not the worker that tells of it: a copy or a collective has brought it
 
 
-MESSAGES = (Join, Hello, Welcome, Refused, OpenStream, Segment, Done, Fetch, Ask, Part, Reply, Failed, Signal, Cancel, Goodbye)
-Message = Join | Hello | Welcome | Refused | OpenStream | Segment | Done | Fetch | Ask | Part | Reply | Failed | Signal | Cancel | Goodbye
+Message = (
+    Join
+    | Hello
+    | Welcome
+    | Refused
+    | OpenStream
+    | Segment
+    | Done
+    | Fetch
+    | Ask
+    | Part
+    | Reply
+    | Failed
+    | Signal
+    | Cancel
+    | Peers
+    | Meet
+    | Notify
+    | OpenGroup
+    | BreakGroup
+    | Taint
+    | Tainted
+    | Goodbye
+)
+MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--insecure", action="store_true", help="use no key: whoever reaches the address may run code here")
     parser.add_argument("--threads", type=_count, default=0, metavar="N", help="threads of torch's kernels; default: as torch chooses")
+    parser.add_argument(
+        "--data-address",
+        type=_host_and_port,
+        default=("", 0),
+        metavar="HOST[:PORT]",
+        help="where other workers reach this one, and the port where groups meet; default: found out, and any free port",
+    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     # For launch.py: started by the master with this process id, which writes the key to stdin and keeps stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
@@ -113,6 +120,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         simulate_cuda=options.simulate_cuda,
         keys=keys,
         threads=options.threads,
+        data_host=options.data_address[0],
+        data_port=options.data_address[1],
     )
 
 
@@ -157,6 +166,15 @@ def _count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"got {value}, expected 0 or more")
     return value
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        host, port = text, "0"
+    if not port.isdigit() or int(port) > 65535 or not host:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOST or HOST:PORT, as 10.0.0.7:29500 or [fe80::1]:29500")
+    return host.strip("[]"), int(port)
 
 
 def _names(text: str) -> tuple[str, ...]:

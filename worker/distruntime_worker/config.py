@@ -18,3 +18,5 @@ class WorkerConfig:
     simulate_cuda: int = 0  # offer this many GPUs that are CPU tensors in truth
     keys: KeyPair | None = None  # None: nobody has to prove who they are
     threads: int = 0  # of torch's kernels; 0: as torch chooses
+    data_host: str = ""  # where other workers reach this one; empty: found out
+    data_port: int = 0  # of the store where groups meet; 0: any free one

@@ -15,31 +15,40 @@ from typing import Any
 
 import torch
 
-from distruntime.errors import ConnectionFailed, ProtocolError
+from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode
 from distruntime.wire.messages import (
     PROTOCOL,
     Ask,
+    BreakGroup,
     Cancel,
+    Failed,
     Fetch,
     Goodbye,
     Hello,
     Join,
     Message,
+    Notify,
+    OpenGroup,
     OpenStream,
+    Peers,
     Refused,
     Reply,
     Segment,
     Signal,
     Welcome,
 )
+from distruntime.wire.keys import KeyPair
 from distruntime.wire.shared import answer
 
+from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
+from .data_channel import report
 from .devices import Devices
 from .executor import Executor
-from .objects import Poisoned
+from .objects import Poisoned, failure, failure_fields
+from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work
 
@@ -68,7 +77,9 @@ class _Master:
     def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel) -> None:
         self.peer, self.name = peer, name
         self._channel = channel
-        self.executor = Executor(devices, self.send)
+        self.host = ""  # by which the master has dialled this worker, if it has
+        self._peers: PeerChannel | None = None  # once the master has asked for it
+        self.executor = Executor(devices, self.send, self.tell)
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -94,6 +105,37 @@ class _Master:
         except PeerGone:
             log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
             return None
+
+    def listen(self, address: str, keys: KeyPair | None) -> str:
+        """Open the channel to other workers, if it is not; return where it listens."""
+        if self._peers is None:
+            self._peers = PeerChannel(address, keys, self.executor.take)
+        return self._peers.address
+
+    def meet(self, message: Peers) -> None:
+        """Take the addresses of the other workers."""
+        if self._peers is None:
+            raise ProtocolError("Peers before anyone has asked where this worker listens")
+        self._peers.meet(message)
+        self.executor.node = message.node
+
+    def tell(self, node: int, message: Message) -> None:
+        """Send to another worker, from any thread."""
+        if self._peers is None:
+            raise ProtocolError(f"{type(message).__name__} for node {node}, before the workers were told of each other")
+        self._peers.send(node, message)
+
+    def join(self, message: OpenGroup, host: str) -> None:
+        """Join a group; the answer goes when that has ended."""
+
+        def answer(error: BaseException | None) -> None:
+            if error is None:
+                self.send(Reply(message.request, None))
+            else:
+                cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
+                self.send(Failed(message.request, failure_fields(cause)))
+
+        self.executor.groups.open(message, host, answer)
 
     def _run(self, stream: Stream) -> None:
         executor = self.executor
@@ -132,6 +174,8 @@ class _Master:
     def close(self) -> None:
         """Let the threads end after the instructions that they are running; its values go with it."""
         self.executor.close()
+        if self._peers is not None:
+            self._peers.close()
 
 
 class Daemon:
@@ -214,13 +258,21 @@ class Daemon:
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():
-                    master.send(Reply(message.request, self._about(message.what, message.detail)))
+                    self._reply(master, message)
                 case OpenStream():
                     master.open(message)
                 case Signal():
                     master.executor.signal(message)
                 case Cancel():
                     master.executor.cancel(message)
+                case Notify():
+                    master.executor.notify(message)
+                case Peers():
+                    master.meet(message)
+                case OpenGroup():
+                    master.join(message, data_host(self._config, master.host))
+                case BreakGroup():
+                    master.executor.groups.end(message.group, message.reason)
                 case Hello():
                     self._leave("a new session on the same connection")
                     self._welcome(peer, message)
@@ -265,9 +317,15 @@ class Daemon:
         with suppress(PeerGone):  # it did not wait for the answer
             self._channel.send(peer, [encode(Refused(reason))])
 
-    def _about(self, what: str, detail: list[Any]) -> Any:
-        assert self._master is not None
-        executor = self._master.executor
+    def _reply(self, master: _Master, message: Ask) -> None:
+        try:
+            master.send(Reply(message.request, self._about(master, message.what, message.detail)))
+        except (ConfigurationError, OSError) as error:
+            cause = failure(error, seq=0, position=0, op=message.what, operands="")
+            master.send(Failed(message.request, failure_fields(cause)))
+
+    def _about(self, master: _Master, what: str, detail: list[Any]) -> Any:
+        executor = master.executor
         if what == "status":
             return executor.status()
         if what == "info":
@@ -280,6 +338,14 @@ class Daemon:
                 executor.executed,
                 [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
             ]
+        match what, detail:
+            case "channel", [str(name)]:
+                return report(name)
+            case "listen", [str(host)]:
+                master.host = host
+                return master.listen(peer_address(self._config, host), self._config.keys)
+            case "store", [str(host)]:
+                return executor.groups.store(*rendezvous(self._config, host))
         raise ProtocolError(f"nothing is known about {what[:40]!r}")
 
 

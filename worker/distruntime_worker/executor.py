@@ -34,6 +34,8 @@ from distruntime.wire.messages import (
     Failed,
     Failure,
     Fetch,
+    Message,
+    Notify,
     OpenStream,
     Part,
     Reply,
@@ -41,8 +43,10 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import Attached, KeptMemory
 
+from .collectives import PREFIX, Collective, poison_among
 from .devices import Devices
 from .functions import FUNCTIONS, Tape
+from .groups import Groups
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, spec_fields, wire_tensor
 from .staging import Staging
 from .streams import MOST_STREAMS, HostCopy, Stamp, Stream, Work
@@ -53,6 +57,7 @@ from .template import Run, Template, operator
 _ALIGNED, _LARGE = 64, 1 << 20  # bytes
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
+Tell = Callable[[int, Message], None]  # node, message: to another worker
 
 _SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
 
@@ -65,9 +70,12 @@ _MOST_FAILURES = 64  # reported by one segment with text; a loop of failing inst
 class Executor:
     """The state of one session on one worker."""
 
-    def __init__(self, devices: Devices, send: Send) -> None:
+    def __init__(self, devices: Devices, send: Send, tell: Tell) -> None:
         self._devices = devices
         self._send = send
+        self._tell = tell
+        self.node = -1  # this worker's number, once there are groups
+        self.groups = Groups(devices)
         self.slots: dict[int, Any] = {}
         self._templates: dict[int, Run] = {
             CHECK: self._check,
@@ -80,7 +88,7 @@ class Executor:
             RELEASE: self._release,
             HOST: self._host,
         }
-        self._info: dict[int, Template] = {}
+        self._info: dict[int, Template | Collective] = {}
         self._next_template = FIRST_TEMPLATE
         self._orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
@@ -226,6 +234,10 @@ class Executor:
         if number != self._next_template:
             raise ProtocolError(f"template {number} came where {self._next_template} was expected")
         self._next_template += 1
+        if name.startswith(PREFIX):
+            collective = Collective(name, args, self._devices.real, self._collect)
+            self._templates[number], self._info[number] = collective.run, collective
+            return
         call = FUNCTIONS.get(name) or operator(name)
         template = Template(name, call, args, kwargs, results, self._devices.real, self._fail)
         self._templates[number] = template.run
@@ -238,7 +250,7 @@ class Executor:
         work.failures.append(cause)
         return cause
 
-    def _fail(self, template: Template, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+    def _fail(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
@@ -248,6 +260,9 @@ class Executor:
             cause = self._failure(p, i, error, template.name, described(operands))
             if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
                 self._orphans.append(cause)
+        self._poison(template, slots, p, i, cause)
+
+    def _poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         poisoned = Poisoned(cause)
         for k in template.writes:
             slots[p[i + k]] = poisoned
@@ -259,6 +274,35 @@ class Executor:
                     if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
                         slots[ref] = poisoned
             slots[p[i + k]] = poisoned
+
+    def _collect(self, collective: Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException | None = None) -> int:
+        """Take part in a group's operation; with `error`, or a poisoned operand, with zeros, and say so to the others."""
+        group, sequence = self.groups[collective.group], p[i + 1]
+        if collective.operation == "close":
+            self.groups.close(collective.group)
+            return i + collective.length
+        values = [slots.get(p[i + k]) for k in range(2, collective.length)]
+        inputs = [slots.get(p[i + k]) for k in collective.reads]
+        cause = poison_among(inputs)
+        if cause is None and (error is not None or None in inputs):
+            error = error or InternalError(f"an operand of {collective.name} is not here")
+            cause = self._failure(p, i, error, collective.name, described(inputs))
+        new: list[torch.Tensor] = []
+        try:
+            if cause is not None:
+                group.taint(sequence, cause, self.node, self._tell)
+            new = collective.perform(group, values, sequence)
+        except Exception as broken:
+            cause = cause or self._failure(p, i, broken, collective.name, described(inputs))
+            if not collective.writes and not collective.mutates:
+                self._orphans.append(cause)
+        cause = group.taken(sequence) or cause
+        if cause is not None:
+            self._poison(collective, slots, p, i, cause)
+        else:
+            for k, value in zip(collective.writes, new):
+                slots[p[i + k]] = value
+        return i + collective.length
 
     # -- instructions of the runtime ---------------------------------------------------------------------------------------------
 
@@ -456,6 +500,7 @@ class Executor:
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
         self.closed = True
+        self.groups.end_all("its session is over")
         for stream in self.streams.values():
             self._cut(stream, _END)
             stream.queue.put(None)
@@ -487,6 +532,8 @@ class Executor:
         template = self._info[p[first]]
         if template.mutates:
             self._pay(stream, p, i)
+        if isinstance(template, Collective):  # the others count on it
+            return self._collect(template, slots, p, first, error)
         self._fail(template, slots, p, first, error)
         if word == LEARN:
             cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
@@ -512,6 +559,17 @@ class Executor:
                 self._done.append((after[1], fetch))
                 return
         self._answer(fetch)
+
+    def notify(self, message: Notify) -> None:
+        """Send a signal to another worker once a stream has run far enough (the reader)."""
+        self.fetch(Fetch(message.number, message.node, [message.stream, message.position], "signal", {}))
+
+    def take(self, node: int, message: Message) -> None:
+        """Act on what another worker says (the thread of the workers' channel)."""
+        if isinstance(message, Signal):
+            self.signal(message)
+        else:
+            self.groups.take(node, message, self._tell)
 
     def _names(self, after: list[Any]) -> bool:
         """Whether `after` is [stream, position, ...] of streams that there are."""
@@ -563,7 +621,7 @@ class Executor:
         return True
 
     def _answer(self, fetch: Fetch) -> None:
-        if fetch.form in ("done", "passed"):
+        if fetch.form in ("done", "passed", "signal"):
             self._answer_wait(fetch)
             return
         value = self.slots.get(fetch.ref)
@@ -596,10 +654,17 @@ class Executor:
     def _answer_wait(self, fetch: Fetch) -> None:
         """Answer who waits for a stream, or for all; on a GPU, when the kernels have run."""
         if self._devices.first_gpu is None:
-            self._send(Reply(fetch.request, self._news(fetch)), None)
+            self._say(fetch)
             return
-        after = fetch.after if fetch.form == "passed" else [n for s in self.streams.values() for n in (s.number, s.reached)]
+        after = fetch.after if fetch.form != "done" else [n for s in self.streams.values() for n in (s.number, s.reached)]
         self._later(fetch, None, self._events(after))
+
+    def _say(self, fetch: Fetch) -> None:
+        """Tell whoever waits for streams that they are there: the master, or another worker whose stream waits."""
+        if fetch.form == "signal":
+            self._tell(fetch.ref, Signal(fetch.request, ""))
+        else:
+            self._send(Reply(fetch.request, self._news(fetch)), None)
 
     def _events(self, after: list[Any]) -> list[Any]:
         """Return the events of a GPU that come after [stream, position, ...]."""
@@ -613,7 +678,7 @@ class Executor:
         for event in events:
             event.synchronize()
         if value is None:
-            self._send(Reply(fetch.request, self._news(fetch)), None)
+            self._say(fetch)
             return
         with torch.no_grad():
             self._answer_with(fetch, value)

@@ -1,0 +1,357 @@
+"""Groups: places whose tensors take part in collectives together. How workers are brought together, and what breaks a group.
+
+The master hands out groups' numbers, asks rank 0's worker for a store where the members meet, and has each worker join. From then on
+the bytes never pass through here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import cloudpickle
+
+from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, ProtocolError, UsageError
+from .handle import Place, Residence, Storage
+from .node import Node
+from .requests import Request
+from .session import Session, active_session
+from .spec import NO_TENSOR
+from .wire.data_channel import Capabilities, registered
+from .wire.messages import BreakGroup, OpenGroup, Peers, Signal
+
+TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
+_JOIN = 30.0  # seconds that workers have to meet
+_MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
+
+Choice = str | Mapping[str, str]
+
+
+class ProcessGroup:
+    """Places, in the order of their ranks, that take part in collectives together: what `new_group` returns.
+
+    `places` has each member's, `backend` the name of its data channel. Closed by `close()` or with the session.
+    """
+
+    def __init__(
+        self, session: Session, number: int, homes: Sequence[Residence], backend: str, capabilities: Capabilities, timeout: float
+    ) -> None:
+        self.session, self.number, self.homes, self.backend = session, number, list(homes), backend
+        self.capabilities, self.timeout = capabilities, timeout
+        self.places: tuple[Place, ...] = tuple(home.place for home in homes)
+        self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
+        self.sequence = count(1).__next__
+        self.broken = ""
+        self.closed = False
+        self.templates: dict[Any, Any] = {}  # what joint.py has compiled
+        self.streams: dict[int, Any] = {}  # of operations that the caller does not wait for, by rank
+        # By node, its own ranks in order: one instruction there covers all of them.
+        self.own: dict[Node, list[int]] = {}
+        for rank, home in enumerate(homes):
+            self.own.setdefault(home.node, []).append(rank)
+        self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.places)
+
+    def rank(self, place: Place) -> int:
+        """Return the rank of a place; -1 if it is no member, as in torch."""
+        return self.ranks.get(place, -1)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The members' nodes, by rank."""
+        return [place.node for place in self.places]
+
+    def __repr__(self) -> str:
+        state = "closed, " if self.closed else "broken, " if self.broken else ""
+        shown = ", ".join(map(str, self.places[:4])) + (f", and {self.size() - 4} more" if self.size() > 4 else "")
+        return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
+
+    def require(self) -> None:
+        """Raise what using the group raises, if it cannot be used."""
+        self.session.require_open()
+        if self.closed:
+            raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
+        if self.broken:
+            left = [place.node for place in self.places if self.session.nodes[place.node].failed is None]
+            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group({left})")
+
+
+class Groups:
+    """All groups of a session."""
+
+    def __init__(self, session: Session, choice: Choice) -> None:
+        self.session, self.choice = session, choice
+        self.issuing = threading.RLock()  # one operation on several nodes at a time: all logs get them in one order
+        self._numbers = count(1).__next__
+        self._opening = threading.RLock()
+        self._groups: dict[int, ProcessGroup] = {}
+        self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
+        self._offers: dict[tuple[Node, str], Capabilities] = {}
+        self._stores: dict[Node, list[Any]] = {}
+        self._addresses: dict[int, str] = {}
+        self._secret = os.urandom(16)
+        self._asked: list[Request] = []
+        self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who sends it, from which position on, and who waits
+        self._launches: dict[Node, Storage] = {}
+        self.met = False
+        session.on_loss.append(self._lost)
+
+    # -- the workers' own channel ------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Have every worker told where the others listen. Return at once; `met` says when that is done."""
+        session = self.session
+        if len(session.nodes) < 2:
+            self.met = True
+            return
+        self._asked = [session.ask(node, "listen", [_proposed(node)]) for node in session.nodes if node.failed is None]
+        for request in self._asked:
+            request.when_done(self._listens)
+
+    def _listens(self, request: Request) -> None:
+        if request.cause is None and request.lost is None:
+            self._addresses[request.node.index] = str(request.value)
+        if not self.met and all(request.done for request in self._asked):
+            addresses = [self._addresses.get(k, "") for k in range(len(self.session.nodes))]
+            for node in self.session.nodes:
+                if node.index in self._addresses and node.failed is None:
+                    self.session.post(node, Peers(node.index, self._secret, addresses))
+            self.met = True
+
+    def _require_met(self) -> None:
+        deadline = time.monotonic() + _JOIN
+        for request in self._asked:
+            if not self.session.result(request, max(0.0, deadline - time.monotonic())):
+                raise ConnectionFailed(f"{request.node} did not say within {_JOIN:.0f} s where it listens for other workers")
+            self.session.raise_for(request)
+
+    def remember(self, number: int, here: Node, there: Node, position: int) -> None:
+        """Note who waits for a signal of another node, which it never gets if that one is lost."""
+        if len(self._signals) >= _MOST_SIGNALS:
+            passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.executed]
+            for n in passed:
+                del self._signals[n]
+        self._signals[number] = here, position, there
+
+    def _lost(self, node: Node) -> None:
+        for number, (here, _, there) in list(self._signals.items()):
+            if there is node:
+                del self._signals[number]
+                if here.failed is None:
+                    self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {node} {node.failed}"))
+        for group in list(self._groups.values()):
+            if node in group.own:
+                self.end(group, f"{node} {node.failed}")
+
+    # -- groups ------------------------------------------------------------------------------------------------------------------
+
+    def backend_for(self, homes: Sequence[Residence], backend: str | None) -> str:
+        """Return the name of the data channel that a group of these places uses."""
+        if backend is not None:
+            return backend
+        gpus = all(home.place.device != "cpu" and home.node.asynchronous for home in homes)
+        if isinstance(self.choice, str):
+            if self.choice != "auto":
+                return self.choice
+            return "nccl" if gpus and len({home.node for home in homes}) == len(homes) else "gloo"
+        return self.choice.get("cuda" if gpus else "cpu", "nccl" if gpus else "gloo")
+
+    def open(self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
+        """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
+        session, limit = self.session, TIMEOUT if timeout is None else timeout
+        session.require_open()
+        for home in homes:
+            home.node.require_alive()
+        name = self.backend_for(homes, backend)
+        capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))
+        for home in homes:
+            if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
+                raise NotSupportedError(f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}")
+        self._require_met()
+        with self._opening:
+            group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
+            self._groups[group.number] = group
+            try:
+                self._join(group)
+            except BaseException as error:
+                self.end(group, f"it was never joined: {error}")
+                raise
+        return group
+
+    def _join(self, group: ProcessGroup) -> None:
+        session, keeper = self.session, group.homes[0].node
+        if keeper not in self._stores:
+            self._stores[keeper] = self._answer(session.ask(keeper, "store", [_proposed(keeper)]), "keep a store for groups")
+        factory = _pickled(group.backend)
+        requests = []
+        for node, ranks in group.own.items():
+            request = session.requests.new(node)
+            members = [[rank, group.places[rank].device] for rank in ranks]
+            nodes, limit = group.nodes, float(min(group.timeout, 1e9))
+            message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)
+            session.post(node, message)
+            requests.append(request)
+        for request in requests:
+            self._answer(request, f"join {group!r}")
+
+    def _answer(self, request: Request, what: str) -> Any:
+        """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
+        session = self.session
+        if not session.result(request, _JOIN):
+            session.requests.forget(request)
+            raise ConnectionFailed(f"{request.node} did not {what} within {_JOIN:.0f} s: can the workers reach each other?")
+        if request.lost is not None:
+            session.raise_for(request)
+        if request.cause is not None:
+            failure = request.cause.failure
+            error = ConfigurationError if failure.kind.endswith("ConfigurationError") else ConnectionFailed
+            raise error(f"{request.node} could not {what}: {failure.text}")
+        return request.value
+
+    def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
+        """Return what all of some workers can do with a data channel; raise `ConfigurationError` where one does not have it."""
+        found = registered(name)
+        asked = {node: self.session.ask(node, "channel", [name]) for node in nodes if (node, name) not in self._offers or found is not None}
+        for node, request in asked.items():
+            why, fields, python = self._answer(request, f"say whether it has the data channel {name!r}")
+            if found is not None:
+                if tuple(python) != sys.version_info[:2]:
+                    raise ConfigurationError(
+                        f"the data channel {name!r} was registered here, in Python {sys.version_info[0]}.{sys.version_info[1]}, and cannot "
+                        f"travel to {node}, which runs {python[0]}.{python[1]}: offer it there as an entry point (see docs/data_channel.md)"
+                    )
+                self._offers[node, name] = found.capabilities  # type: ignore[attr-defined]
+            elif why:
+                raise ConfigurationError(f"{node}: {why}")
+            else:
+                try:
+                    self._offers[node, name] = Capabilities.from_wire(fields)
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise ProtocolError(f"{node} describes the data channel {name!r} as {fields!r}: {error}") from None
+        offers = [self._offers[node, name] for node in nodes]
+        reductions = {
+            op: frozenset.intersection(*(o.reductions.get(op, frozenset()) for o in offers)) for offer in offers for op in offer.reductions
+        }
+        return Capabilities(
+            frozenset.intersection(*(o.operations for o in offers)),
+            {op: dtypes for op, dtypes in reductions.items() if dtypes},
+            frozenset.intersection(*(o.devices for o in offers)),
+            all(o.tags for o in offers),
+            all(o.concurrent for o in offers),
+        )
+
+    def between(self, one: Residence, two: Residence) -> ProcessGroup:
+        """Return the group of two places that copies between them use, made at the first."""
+        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
+        gpus = self.backend_for([here, there], None) == "nccl"
+        if not gpus:  # one for each pair of nodes: what lives on their GPUs goes through their CPUs anyway
+            here, there = (self.session.residence(Place(home.place.node, "cpu")) for home in (here, there))
+        return self.of((here, there))
+
+    def of(self, homes: Sequence[Residence]) -> ProcessGroup:
+        """Return the group that is used where none is named: of just these places, made at the first use, again after it has broken."""
+        places = tuple(home.place for home in homes)
+        found = self._by_places.get(places)
+        if found is None or found.closed or (found.broken and all(home.node.failed is None for home in homes)):
+            with self._opening:
+                found = self._by_places.get(places)
+                if found is None or found.closed or found.broken:
+                    found = self._by_places[places] = self.open(homes)
+        return found
+
+    def end(self, group: ProcessGroup, reason: str) -> None:
+        """Break a group: whoever waits in it fails now, with this reason."""
+        if not group.broken:
+            group.broken = reason
+            for node in group.own:
+                if node.failed is None and self.session.closed is None:
+                    self.session.post(node, BreakGroup(group.number, reason))
+
+    def launches(self, node: Node) -> Storage:
+        """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""
+        return self._launches.setdefault(node, Storage(NO_TENSOR))
+
+    def forget(self, group: ProcessGroup) -> None:
+        """Drop a group that is closed."""
+        self._groups.pop(group.number, None)
+
+
+def _pickled(name: str) -> bytes:
+    """Return a data channel that was registered here, for workers that do not have its module; nothing if it was not."""
+    found = registered(name)
+    if found is None:
+        return b""
+    module = sys.modules[found.__module__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        packed: bytes = cloudpickle.dumps(found)
+        return packed
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _proposed(node: Node) -> str:
+    """Return the host by which this process has dialled a worker, if it has."""
+    address = node.address
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if address.startswith("tcp://") else ""
+
+
+def _list(names: frozenset[str]) -> str:
+    return " and ".join(sorted(names)) or "nothing"
+
+
+def groups_of(session: Session) -> Groups:
+    """Return the groups of a session."""
+    found: Groups = session.groups
+    return found
+
+
+Where = int | Place
+
+
+def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[Residence]:
+    """Return the places of a new group; raise `UsageError` or `PlacementError` for what cannot be."""
+    if nodes_or_places is None:
+        nodes_or_places = [node.index for node in session.nodes]
+    if isinstance(nodes_or_places, (str, int, Place)) or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
+        raise UsageError(f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}")
+    homes = [session.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
+    if not homes:
+        raise UsageError("a group has at least one member, got an empty list")
+    for k, home in enumerate(homes):
+        if home in homes[:k]:
+            raise UsageError(f"{home.place} was given twice: each member of a group is another place")
+    return homes
+
+
+def default_place(session: Session, node: int) -> Place:
+    """Return where a node's number alone points: its first GPU, if it has one, else its CPU."""
+    return Place(node, "cuda:0" if "cuda:0" in session.devices(node) else "cpu")
+
+
+def new_group(
+    nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
+) -> ProcessGroup:
+    """Make a group whose members' tensors take part in collectives together. Block until all have joined, at most half a minute.
+
+    Args:
+        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the order of ranks; None: all nodes.
+        backend: the data channel, "gloo", "nccl", "tcp", "mpi" or a registered one; None: as `init_master_worker(data_channel=)` says.
+        timeout: seconds that one operation may take, waiting for late members included; None: half an hour, as in torch.
+
+    Raises:
+        UsageError: a member given twice, or none. PlacementError: no such place. NodeFailed: a member is lost.
+        ConfigurationError: a worker does not have the data channel, or a port is in use. ConnectionFailed: members do not find each other.
+    """
+    session = active_session()
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise UsageError(f"timeout is a number of seconds above 0, got {timeout!r}")
+    return groups_of(session).open(homes_of(session, nodes_or_places), backend, timeout)

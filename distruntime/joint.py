@@ -1,0 +1,114 @@
+"""Issuing one operation of a group: an instruction in the log of each node that has members, at one moment of the program.
+
+Program order is the same in every log, so members cannot disagree about what comes next, and the earliest operation that has not run can
+always run: no two wait for each other, whatever groups and streams are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from .errors import NotSupportedError
+from .first import relieve
+from .group import ProcessGroup, groups_of
+from .handle import Handle
+from .issue import issue_joint
+from .line import user_line
+from .spec import Spec, spec
+from .wire.codec import dtype_name
+from .wire.shield import shield
+
+Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
+
+NOTHING: Part = ((), ())
+
+
+def issue_operation(
+    group: ProcessGroup,
+    operation: str,
+    parts: Sequence[Part],
+    *,
+    inplace: bool = False,
+    root: int = -1,
+    op: str | None = None,
+    factor: float | None = None,
+    splits: tuple[Any, Any] = ((), ()),
+) -> None:
+    """Issue an operation; `parts` are the members', by rank. Block only while a window is full.
+
+    The caller has checked what it can check; members of lost nodes are not issued to, and fail with their node.
+    """
+    group.require()
+    line = user_line()
+    key = (operation, inplace, root, op, factor, splits, tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts))
+    compiled = group.templates.get(key)
+    if compiled is None:
+        compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
+    # Ctrl-C between two nodes would leave one of them waiting for the other.
+    with shield, groups_of(group.session).issuing:
+        sequence = group.sequence() & 0x3FFFFFFF
+        for node, ranks in group.own.items():
+            active = [rank for rank in ranks if parts[rank] is not NOTHING]
+            if not active:
+                continue
+            words: list[Any] = [0, sequence]
+            operands: list[Handle] = []
+            outputs: list[Handle] = []
+            for rank in active:
+                ins, outs = parts[rank]
+                words += [h.ref for h in ins]
+                words += [h.ref for h in outs]
+                operands += ins
+                outputs += outs
+            written = [h.storage for h in outputs] if inplace else []
+            homes = [group.homes[rank] for rank in active]
+            # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
+            serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
+            if not group.capabilities.concurrent:
+                serial = groups_of(group.session).launches(node)
+            with node.lock:
+                words[0] = node.template(*compiled[node])
+                issue_joint(words, [] if inplace else outputs, [*operands, *outputs] if inplace else operands, written, homes, serial, line)
+    for node in group.own:
+        relieve(node)
+
+
+def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]) -> dict[Any, tuple[bytes, list[Any]]]:
+    """Return, by node, what `Node.template` takes."""
+    compiled = {}
+    for node, ranks in group.own.items():
+        members = [
+            [rank, group.places[rank].device, [_layout(h.spec) for h in parts[rank][0]], [_layout(h.spec) for h in parts[rank][1]]]
+            for rank in ranks
+            if parts[rank] is not NOTHING
+        ]
+        fields = [f"group::{operation}", [group.number, options, members], {}, 0]
+        compiled[node] = msgpack.packb(fields), fields
+    return compiled
+
+
+def _layout(spec: Spec) -> list[Any]:
+    strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
+    return [dtype_name(spec.dtype), list(spec.size), strides]
+
+
+def contiguous(like: Spec, size: Sequence[int] | None = None) -> Spec:
+    """Return the spec of a contiguous tensor of this dtype, and of this or another size."""
+    sizes = tuple(like.size if size is None else size)
+    stride, count = [], 1
+    for n in reversed(sizes):
+        stride.append(count)
+        count *= max(n, 1)
+    return spec(sizes, tuple(reversed(stride)), 0, like.dtype)
+
+
+def require_operation(group: ProcessGroup, operation: str) -> None:
+    """Raise `NotSupportedError` if the group's data channel lacks an operation."""
+    if operation not in group.capabilities.operations:
+        have = ", ".join(sorted(group.capabilities.operations)) or "nothing"
+        raise NotSupportedError(
+            f"the data channel {group.backend!r} has no {operation}, only {have}: make a group with another, dr.new_group(..., backend=...)"
+        )

@@ -1,0 +1,57 @@
+"""Where other workers reach this one: the host that its data channels listen on and tell the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from distruntime.errors import ConfigurationError
+
+from .config import WorkerConfig
+
+_ANY = ("", "*", "0.0.0.0", "::")
+
+
+def _host_of(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def data_host(config: WorkerConfig, proposed: str) -> str:
+    """Return this worker's host for the others: what it was told, else where it listens, else where its master reaches it or it its master.
+
+    `proposed` is the host by which the master has dialled this worker, if it has.
+    """
+    if config.data_host:
+        return config.data_host
+    address = config.listen or config.master or ""
+    if not address.startswith("tcp://"):
+        return "127.0.0.1"  # an ipc address: all are on this machine
+    host = _host_of(address)
+    if config.listen is not None:
+        return proposed if host in _ANY and proposed else "127.0.0.1" if host in _ANY else host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: the system only chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def peer_address(config: WorkerConfig, proposed: str) -> str:
+    """Return an address to listen on for other workers."""
+    address = config.listen or config.master or ""
+    if address.startswith("ipc://"):
+        return f"{address}-peer-{os.getpid()}"
+    host = data_host(config, proposed)
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+
+
+def rendezvous(config: WorkerConfig, proposed: str) -> tuple[str, socket.socket]:
+    """Return the host, and a listening socket there, for a store where groups meet; raise `ConfigurationError` if the port is in use."""
+    host = data_host(config, proposed)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, config.data_port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {host}:{config.data_port} for groups: {error.strerror or error}. Expected a host of this machine and a free "
+            "port: start the worker with another --data-address HOST:PORT, or leave the port out"
+        ) from error
+    return host, listener

@@ -1,0 +1,240 @@
+"""Collectives and copies between workers as instructions: one covers all of a group's members on this worker.
+
+Template: "group::all_reduce", [group, options, [[rank, device, inputs, outputs], ...]], each input and output [dtype, sizes, strides].
+Instruction: template, sequence, then the refs of inputs and outputs, member by member. Outputs are new values, or, with the option
+"inplace", tensors that are written. Members whose input is poisoned take part all the same, with zeros, so that nobody hangs; the others
+are told first, so that nobody takes the zeros for values.
+
+What an operation does with its inputs and outputs, each list laid out flat, one tensor after the other:
+
+    copy         the root's input becomes the other one's output          send, receive
+    broadcast    the root's input becomes every output                    broadcast
+    all_reduce   the inputs reduced, in every output                      all_reduce
+    reduce       the same, where there is an output                       reduce
+    all_gather   the inputs one after the other, in every output          all_gather
+    gather       the same, at the root                                    gather
+    scatter      the root's input cut up, one part in every output        scatter
+    reduce_scatter  the inputs reduced and cut up                         reduce_scatter
+    all_to_all   part k of an input goes to member k                      all_to_all
+    barrier      nothing                                                  barrier
+    close        the group ends                                           close
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.codec import dtype_named
+from distruntime.wire.data_channel import DataChannel, Reduction
+from distruntime.wire.messages import Failure
+
+from .groups import Group, Job
+from .objects import Poisoned
+
+PREFIX = "group::"
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a value will look like, known before there is one."""
+
+    dtype: torch.dtype
+    sizes: list[int]
+    strides: list[int] | None
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        """Return memory for it."""
+        if self.strides is None:
+            return torch.empty(self.sizes, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
+
+    def zeros(self) -> torch.Tensor:
+        """Return zeros in its stead."""
+        return torch.zeros(self.sizes, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The constants of an operation."""
+
+    root: int = -1
+    op: Reduction | None = None
+    inplace: bool = False
+    splits: tuple[list[list[int]], list[list[int]]] = ((), ())  # type: ignore[assignment]  # all_to_all: bytes per rank, in and out
+
+
+class Collective:
+    """One compiled template; stands where a `Template` stands."""
+
+    def __init__(
+        self, name: str, args: list[Any], device: Callable[[torch.device], torch.device], begin: Callable[[Collective, Any, Any, int], int]
+    ) -> None:
+        self.operation = name.removeprefix(PREFIX)
+        try:
+            self.group, options, members = args
+            root, op, factor, inplace, inputs, outputs = options
+            self.options = Options(root, None if op is None else Reduction(op, factor), inplace, (inputs, outputs))
+            self.members: list[tuple[int, list[Layout], list[Layout]]] = []
+            for rank, where, ins, outs in members:
+                here = device(torch.device(where))
+                self.members.append((rank, [_layout(f, here) for f in ins], [_layout(f, here) for f in outs]))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"{name} makes no sense: {error}") from error
+        self.name = f"{self.operation} of group {self.group}"
+        offset = 2
+        self.reads: list[int] = []
+        written: list[int] = []
+        for _, ins, outs in self.members:
+            self.reads += range(offset, offset + len(ins))
+            written += range(offset + len(ins), offset + len(ins) + len(outs))
+            offset += len(ins) + len(outs)
+        self.mutates, self.writes = (written, []) if inplace else ([], written)
+        self.length = offset
+        self.run = lambda slots, p, i: begin(self, slots, p, i)
+
+    def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
+        """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
+        jobs: dict[int, Job] = {}
+        new: list[torch.Tensor] = []
+        words = iter(values)
+        for rank, ins, outs in self.members:
+            inputs = [_tensor(next(words), layout) for layout in ins]
+            if self.options.inplace:
+                outputs = [_tensor(next(words), layout) for layout in outs]
+            else:
+                outputs = [layout.empty() for layout in outs]
+                for _ in outs:
+                    next(words)
+                new += outputs
+            jobs[rank] = self._job(rank, inputs, outputs, sequence)
+        group.perform(jobs)
+        return new
+
+    def _job(self, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> Job:
+        return lambda channel: self._act(channel, rank, inputs, outputs, sequence)
+
+    def _act(self, channel: DataChannel, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+        o, on = self.options, channel.capabilities.devices
+        if self.operation == "barrier":
+            channel.barrier()
+            return
+        if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
+            return  # on every member, as sizes are equal
+        if o.op is not None:
+            self._reduce(channel, o.op, inputs, outputs, on)
+            return
+        data = _flat(inputs, on) if inputs else None
+        into = _Landing(outputs, on)
+        match self.operation:
+            case "copy":
+                if data is not None:
+                    channel.send(data, 1 - rank, sequence)
+                else:
+                    channel.receive(into.data, 1 - rank, sequence)
+            case "broadcast":
+                if data is None:
+                    channel.broadcast(into.data, o.root)
+                else:
+                    channel.broadcast(data, o.root)
+                    into.take(data)
+            case "all_gather":
+                assert data is not None
+                channel.all_gather(into.data, data)
+            case "gather":
+                assert data is not None
+                channel.gather(into.data if outputs else None, data, o.root)
+            case "scatter":
+                channel.scatter(into.data, data, o.root)
+            case "all_to_all":
+                assert data is not None
+                channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
+            case other:
+                raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
+        into.land()
+
+    def _reduce(
+        self, channel: DataChannel, op: Reduction, inputs: list[torch.Tensor], outputs: list[torch.Tensor], on: frozenset[str]
+    ) -> None:
+        if self.operation == "reduce_scatter":
+            landing = _Landing(outputs, on, numbers=True)
+            channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
+            landing.land()
+            return
+        # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
+        if outputs and outputs[0] is inputs[0]:
+            landing = _Landing(outputs, on, numbers=True, keep=True)
+        else:
+            landing = _Landing(outputs if outputs else [torch.empty_like(inputs[0])], on, numbers=True)
+            landing.take(_flat(inputs, on, numbers=True))
+        if self.operation == "all_reduce":
+            channel.all_reduce(landing.data, op)
+        else:
+            channel.reduce(landing.data, self.options.root, op)
+        landing.land()
+
+
+class _Landing:
+    """Where the bytes of some tensors arrive: their own memory if that is flat and where the channel takes it, else a buffer."""
+
+    def __init__(self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False) -> None:
+        self._tensors = tensors
+        self._direct = len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].device.type in on
+        self._direct = self._direct and not tensors[0].is_conj() and not tensors[0].is_neg()
+        if not tensors:
+            self.data = torch.empty(0, dtype=torch.uint8)
+        elif self._direct:
+            self.data = _plain(tensors[0], numbers)
+        elif keep:
+            self.data = _flat(tensors, on, numbers).clone()
+        else:
+            count = sum(t.numel() for t in tensors)
+            device = tensors[0].device if tensors[0].device.type in on else torch.device("cpu")
+            self.data = _plain(torch.empty(count, dtype=tensors[0].dtype, device=device), numbers)
+
+    def take(self, data: torch.Tensor) -> None:
+        if self._tensors:
+            self.data.copy_(data)
+
+    def land(self) -> None:
+        """Copy out of the buffer, if there is one."""
+        if self._direct or not self._tensors:
+            return
+        whole = self.data
+        if whole.dtype != self._tensors[0].dtype:
+            whole = whole.view(self._tensors[0].dtype)
+        for tensor, part in zip(self._tensors, whole.split([t.numel() for t in self._tensors])):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
+    """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
+
+
+def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False) -> torch.Tensor:
+    """Return the tensors' bytes, or numbers, one after the other, where the channel takes them. Copies only what it must."""
+    whole = [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
+    flat = _plain(whole[0], numbers) if len(whole) == 1 else torch.cat([_plain(t, numbers) for t in whole])
+    return flat if flat.device.type in on else flat.cpu()
+
+
+def _layout(fields: Any, device: torch.device) -> Layout:
+    dtype, sizes, strides = fields
+    return Layout(dtype_named(dtype), sizes, strides, device)
+
+
+def _tensor(value: Any, layout: Layout) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else layout.zeros()
+
+
+def poison_among(values: list[Any]) -> Failure | None:
+    """Return the failure of the first poisoned value."""
+    return next((v.failure for v in values if isinstance(v, Poisoned)), None)

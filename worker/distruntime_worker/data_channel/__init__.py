@@ -1,0 +1,72 @@
+"""The data channels that come with a worker, one a file, and how one is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+import torch.distributed
+
+from distruntime.errors import ConfigurationError
+from distruntime.wire.data_channel import Factory, checked, entry_point, entry_point_names, registered, registered_names
+
+# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
+_SHIPPED = {
+    "gloo": (".gloo", "Gloo"),
+    "nccl": (".nccl", "NCCL"),
+    "tcp": (".tcp", "TCP"),
+    "mpi": (".mpi", "MPI"),
+}
+
+
+def _missing(name: str) -> str:
+    """Return why a shipped channel cannot be had here, or nothing."""
+    if name in ("gloo", "nccl") and not torch.distributed.is_available():
+        return f"torch {torch.__version__} was built without torch.distributed"
+    if name == "gloo" and not torch.distributed.is_gloo_available():
+        return f"torch {torch.__version__} was built without gloo"
+    if name == "nccl" and not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} was built without NCCL"
+    if name == "nccl" and not torch.cuda.is_available():
+        return "no CUDA device is here"
+    if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers under mpirun"
+    return ""
+
+
+def find(name: str) -> Factory:
+    """Return the data channel of that name; raise `ConfigurationError`, saying why, if it cannot be had here."""
+    found = registered(name)
+    if found is not None:
+        return found
+    if name in _SHIPPED:
+        why = _missing(name)
+        if why:
+            raise ConfigurationError(f"the data channel {name!r} is not available on this worker: {why}")
+        module, cls = _SHIPPED[name]
+        try:
+            return checked(name, getattr(importlib.import_module(module, __package__), cls))
+        except (ImportError, OSError, RuntimeError) as error:  # a library that does not load
+            raise ConfigurationError(f"the data channel {name!r} does not load on this worker: {error}") from error
+    found = entry_point(name)
+    if found is None:
+        raise ConfigurationError(f"there is no data channel {name!r} on this worker: it has {', '.join(names())}")
+    return found
+
+
+def names() -> list[str]:
+    """Return the names of the data channels that this worker has."""
+    shipped = [name for name in _SHIPPED if not _missing(name)]
+    return [*shipped, *(n for n in [*registered_names(), *entry_point_names()] if n not in shipped)]
+
+
+def report(name: str) -> list[Any]:
+    """Return [why it cannot be had here or nothing, its capabilities in wire form or None, the Python that runs here]."""
+    python = list(sys.version_info[:2])
+    try:
+        return ["", find(name).capabilities.wire(), python]  # type: ignore[attr-defined]
+    except ConfigurationError as error:
+        return [str(error), None, python]

@@ -1,0 +1,256 @@
+"""The groups of one session on one worker: who is in them, whether they hold, and which of their operations carry poisoned values."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
+from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
+from distruntime.wire.messages import Failure, Message, OpenGroup, Taint, Tainted
+
+from .data_channel import find
+from .devices import Devices
+
+log = logging.getLogger("distruntime.worker")
+
+_REASON = 2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+_LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
+
+Tell = Callable[[int, Message], None]  # node, message
+Job = Callable[[DataChannel], None]
+
+
+class Group:
+    """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
+
+    def __init__(self, message: OpenGroup) -> None:
+        self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
+        self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
+        self.channels: dict[int, DataChannel] = {}
+        self.broken = ""
+        self.closed = False
+        self._ends = threading.Event()
+        self._taints: dict[int, Failure] = {}
+        self._told: dict[int, tuple[set[int], threading.Event]] = {}
+        self._lock = threading.Lock()
+
+    def perform(self, jobs: dict[int, Job]) -> None:
+        """Run one operation for each own member, by rank: side by side, as each may wait for the others. Raise what the first raised."""
+        self.require()
+        if len(jobs) == 1:
+            ((rank, job),) = jobs.items()
+            self._run(rank, job)
+            return
+        errors: list[Exception] = []
+
+        def work(rank: int, job: Job, stream: Any) -> None:
+            try:
+                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                    self._run(rank, job)
+            except Exception as error:  # raised below, in the thread of the stream
+                errors.append(error)
+
+        threads = []
+        for rank, job in jobs.items():
+            device = self.devices[rank]
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            threads.append(threading.Thread(target=work, args=(rank, job, stream), name=f"member-{rank}", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _run(self, rank: int, job: Job) -> None:
+        try:
+            job(self.channels[rank])
+        except Exception as error:
+            # Most often a member is gone, which the channel notices first and the master can explain.
+            self._ends.wait(_REASON)
+            self.end(f"its data channel failed: {error}")
+            self.require()
+
+    def require(self) -> None:
+        """Raise `NodeFailed` if the group is broken or closed."""
+        if self.broken:
+            raise NodeFailed(f"group {self.number} is broken: {self.broken}")
+        if self.closed:
+            raise NodeFailed(f"group {self.number} is closed")
+
+    def end(self, reason: str) -> None:
+        """Break the group: whoever waits in it fails, and whoever comes later. The first reason stays. Any thread."""
+        with self._lock:
+            if self.broken or self.closed:
+                return
+            self.broken = reason
+        self._ends.set()
+        for channel in self.channels.values():
+            try:
+                channel.abort()
+            except Exception:
+                log.exception("a data channel of group %d does not abort", self.number)
+
+    def close(self) -> None:
+        """Let go of the channels; no operation is under way."""
+        with self._lock:
+            if self.broken or self.closed:
+                return
+            self.closed = True
+        for channel in self.channels.values():
+            channel.close()
+
+    # -- poisoned values ---------------------------------------------------------------------------------------------------------
+
+    def taint(self, sequence: int, failure: Failure, me: int, tell: Tell) -> None:
+        """Tell every other worker of the group that this operation carries a poisoned value; return when they know, or the group ends."""
+        others = set(self.nodes) - {me}
+        self.tainted(sequence, failure)
+        if not others:
+            return
+        told = others.copy(), threading.Event()
+        with self._lock:
+            self._told[sequence] = told
+        fields = [failure.seq, failure.position, failure.kind, failure.text, failure.traceback, failure.op, failure.operands]
+        for node in others:
+            tell(node, Taint(self.number, sequence, [*fields, me if failure.node < 0 else failure.node]))
+        while not told[1].wait(_LOOK):
+            if self.broken or self.closed:
+                break
+        with self._lock:
+            del self._told[sequence]
+
+    def tainted(self, sequence: int, failure: Failure) -> None:
+        """Take note of a poisoned value in an operation. The first one stays."""
+        with self._lock:
+            self._taints.setdefault(sequence, failure)
+
+    def answered(self, sequence: int, node: int) -> None:
+        """Take note that another worker knows."""
+        with self._lock:
+            told = self._told.get(sequence)
+            if told is not None:
+                told[0].discard(node)
+                if not told[0]:
+                    told[1].set()
+
+    def taken(self, sequence: int) -> Failure | None:
+        """Return, once an operation has run here, the failure that it carries, if any."""
+        if not self._taints:
+            return None
+        with self._lock:
+            return self._taints.pop(sequence, None)
+
+
+class Groups:
+    """All groups of a session on this worker."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._groups: dict[int, Group] = {}
+        self._store: Any = None
+        self._ended = False
+
+    def __getitem__(self, number: int) -> Group:
+        found = self._groups.get(number)
+        if found is None:
+            raise ProtocolError(f"there is no group {number}")
+        return found
+
+    def store(self, host: str, listener: socket.socket) -> list[Any]:
+        """Return [host, port] of a store that this worker keeps for groups to meet in, making it of a listening socket."""
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return [host, port]
+
+    def open(self, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
+        """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
+        if message.group in self._groups or self._ended:
+            raise ProtocolError(f"group {message.group} cannot be opened")
+        group = self._groups[message.group] = Group(message)
+        for rank, device in message.members:
+            group.devices[rank] = self._devices.real(torch.device(device))
+        threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
+
+    def _join(self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
+        errors: list[BaseException] = []
+
+        def join(rank: int, factory: Factory) -> None:
+            try:
+                limit = timedelta(seconds=message.timeout)
+                address, port = message.store
+                store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+                own = dist.PrefixStore(f"group-{group.number}", store)
+                membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, own)
+                channel = factory(membership)
+                group.channels[rank] = channel
+                if group.broken:
+                    channel.abort()
+            except Exception as error:
+                errors.append(error)
+
+        try:
+            factory = checked(message.channel, _unpickled(message.factory)) if message.factory else find(message.channel)
+            threads = [threading.Thread(target=join, args=(rank, factory), daemon=True) for rank in group.devices]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except Exception as error:
+            errors.append(error)
+        if errors:
+            group.end(f"it was never joined: {errors[0]}")
+        then(errors[0] if errors else None)
+
+    def end(self, number: int, reason: str) -> None:
+        """Break one group, if it is still there."""
+        group = self._groups.get(number)
+        if group is not None:
+            group.end(reason)
+
+    def close(self, number: int) -> None:
+        """Close one group; it is forgotten."""
+        self[number].close()
+        del self._groups[number]
+
+    def end_all(self, reason: str) -> None:
+        """Break every group: the session is over."""
+        self._ended = True
+        for group in list(self._groups.values()):
+            group.end(reason)
+        self._store = None
+
+    def take(self, node: int, message: Message, tell: Tell) -> None:
+        """Act on what another worker says of a group."""
+        match message:
+            case Taint(group=number, sequence=sequence, failure=fields):
+                group = self._groups.get(number)
+                if group is not None:
+                    try:
+                        group.tainted(sequence, Failure(*fields))
+                    except TypeError as error:
+                        raise ProtocolError(f"Taint without a failure: {error}") from None
+                tell(node, Tainted(number, sequence))
+            case Tainted(group=number, sequence=sequence):
+                group = self._groups.get(number)
+                if group is not None:
+                    group.answered(sequence, node)
+
+
+def _unpickled(factory: bytes) -> Any:
+    # From the master, which may run any code here anyway.
+    try:
+        return pickle.loads(factory)
+    except Exception as error:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise ConfigurationError(f"the registered data channel does not load on this worker (Python {version}): {error!r}") from error

@@ -1,0 +1,101 @@
+"""The channel from worker to worker, for what is no tensor: signals of events, and word of poisoned values. Same keys as the master's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from hmac import compare_digest
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.channel import Channel, ChannelClosed, PeerGone
+from distruntime.wire.codec import decode, encode
+from distruntime.wire.keys import KeyPair
+from distruntime.wire.messages import Meet, Message, Peers, Signal, Taint, Tainted
+
+log = logging.getLogger("distruntime.worker")
+
+Handle = Callable[[int, Message], None]  # node that it comes from, message
+
+
+class PeerChannel:
+    """One session's connections to other workers. A thread of its own reads; any thread sends.
+
+    `handle` gets what arrives, with the number of the node that sent it.
+    """
+
+    def __init__(self, address: str, keys: KeyPair | None, handle: Handle) -> None:
+        self._channel = Channel(listen=address, keys=keys)
+        self._handle = handle
+        self._introduced: dict[bytes, int] = {}  # who has said `Meet`, by the name of the connection
+        self._dialled: set[int] = set()
+        self._dialling = threading.Lock()
+        self._known = threading.Event()
+        self._peers: Peers | None = None
+        threading.Thread(target=self._read, name="peers", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._channel.address
+
+    @property
+    def node(self) -> int:
+        """This worker's number; -1 until the master has told it."""
+        return -1 if self._peers is None else self._peers.node
+
+    def meet(self, peers: Peers) -> None:
+        """Take the addresses of the others."""
+        self._peers = peers
+        self._known.set()
+
+    def send(self, node: int, message: Message) -> None:
+        """Send to another worker, dialling it first. Return at once. To a worker that is gone, nothing is sent."""
+        peers = self._peers
+        assert peers is not None
+        if node == peers.node:
+            self._handle(node, message)
+            return
+        name = f"node-{node}".encode()
+        try:
+            with self._dialling:
+                if node not in self._dialled:
+                    self._channel.connect(peers.addresses[node], name)
+                    self._dialled.add(node)
+                    self._channel.send(name, [encode(Meet(peers.secret, peers.node))])
+            self._channel.send(name, [encode(message)])
+        except (PeerGone, ChannelClosed):
+            log.debug("node %d is gone: %s not sent", node, type(message).__name__)
+
+    def close(self) -> None:
+        """Close the socket; its thread ends."""
+        self._channel.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                arrived = self._channel.receive(None)
+            except ChannelClosed:
+                return
+            for peer, frames in arrived:
+                try:
+                    if len(frames) != 1 or not isinstance(frames[0], bytes):
+                        raise ProtocolError(f"a message of {len(frames)} frames")
+                    self._take(peer, decode(frames[0]))
+                except ProtocolError as error:
+                    log.warning("a worker that breaks the protocol: %s", error)
+
+    def _take(self, peer: bytes, message: Message) -> None:
+        match message:
+            case Meet(secret=secret, node=node):
+                self._known.wait(10.0)  # the master may have told the other one first
+                if self._peers is None or not compare_digest(secret, self._peers.secret):
+                    raise ProtocolError("Meet without the session's secret")
+                self._introduced[peer] = node
+            case Signal() | Taint() | Tainted():
+                node = self._introduced.get(peer, -1)
+                if node < 0:
+                    raise ProtocolError(f"{type(message).__name__} from a peer that has not said Meet")
+                self._handle(node, message)
+            case _:
+                raise ProtocolError(f"a worker does not send {type(message).__name__} to another")

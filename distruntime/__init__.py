@@ -5,6 +5,22 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
+from . import functional
+from .collective import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    destroy_process_group,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
 from .config import Settings, config
 from .connect import init_master_worker, is_initialized, shutdown
 from .errors import (
@@ -48,7 +64,9 @@ from .factories import (
     zeros,
 )
 from .fetch import Fetched, fetch, fetch_async
+from .group import ProcessGroup, new_group
 from .handle import Place
+from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .placing import device, node, on, place, set_place
 from .random import manual_seed
@@ -57,6 +75,8 @@ from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
 from .stream import Event, Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
 from .table import NodeInfo, nodes
 from .tensor import DistributedTensor
+from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
+from .work import Work
 
 __version__ = "0.1.0"
 
@@ -69,9 +89,11 @@ __all__ = [
     "BFloat16Tensor",
     "BoolTensor",
     "ByteTensor",
+    "Capabilities",
     "CharTensor",
     "ConfigurationError",
     "ConnectionFailed",
+    "DataChannel",
     "DistributedTensor",
     "DistruntimeError",
     "DoubleTensor",
@@ -82,13 +104,17 @@ __all__ = [
     "IntTensor",
     "InternalError",
     "LongTensor",
+    "Membership",
     "Memory",
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
     "Place",
     "PlacementError",
+    "ProcessGroup",
     "ProtocolError",
+    "ReduceOp",
+    "Reduction",
     "RemoteError",
     "Session",
     "SessionClosed",
@@ -99,16 +125,27 @@ __all__ = [
     "StreamCancelled",
     "UsageError",
     "WaitTimeout",
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
     "arange",
+    "barrier",
+    "broadcast",
     "config",
     "current_stream",
     "default_stream",
+    "destroy_process_group",
     "device",
     "empty",
     "eye",
     "fetch",
     "fetch_async",
     "full",
+    "functional",
+    "gather",
     "get_sync_debug_mode",
     "init_master_worker",
     "is_initialized",
@@ -116,15 +153,22 @@ __all__ = [
     "logspace",
     "manual_seed",
     "memory",
+    "new_group",
     "node",
     "nodes",
     "on",
     "ones",
     "place",
+    "premul_sum",
     "rand",
     "randint",
     "randn",
     "randperm",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "register_data_channel",
+    "scatter",
     "set_implicit_waits",
     "set_place",
     "set_sync_debug_mode",

@@ -15,15 +15,19 @@ from itertools import count
 from typing import Any
 
 import cloudpickle
+import msgpack
 
 from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, ProtocolError, UsageError
 from .handle import Place, Residence, Storage
+from .issue import issue_joint
+from .line import user_line
 from .node import Node
 from .requests import Request
 from .session import Session, active_session
 from .spec import NO_TENSOR
 from .wire.data_channel import Capabilities, registered
 from .wire.messages import BreakGroup, OpenGroup, Peers, Signal
+from .wire.shield import shield
 
 TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
 _JOIN = 30.0  # seconds that workers have to meet
@@ -73,6 +77,10 @@ class ProcessGroup:
         state = "closed, " if self.closed else "broken, " if self.broken else ""
         shown = ", ".join(map(str, self.places[:4])) + (f", and {self.size() - 4} more" if self.size() > 4 else "")
         return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
+
+    def close(self) -> None:
+        """Close the group, after what has been issued to it. Return at once; `dr.destroy_process_group(group)` does the same."""
+        self.session.groups.close(self)
 
     def require(self) -> None:
         """Raise what using the group raises, if it cannot be used."""
@@ -279,8 +287,16 @@ class Groups:
         """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""
         return self._launches.setdefault(node, Storage(NO_TENSOR))
 
-    def forget(self, group: ProcessGroup) -> None:
-        """Drop a group that is closed."""
+    def close(self, group: ProcessGroup) -> None:
+        """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
+        with shield, self.issuing:
+            if not group.broken and not group.closed and self.session.closed is None:
+                fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
+                for node, ranks in group.own.items():
+                    with node.lock:
+                        words = [node.template(msgpack.packb(fields), fields), 0]
+                        issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
+            group.closed = True
         self._groups.pop(group.number, None)
 
 
@@ -322,7 +338,9 @@ def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
     if isinstance(nodes_or_places, (str, int, Place)) or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
-        raise UsageError(f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}")
+        raise UsageError(
+            f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+        )
     homes = [session.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
     if not homes:
         raise UsageError("a group has at least one member, got an empty list")
@@ -337,9 +355,7 @@ def default_place(session: Session, node: int) -> Place:
     return Place(node, "cuda:0" if "cuda:0" in session.devices(node) else "cpu")
 
 
-def new_group(
-    nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
-) -> ProcessGroup:
+def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
     """Make a group whose members' tensors take part in collectives together. Block until all have joined, at most half a minute.
 
     Args:

@@ -43,7 +43,15 @@ def issue_operation(
     """
     group.require()
     line = user_line()
-    key = (operation, inplace, root, op, factor, splits, tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts))
+    key = (
+        operation,
+        inplace,
+        root,
+        op,
+        factor,
+        splits,
+        tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts),
+    )
     compiled = group.templates.get(key)
     if compiled is None:
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])

@@ -334,6 +334,15 @@ class Node:
             self.unread.pop(key, None)
             return self.failures.get(key) or Cause(failure, "")
 
+    def issued_at(self, position: int) -> str:
+        """Return the line that issued the instruction at a position that has not been acknowledged; nothing if it has."""
+        with self.lock:
+            for lines in (*(flight.lines for flight in self.flights), self.lines):
+                k = bisect.bisect_right([line[0] for line in lines], position)
+                if k < len(lines):
+                    return line_text(lines[k])
+        return ""
+
     def fail(self, why: str) -> None:
         """Mark the worker as lost. Everything that waits for it, now or later, fails with `why`."""
         with self.lock:

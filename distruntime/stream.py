@@ -349,6 +349,14 @@ class Event:
         node.early(request.value)
         node.session.raise_unread(node)
 
+    def when_done(self, then: Callable[[Request], None]) -> None:
+        """Call `then` when all before the event has run, in whichever thread hears of it. Return at once."""
+        recorded = self._recorded
+        if recorded is None:
+            raise UsageError("an event that was never recorded has nothing to wait for")
+        recorded.stream._check()
+        recorded.ask(quiet=True).when_done(then)
+
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds between two events of one node, by its own clock. Block until both have happened."""
         start, end = self._recorded, _expect(end_event, Event)._recorded

@@ -43,10 +43,14 @@ MASTER = {
     "transfer": "errors handle issue line requests spec stall wire.codec wire.messages wire.shared",
     "render": "failure handle spec stall text transfer wire.codec",
     "first": "errors handle issue line node propagate requests session spec stall transfer wire.codec wire.messages",
-    "special": "errors first handle line session transfer",
-    "dispatch": "errors first handle line special",
     "table": "handle node session text",
     "memory": "handle holders session table text",
+    "order": "handle node spec stretches wire.messages",
+    "wire.data_channel": "errors",
+    "group": "errors handle issue line node requests session spec wire.data_channel wire.messages wire.shield",
+    "joint": "errors first group handle issue line spec wire.codec wire.shield",
+    "special": "errors first group handle joint line session spec transfer",
+    "dispatch": "errors first handle line special",
     "tensor": "context dispatch errors handle render session transfer",
     "composite": "dispatch first handle issue line spec stall tensor transfer",
     "factories": "context errors handle session tensor",
@@ -55,13 +59,16 @@ MASTER = {
     "random": "first functions handle session spec tensor transfer",
     "config": "errors functions session",
     "uninitialized": "tensor",
-    "order": "handle node spec stretches wire.messages",
-    "stream": "context errors first handle issue line node order requests session spec stall tensor transfer wire.messages",
+    "stream": "context errors first group handle issue line node order requests session spec stall tensor transfer wire.messages",
     "device_module": "context handle random session stream tensor",
     "autocast": "composite first handle propagate tensor",
     "install": "autocast composite context device_module dispatch errors first handle load opaque session tensor uninitialized",
-    "connect": "errors install launch node session table wire.channel wire.codec wire.keys wire.messages wire.shared",
-    "": "config connect errors factories fetch handle memory placing random session stall stream table tensor",
+    "connect": "errors group install launch node session table wire.channel wire.codec wire.keys wire.messages wire.shared",
+    "members": "errors group handle session spec tensor",
+    "functional": "errors first group handle joint members spec tensor",
+    "work": "errors group stream tensor transfer",
+    "collective": "context errors functional group joint line members node stream tensor work",
+    "": "collective config connect errors factories fetch functional group handle members memory placing random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
 }
@@ -75,8 +82,15 @@ WORKER = {
     "template": "",
     "streams": "",
     "functions": "settings streams",
-    "executor": "devices functions objects staging streams template",
-    "daemon": "config devices executor objects settings streams",
+    "address": "config",
+    "data_channel": "",
+    "data_channel.gloo": "",
+    "data_channel.nccl": "",
+    "groups": "data_channel devices",
+    "collectives": "groups objects",
+    "executor": "collectives devices functions groups objects staging streams template",
+    "peers": "",
+    "daemon": "address config data_channel devices executor objects peers settings streams",
     "cli": "config daemon",
     "__main__": "cli",
 }
@@ -85,12 +99,12 @@ WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's s
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
     "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.keys"},
-    "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
-    "cloudpickle": set[str](),
+    "pickle": {"distruntime_worker.groups"},  # nothing is unpickled on the master, and nothing before authentication on a worker
+    "cloudpickle": {"distruntime.group"},
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {"distruntime.session", "distruntime.wire.channel", "distruntime.wire.shared"},
 }
-WIRE_WITH_TORCH = {"distruntime.wire.codec"}
+WIRE_WITH_TORCH = {"distruntime.wire.codec", "distruntime.wire.data_channel"}
 
 Import = tuple[str, int, bool]  # module, line, inside a function
 

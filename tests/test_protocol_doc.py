@@ -19,7 +19,13 @@ def test_a_message_has_one_row_with_its_number_sender_and_fields(number: int, me
     (row,) = [row for row in ROWS if row[1] == f"`{message.__name__}`"]
     assert row[0] == str(number)
     assert re.findall(r"`(\w+)`", row[3]) == [field.name for field in fields(message)]
-    sender = {"Master to worker": "master", "Worker to master": "worker", "Either way": "both"}
+    sender = {
+        "Master to worker": "master",
+        "Worker to master": "worker",
+        "Either way": "both",
+        "Worker to worker": "peers",
+        "Master or worker to worker": "both, peers",
+    }
     assert row[2] == sender[(message.__doc__ or "").partition(":")[0]]
     assert row[4]
 

@@ -18,6 +18,7 @@ import torch
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode
+from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import (
     PROTOCOL,
     Ask,
@@ -39,7 +40,6 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
-from distruntime.wire.keys import KeyPair
 from distruntime.wire.shared import answer
 
 from .address import data_host, peer_address, rendezvous

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
@@ -21,6 +21,8 @@ from distruntime.wire.messages import Failure, Message, OpenGroup, Taint, Tainte
 
 from .data_channel import find
 from .devices import Devices
+
+dist: Any = torch.distributed  # whose stubs leave out what is used here
 
 log = logging.getLogger("distruntime.worker")
 

@@ -7,9 +7,11 @@ from functools import lru_cache
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+
+dist: Any = torch.distributed  # whose stubs leave out what is used here
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
 _REDUCED = numbers(torch.int16)  # gloo has no kernels of 16 bits but for floating point

@@ -85,7 +85,7 @@ class _Master:
 
         Without `copy`, return what tells when the payload's memory has been read.
         """
-        if self.executor.closed:  # a thread of its still ends; the next master may have the same name
+        if self.executor.state.closed:  # a thread of its still ends; the next master may have the same name
             return None
         try:
             if payload is None:
@@ -98,7 +98,7 @@ class _Master:
     def _run(self, stream: Stream) -> None:
         executor = self.executor
         with torch.no_grad():
-            while (item := stream.queue.get()) is not None and not executor.closed:
+            while (item := stream.queue.get()) is not None and not executor.state.closed:
                 work, first, stop = item
                 try:
                     per_thread.apply()
@@ -277,7 +277,7 @@ class Daemon:
         if what == "memory":
             return [
                 len(executor.slots),
-                executor.executed,
+                executor.state.executed,
                 [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
             ]
         raise ProtocolError(f"nothing is known about {what[:40]!r}")

@@ -42,6 +42,7 @@ BESIDE_ON_THE_WORKER = {
     "_Master.send": "the acknowledgement, after the kernel",
     "encode": "the acknowledgement",
     "Executor._finish": "the acknowledgement",
+    "Answers.executed": "the same: who waits for all that has run",
     "Stream": "lets other streams and fetches know, after the kernel",
 }
 

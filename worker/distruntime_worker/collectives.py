@@ -31,10 +31,8 @@ import torch
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
 from distruntime.wire.data_channel import DataChannel, Reduction
-from distruntime.wire.messages import Failure
 
 from .groups import Group, Job
-from .objects import Poisoned
 
 PREFIX = "group::"
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -73,9 +71,7 @@ class Options:
 class Collective:
     """One compiled template; stands where a `Template` stands."""
 
-    def __init__(
-        self, name: str, args: list[Any], device: Callable[[torch.device], torch.device], begin: Callable[[Collective, Any, Any, int], int]
-    ) -> None:
+    def __init__(self, name: str, args: list[Any], device: Callable[[torch.device], torch.device], begin: Callable[..., int]) -> None:
         self.operation = name.removeprefix(PREFIX)
         try:
             self.group, options, members = args
@@ -97,7 +93,15 @@ class Collective:
             offset += len(ins) + len(outs)
         self.mutates, self.writes = (written, []) if inplace else ([], written)
         self.length = offset
-        self.run = lambda slots, p, i: begin(self, slots, p, i)
+        self._begin = begin
+
+    def run(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        """Run the instruction at `i`; return the index of the word after it."""
+        return self._begin(self, slots, p, i)
+
+    def drop(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> int:
+        """As `run`, for an instruction that was dropped: its results are poisoned, here and at the other members."""
+        return self._begin(self, slots, p, i, error)
 
     def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
         """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
@@ -233,8 +237,3 @@ def _layout(fields: Any, device: torch.device) -> Layout:
 
 def _tensor(value: Any, layout: Layout) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else layout.zeros()
-
-
-def poison_among(values: list[Any]) -> Failure | None:
-    """Return the failure of the first poisoned value."""
-    return next((v.failure for v in values if isinstance(v, Poisoned)), None)

@@ -96,7 +96,7 @@ class _Master:
 
         Without `copy`, return what tells when the payload's memory has been read.
         """
-        if self.executor.closed:  # a thread of its still ends; the next master may have the same name
+        if self.executor.state.closed:  # a thread of its still ends; the next master may have the same name
             return None
         try:
             if payload is None:
@@ -109,7 +109,7 @@ class _Master:
     def listen(self, address: str, keys: KeyPair | None) -> str:
         """Open the channel to other workers, if it is not; return where it listens."""
         if self._peers is None:
-            self._peers = PeerChannel(address, keys, self.executor.take)
+            self._peers = PeerChannel(address, keys, self.executor.joint.take)
         return self._peers.address
 
     def meet(self, message: Peers) -> None:
@@ -117,7 +117,7 @@ class _Master:
         if self._peers is None:
             raise ProtocolError("Peers before anyone has asked where this worker listens")
         self._peers.meet(message)
-        self.executor.node = message.node
+        self.executor.joint.node = message.node
 
     def tell(self, node: int, message: Message) -> None:
         """Send to another worker, from any thread."""
@@ -135,12 +135,12 @@ class _Master:
                 cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
                 self.send(Failed(message.request, failure_fields(cause)))
 
-        self.executor.groups.open(message, host, answer)
+        self.executor.joint.groups.open(message, host, answer)
 
     def _run(self, stream: Stream) -> None:
         executor = self.executor
         with torch.no_grad():
-            while (item := stream.queue.get()) is not None and not executor.closed:
+            while (item := stream.queue.get()) is not None and not executor.state.closed:
                 work, first, stop = item
                 try:
                     per_thread.apply()
@@ -272,7 +272,7 @@ class Daemon:
                 case OpenGroup():
                     master.join(message, data_host(self._config, master.host))
                 case BreakGroup():
-                    master.executor.groups.end(message.group, message.reason)
+                    master.executor.joint.groups.end(message.group, message.reason)
                 case Hello():
                     self._leave("a new session on the same connection")
                     self._welcome(peer, message)
@@ -335,7 +335,7 @@ class Daemon:
         if what == "memory":
             return [
                 len(executor.slots),
-                executor.executed,
+                executor.state.executed,
                 [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
             ]
         match what, detail:
@@ -345,7 +345,7 @@ class Daemon:
                 master.host = host
                 return master.listen(peer_address(self._config, host), self._config.keys)
             case "store", [str(host)]:
-                return executor.groups.store(*rendezvous(self._config, host))
+                return executor.joint.groups.store(*rendezvous(self._config, host))
         raise ProtocolError(f"nothing is known about {what[:40]!r}")
 
 

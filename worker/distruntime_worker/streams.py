@@ -50,6 +50,7 @@ class Stream:
         self.queue: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()
         self.reached = self.position = 0
         self.cancelled = 0  # what ends at or before this position and has not begun is dropped
+        self.started = 0.0  # time.monotonic() when it began what it runs
         self.waiting: list[tuple[int, Action]] = []
         self.serving = threading.RLock()  # held while what has waited is answered
         self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`

@@ -1,0 +1,71 @@
+"""Drops what a cancelled stream has not begun: its results are poisoned, and what others count on happens all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distruntime.errors import ProtocolError, StreamCancelled
+from distruntime.wire.messages import AWAIT, CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, WAIT, Cancel, Failed
+
+from .collectives import Collective
+from .look import WAITING
+from .objects import Poisoned, failure_fields
+from .state import State
+from .streams import Stream
+from .waits import Waits
+
+
+class Cancelling:
+    """Cancels a session's streams."""
+
+    def __init__(self, state: State, waits: Waits) -> None:
+        self._state, self._waits = state, waits
+
+    def cancel(self, message: Cancel) -> None:
+        """Drop what a stream has not begun (the reader)."""
+        stream = self._state.streams.get(message.stream)
+        if stream is None:
+            raise ProtocolError(f"there is no stream {message.stream}")
+        self.cut(stream, message.position)
+
+    def cut(self, stream: Stream, position: int) -> None:
+        """Drop what a stream has not begun and ends at or before `position`."""
+        stream.cancelled = max(stream.cancelled, position)
+        with self._state.gate:
+            stream.waiting.append((position, lambda: None))  # so that `run`, which has no time to look each time, looks
+
+    def drop(self, stream: Stream, p: list[Any], i: int) -> int:
+        """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
+
+        The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
+        """
+        slots, word = self._state.slots, p[i]
+        if word < 0:
+            slots.pop(-word, None)
+            return i + 1
+        if word == FORGET:
+            self._waits.pay(stream, p, i)
+        if word in (RELEASE, FORGET, STAMP):
+            return self._state.templates[word](slots, p, i)
+        if word == WAIT and p[i + 3] is None:
+            stream.owe(self._state.work(p).segment.start + i, self._state.streams[p[i + 1]], p[i + 2])
+        if word in (WAIT, AWAIT):
+            return i + (5 if word == WAIT else 4)
+        error = StreamCancelled("dropped by stream.cancel() before it ran")
+        if word in (UPLOAD, HOST):
+            if p[i + 1] in slots:
+                self._waits.pay(stream, p, i)
+            slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
+            return i + (6 if word == UPLOAD else 3)
+        first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
+        template = self._state.info[p[first]]
+        if template.mutates:
+            self._waits.pay(stream, p, i)
+        if isinstance(template, Collective):  # the other members count on it
+            return template.drop(slots, p, first, error)
+        self._state.fail(template, slots, p, first, error)
+        if word == LEARN:
+            cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
+            cause = cause or self._state.failure(p, first, error, template.name, "")
+            self._state.send(Failed(p[i + 1], failure_fields(cause)), None)
+        return first + template.length

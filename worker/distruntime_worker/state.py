@@ -1,0 +1,82 @@
+"""What one session holds on a worker: its values, its streams, the segments that are being run, and what failed in them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distruntime.errors import InternalError, StreamCancelled
+from distruntime.wire.messages import Failure, Message
+
+from .collectives import Collective
+from .devices import Devices
+from .objects import Poisoned, described, failure
+from .streams import Stream, Work
+from .template import Run, Template
+
+Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
+Tell = Callable[[int, Message], None]  # node, message: to another worker
+
+
+class State:
+    """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
+
+    def __init__(self, devices: Devices, send: Send) -> None:
+        self.devices, self.send = devices, send
+        self.slots: dict[int, Any] = {}
+        self.templates: dict[int, Run] = {}  # by the first word of an instruction
+        self.info: dict[int, Template | Collective] = {}  # of those that the master has sent
+        self.default = Stream(0, torch.device("cpu"))
+        self.streams: dict[int, Stream] = {0: self.default}
+        self.by_thread: dict[int, Stream] = {}
+        self.works: deque[Work] = deque()  # segments in the order of the log; each is done when those before it are
+        self.under_way: dict[int, Work] = {}  # by the id of their words
+        self.executed = 0  # position up to which the whole log has run
+        self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
+        self.gate = threading.RLock()
+        self.closed = False  # whether the master is gone, and nothing is worth waiting for
+
+    def mine(self) -> Stream:
+        """Return the stream that this thread runs."""
+        return self.by_thread[threading.get_ident()]
+
+    def work(self, p: list[Any]) -> Work:
+        """Return the segment whose words `p` is."""
+        return self.under_way[id(p)]
+
+    def failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
+        """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
+        work = self.work(p)
+        cause = failure(error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands)
+        work.failures.append(cause)
+        return cause
+
+    def fail(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+        """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        operands = [slots.get(p[i + k]) for k in template.reads]
+        cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
+        if cause is None:
+            if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
+                error = InternalError(f"an operand of {template.name} is not here: {error!r}")
+            cause = self.failure(p, i, error, template.name, described(operands))
+            if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
+                self.orphans.append(cause)
+        self.poison(template, slots, p, i, cause)
+
+    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+        """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
+        poisoned = Poisoned(cause)
+        for k in template.writes:
+            slots[p[i + k]] = poisoned
+        for k in template.mutates:
+            written = slots.get(p[i + k])
+            if isinstance(written, torch.Tensor):  # its views and its base hold the same bytes
+                memory = written.untyped_storage()._cdata
+                for ref, value in slots.copy().items():  # other streams add and free meanwhile
+                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
+                        slots[ref] = poisoned
+            slots[p[i + k]] = poisoned

@@ -68,7 +68,8 @@ MASTER = {
     "functional": "errors first group handle joint members spec tensor",
     "work": "errors group stream tensor transfer",
     "collective": "context errors functional group joint line members node stream tensor work",
-    "": "collective config connect errors factories fetch functional group handle members memory placing random session stall stream table tensor wire.data_channel work",
+    "": "collective config connect errors factories fetch functional group handle members "
+    "memory placing random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
 }

@@ -41,15 +41,20 @@ def move(proxy: Any, place: Residence) -> Any:
     spec = spec_of(torch.empty_like(handle.spec.meta()))
     if not spec.size.numel():
         return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=place.device)
-    session = handle.place.node.session
-    session.require_open()
-    group = groups_of(session).between(handle.place, place)
-    require_operation(group, "send")
     copy = Handle(next_ref(), spec, place, Storage(spec))
-    source: Part = (handle,), ()
-    target: Part = (), (copy,)
-    issue_operation(group, "copy", (source, target) if group.homes[0].node is handle.place.node else (target, source))
+    _across(handle, copy)
     return wrap(cls, copy)
+
+
+def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
+    """Issue a copy from one node to another: into a new value, or over one that is there."""
+    session = source.place.node.session
+    session.require_open()
+    group = groups_of(session).between(source.place, target.place)
+    require_operation(group, "send")
+    sends: Part = (source,), ()
+    receives: Part = (), (target,)
+    issue_operation(group, "copy", (sends, receives) if group.homes[0].node is source.place.node else (receives, sends), inplace=inplace)
 
 
 def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +94,10 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return NotImplemented
         if here.node is place.node:
             return call(cls, func, args, kwargs, place, None)
-        return func(target, move(source, place))
+        if source.shape != target.shape or source.dtype != target.dtype or not source.numel():
+            return func(target, move(source, place))
+        _across(source._handle, target._handle, inplace=True)
+        return target
     source = source if source.device.type == "cpu" else source.cpu()
     handle = target._handle
     if (

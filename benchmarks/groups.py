@@ -118,7 +118,14 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
     for name, plain_name, work in (("copy", "copy", copy), ("all_reduce", "all_reduce", lambda: dr.all_reduce(large))):
         ratio, ours, theirs = in_turn(lambda: 1 / seconds(work, times), lambda: 1 / gloo.time(plain_name, times), rounds)  # noqa: B023
         figures.append(
-            Figure(f"64 MiB {name} between 2 workers / plain gloo", ratio, "x", 0.95, f"{ours * gib:.2f} GiB/s, gloo {theirs * gib:.2f}", most=False)
+            Figure(
+                f"64 MiB {name} between 2 workers / plain gloo",
+                ratio,
+                "x",
+                0.95,
+                f"{ours * gib:.2f} GiB/s, gloo {theirs * gib:.2f}",
+                most=False,
+            )
         )
     for plain_name, text, bar in (("one_by_one", "one by one", 1.3), ("in_flight", "100 in flight too", None)):
         ratio, ours, theirs = in_turn(lambda: seconds(flight, times), lambda: gloo.time(plain_name, times), rounds)  # noqa: B023

@@ -50,6 +50,9 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
         assert without_figures(printed) == without_figures(shown(example))
     if example.stem == "02_digits":
         check_digits("\n".join(printed), tmp_path)
+    apart = [line.partition(":")[2] for line in printed if line.startswith("largest difference:")]
+    assert len(apart) == (example.stem in ("06_data_parallel", "07_pipeline"))
+    assert all(float(figure) < 1e-5 for line in apart for figure in re.findall(r"\d[.\d]*(?:e[+-]?\d+)?", line))
 
 
 def test_the_readme_example_prints_what_it_shows(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class Groups:
         self._launches: dict[Node, Storage] = {}
         self.met = False
         session.on_loss.append(self._lost)
+        session.on_broken = self._broken
 
     # -- the workers' own channel ------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,7 @@ class Groups:
         with self._opening:
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
             self._groups[group.number] = group
+            session.joined = True
             try:
                 self._join(group)
             except BaseException as error:
@@ -274,6 +276,11 @@ class Groups:
                 if found is None or found.closed or found.broken:
                     found = self._by_places[places] = self.open(homes)
         return found
+
+    def _broken(self, number: int, reason: str) -> None:
+        group = self._groups.get(number)
+        if group is not None:
+            self.end(group, reason)
 
     def end(self, group: ProcessGroup, reason: str) -> None:
         """Break a group: whoever waits in it fails now, with this reason."""

@@ -23,7 +23,7 @@ from .requests import Request, Requests
 from .stall import note_wait
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
+from .wire.messages import Ask, BreakGroup, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 from .wire.shared import Loan, SharedPool, challenge
 from .wire.shield import shield
 
@@ -54,7 +54,9 @@ class Session:
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
+        self.on_broken: Callable[[int, str], None] = _unknown  # called when a worker says that a group has broken
         self.groups: Any = None  # the Groups of its workers, a layer up
+        self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
         self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
@@ -204,6 +206,10 @@ class Session:
     def result(self, request: Request, timeout: float | None = None) -> bool:
         """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        if self.joined:
+            for node in self.nodes:
+                if node.log:
+                    node.flush()
         try:
             return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
         except KeyboardInterrupt:
@@ -340,6 +346,8 @@ class Session:
                 self.requests.reply(node, message.request, message.value, payloads)
             case Failed():
                 self.requests.fail(node, message.request, message.failure)
+            case BreakGroup():
+                self.on_broken(message.group, f"{node}: {message.reason}")
             case Goodbye():
                 self.lose(node, f"left: {message.reason}")
             case _:
@@ -468,6 +476,10 @@ class Session:
                 callback()
         if unread:
             raise remote_error(*unread[0])
+
+
+def _unknown(group: int, reason: str) -> None:
+    raise ProtocolError(f"a worker names the group {group}, and there are none")
 
 
 active: list[Session] = []  # the one session of this process, if any

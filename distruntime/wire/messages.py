@@ -210,7 +210,9 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class BreakGroup:
-    """Master to worker: end a group now, and why; whoever waits in it fails."""
+    """Either way: a group has broken, and why; whoever waits in it fails. A worker whose data channel fails tells the master, which
+    tells the others.
+    """
 
     group: int
     reason: str

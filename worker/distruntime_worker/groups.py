@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -30,13 +31,15 @@ _REASON = 2.0  # seconds that the master may take to say why a group is broken, 
 _LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
 
 Tell = Callable[[int, Message], None]  # node, message
+Report = Callable[[int, str], None]  # group, why it is broken: to the master
 Job = Callable[[DataChannel], None]
 
 
 class Group:
     """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
 
-    def __init__(self, message: OpenGroup) -> None:
+    def __init__(self, message: OpenGroup, report: Report) -> None:
+        self._report = report
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
         self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
         self.channels: dict[int, DataChannel] = {}
@@ -79,9 +82,12 @@ class Group:
             job(self.channels[rank])
         except Exception as error:
             # Most often a member is gone, which the channel notices first and the master can explain.
-            self._ends.wait(_REASON)
-            self.end(f"its data channel failed: {error}")
+            if not self._ends.wait(_REASON):
+                reason = f"its data channel failed at rank {rank}: {error}"
+                self.end(reason)
+                self._report(self.number, reason)
             self.require()
+            raise
 
     def require(self) -> None:
         """Raise `NodeFailed` if the group is broken or closed."""
@@ -126,9 +132,12 @@ class Group:
         fields = [failure.seq, failure.position, failure.kind, failure.text, failure.traceback, failure.op, failure.operands]
         for node in others:
             tell(node, Taint(self.number, sequence, [*fields, me if failure.node < 0 else failure.node]))
-        while not told[1].wait(_LOOK):
-            if self.broken or self.closed:
-                break
+        deadline = time.monotonic() + self.timeout
+        while not told[1].wait(_LOOK) and not (self.broken or self.closed):
+            if time.monotonic() > deadline:
+                late = ", ".join(map(str, sorted(told[0])))
+                self.end(f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned")
+                self._report(self.number, self.broken)
         with self._lock:
             del self._told[sequence]
 
@@ -157,8 +166,8 @@ class Group:
 class Groups:
     """All groups of a session on this worker."""
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+    def __init__(self, devices: Devices, report: Report) -> None:
+        self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
         self._store: Any = None
         self._ended = False
@@ -179,7 +188,7 @@ class Groups:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
         if message.group in self._groups or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        group = self._groups[message.group] = Group(message)
+        group = self._groups[message.group] = Group(message, self._report)
         for rank, device in message.members:
             group.devices[rank] = self._devices.real(torch.device(device))
         threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, gpu, latency, streams, training_step
+from . import bandwidth, distance, floor, gpu, groups, latency, streams, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "training_step": training_step.measure,
     "bandwidth": bandwidth.measure,
     "streams": streams.measure,
+    "groups": groups.measure,
     "distance": distance.measure,
     "gpu": gpu.measure,
 }

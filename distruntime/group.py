@@ -145,7 +145,7 @@ class Groups:
     def remember(self, number: int, here: Node, there: Node, position: int) -> None:
         """Note who waits for a signal of another node, which it never gets if that one is lost."""
         if len(self._signals) >= _MOST_SIGNALS:
-            passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.executed]
+            passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.acknowledged]
             for n in passed:
                 del self._signals[n]
         self._signals[number] = here, position, there
@@ -170,7 +170,7 @@ class Groups:
         if isinstance(self.choice, str):
             if self.choice != "auto":
                 return self.choice
-            return "nccl" if gpus and len({home.node for home in homes}) == len(homes) else "gloo"
+            return "nccl" if gpus else "gloo"
         return self.choice.get("cuda" if gpus else "cpu", "nccl" if gpus else "gloo")
 
     def open(self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None) -> ProcessGroup:

@@ -24,6 +24,7 @@ from .wire.shield import shield
 Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
 NOTHING: Part = ((), ())
+_MOST = 1 << 12  # operations that are remembered, of a group
 
 
 def issue_operation(
@@ -54,6 +55,8 @@ def issue_operation(
     )
     compiled = group.templates.get(key)
     if compiled is None:
+        if len(group.templates) >= _MOST:
+            group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
     # Ctrl-C between two nodes would leave one of them waiting for the other.
     with shield, groups_of(group.session).issuing:

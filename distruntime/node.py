@@ -144,6 +144,11 @@ class Node:
         """The worker's host name."""
         return self.welcome.host if self.welcome is not None else self.address
 
+    @property
+    def acknowledged(self) -> int:
+        """The position up to which everything has run, or on a GPU has been issued, as far as is known."""
+        return self.base - self._words
+
     def __str__(self) -> str:
         return f"node {self.index} ({self.host})"
 

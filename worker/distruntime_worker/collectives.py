@@ -32,7 +32,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
 from distruntime.wire.data_channel import DataChannel, Reduction
 
-from .groups import Group, Job
+from .groups import Group
 
 PREFIX = "group::"
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -93,6 +93,7 @@ class Collective:
             offset += len(ins) + len(outs)
         self.mutates, self.writes = (written, []) if inplace else ([], written)
         self.length = offset
+        self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
         self._begin = begin
 
     def run(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
@@ -105,8 +106,13 @@ class Collective:
 
     def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
         """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
-        jobs: dict[int, Job] = {}
         new: list[torch.Tensor] = []
+        if len(values) == 2 and self.options.inplace and len(self.members) == 1:  # the commonest, and small ones come by the thousand
+            rank, ins, outs = self.members[0]
+            both = [v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)]
+            group.run(rank, self._act, both[: len(ins)], both[len(ins) :], sequence)
+            return new
+        jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         words = iter(values)
         for rank, ins, outs in self.members:
             inputs = [_tensor(next(words), layout) for layout in ins]
@@ -117,12 +123,9 @@ class Collective:
                 for _ in outs:
                     next(words)
                 new += outputs
-            jobs[rank] = self._job(rank, inputs, outputs, sequence)
-        group.perform(jobs)
+            jobs[rank] = inputs, outputs
+        group.run_all(self._act, jobs, sequence)
         return new
-
-    def _job(self, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> Job:
-        return lambda channel: self._act(channel, rank, inputs, outputs, sequence)
 
     def _act(self, channel: DataChannel, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
         o, on = self.options, channel.capabilities.devices
@@ -173,6 +176,10 @@ class Collective:
             return
         # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
         if outputs and outputs[0] is inputs[0]:
+            tensor = outputs[0]
+            if self.operation == "all_reduce" and tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex():
+                channel.all_reduce(tensor, op)
+                return
             landing = _Landing(outputs, on, numbers=True, keep=True)
         else:
             landing = _Landing(outputs if outputs else [torch.empty_like(inputs[0])], on, numbers=True)

@@ -32,7 +32,7 @@ _LOOK = 0.1  # seconds between looks whether a group is broken while others are 
 
 Tell = Callable[[int, Message], None]  # node, message
 Report = Callable[[int, str], None]  # group, why it is broken: to the master
-Job = Callable[[DataChannel], None]
+Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]  # channel, rank, inputs, outputs, sequence
 
 
 class Group:
@@ -50,36 +50,12 @@ class Group:
         self._told: dict[int, tuple[set[int], threading.Event]] = {}
         self._lock = threading.Lock()
 
-    def perform(self, jobs: dict[int, Job]) -> None:
-        """Run one operation for each own member, by rank: side by side, as each may wait for the others. Raise what the first raised."""
-        self.require()
-        if len(jobs) == 1:
-            ((rank, job),) = jobs.items()
-            self._run(rank, job)
-            return
-        errors: list[Exception] = []
-
-        def work(rank: int, job: Job, stream: Any) -> None:
-            try:
-                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                    self._run(rank, job)
-            except Exception as error:  # raised below, in the thread of the stream
-                errors.append(error)
-
-        threads = []
-        for rank, job in jobs.items():
-            device = self.devices[rank]
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            threads.append(threading.Thread(target=work, args=(rank, job, stream), name=f"member-{rank}", daemon=True))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _run(self, rank: int, job: Job) -> None:
+    def run(self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+        """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
+        if self.broken or self.closed:
+            self.require()
         try:
-            job(self.channels[rank])
+            act(self.channels[rank], rank, inputs, outputs, sequence)
         except Exception as error:
             # Most often a member is gone, which the channel notices first and the master can explain.
             if not self._ends.wait(_REASON):
@@ -88,6 +64,32 @@ class Group:
                 self._report(self.number, reason)
             self.require()
             raise
+
+    def run_all(self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int) -> None:
+        """As `run`, for each own member of `jobs`, by rank: side by side, as each may wait for the others. Raise what the first raised."""
+        if len(jobs) == 1:
+            ((rank, (inputs, outputs)),) = jobs.items()
+            self.run(rank, act, inputs, outputs, sequence)
+            return
+        errors: list[Exception] = []
+
+        def work(rank: int, stream: Any) -> None:
+            try:
+                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                    self.run(rank, act, *jobs[rank], sequence)
+            except Exception as error:  # raised below, in the thread of the stream
+                errors.append(error)
+
+        threads = []
+        for rank in jobs:
+            device = self.devices[rank]
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            threads.append(threading.Thread(target=work, args=(rank, stream), name=f"member-{rank}", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def require(self) -> None:
         """Raise `NodeFailed` if the group is broken or closed."""

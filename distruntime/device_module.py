@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from .context import node_context
+from .event import Event
 from .handle import Residence
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
-from .stream import Event, Stream, StreamContext, current_stream, default_stream, stream, synchronize
+from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize
 from .tensor import DeviceIndex, DistributedTensor
 
 Where = int | str | torch.device | None

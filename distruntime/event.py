@@ -9,8 +9,8 @@ import time
 
 import torch
 
+from .entries import template
 from .errors import UsageError, WaitTimeout
-from .first import template, wrap
 from .handle import Handle, Storage, next_ref
 from .issue import issue
 from .line import user_line
@@ -23,6 +23,7 @@ from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import item
 from .wire.messages import AWAIT, STAMP, Signal
+from .wrap import wrap
 
 _TIME = spec((), (), 0, torch.float64)
 

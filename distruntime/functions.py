@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .first import template
+from .entries import template
 from .handle import Handle, Place, Storage, next_ref
 from .issue import issue_default
 from .line import user_line

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from .first import wrap
 from .functions import issue_function
 from .handle import Handle, Place, Residence, Storage, next_ref
 from .session import Session, active_session
 from .spec import spec
 from .tensor import DistributedTensor
 from .transfer import upload
+from .wrap import wrap
 
 _CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from .errors import NotSupportedError
-from .first import call, learn, wrap
+from .first import call
 from .handle import Residence
+from .learn import learn
 from .line import user_line
 from .session import active_session
 from .transfer import download, item, upload
+from .wrap import wrap
 
 Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
 

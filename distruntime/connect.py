@@ -89,7 +89,7 @@ def init_master_worker(
     atexit.register(_at_exit, session)
     session.on_close.append(lambda: active.remove(session) if session in active else None)
     say(nodes_table(session) + "\n")
-    say(f"new tensors go to {session.current().place}   (dr.set_place(...) to change)\n")
+    say(f"new tensors go to {session.places.current().place}   (dr.set_place(...) to change)\n")
     return session
 
 

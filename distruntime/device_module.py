@@ -24,10 +24,10 @@ Where = int | str | torch.device | None
 def _residence(device: Where) -> Residence:
     session = active_session()
     if isinstance(device, DeviceIndex):
-        return session.residence(device.place)
+        return session.places.residence(device.place)
     if isinstance(device, (str, torch.device)):
-        return session.numbered(torch.device(device).index)
-    return session.numbered(device)
+        return session.places.numbered(torch.device(device).index)
+    return session.places.numbered(device)
 
 
 class RemoteModule:
@@ -53,7 +53,7 @@ class RemoteModule:
 
     def current_device(self) -> int:
         """Return the number of the current place."""
-        return active_session().current().number
+        return active_session().places.current().number
 
     def device(self, device: Where) -> Any:
         """Return the context that makes a place current."""
@@ -63,7 +63,7 @@ class RemoteModule:
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
         place = _residence(device).place
-        active_session().default = (place.node, place.device)
+        active_session().places.default = (place.node, place.device)
 
     def synchronize(self, device: Where = None) -> None:
         """Block until a device has done everything issued to it so far."""

@@ -37,7 +37,7 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
         if value.type in ("lazy", "remote"):
-            return ["device", active_session().numbered(value.index).place.device]
+            return ["device", active_session().places.numbered(value.index).place.device]
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(

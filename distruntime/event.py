@@ -29,7 +29,7 @@ _TIME = spec((), (), 0, torch.float64)
 
 
 def _current() -> Queue:
-    residence = active_session().current()
+    residence = active_session().places.current()
     return entered(residence) or Queue(residence, 0)
 
 

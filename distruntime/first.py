@@ -188,7 +188,7 @@ class _Placeholder:
 
 def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
+    place = active_session().places.numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -270,7 +270,7 @@ def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
 def _elsewhere(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
     """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
     if target.type in ("remote", "lazy"):
-        there = active_session().numbered(target.index)
+        there = active_session().places.numbered(target.index)
         if there is place:
             if target == place.lazy:
                 return NotImplemented

@@ -24,7 +24,7 @@ def ordered(node: Node) -> Order:
         with node.lock:
             if node.order is None:
                 node.order = Order(node)
-                node.session.hide_signatures(node)
+                node.session.places.hide(node)
             order = node.order
     assert order is not None
     return order

@@ -56,7 +56,7 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if k != "layout"
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
-    there = here if target is None else active_session().numbered(target.index)
+    there = here if target is None else active_session().places.numbered(target.index)
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)

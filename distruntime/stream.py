@@ -27,24 +27,25 @@ Where = int | Place | torch.device | None
 
 
 def _residence(node: Where, device: DeviceLike | None) -> Residence:
-    session = active_session()
+    places = active_session().places
     if isinstance(node, torch.device):
         if node.type not in ("remote", "lazy"):
             raise PlacementError(
                 f'a stream belongs to a device of a node: node=1, device="cuda:0", or x.device of a remote tensor; got {node}'
             )
-        return session.numbered(node.index)
+        return places.numbered(node.index)
     if isinstance(node, Place):
-        return session.residence(node)
+        return places.residence(node)
     if node is None and device is None:
-        return session.current()
-    index = session.current().place.node if node is None else node
-    have = session.devices(index)
+        return places.current()
+    current = places.current().place
+    index = current.node if node is None else node
+    have = places.devices(index)
     if device is None:
-        name = session.current().place.device if index == session.current().place.node else "cuda:0" if "cuda:0" in have else "cpu"
+        name = current.device if index == current.node else "cuda:0" if "cuda:0" in have else "cpu"
     else:
         name = device_name(device)
-    return session.residence(Place(index, name))
+    return places.residence(Place(index, name))
 
 
 class Stream(Queue):
@@ -194,7 +195,7 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
         _synchronize_device(_residence(node, device), timeout)
         return
     if node is not None:
-        session.devices(node)
+        session.places.devices(node)
     deadline = None if timeout is None else time.monotonic() + timeout
     for candidate in session.nodes:
         if node is None and candidate.failed is not None:

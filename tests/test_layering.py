@@ -36,17 +36,18 @@ MASTER = {
     "stall": "errors line node text",
     "announce": "node",
     "requests": "announce errors node wire.codec wire.shared",
-    "session": "context errors failure handle launch node requests stall wire.channel wire.codec wire.messages wire.shared wire.shield",
-    "placing": "context errors handle session",
-    "load": "session",
     "issue": "context handle node wire.codec",
     "transfer": "errors handle issue line requests spec stall wire.codec wire.messages wire.shared",
     "render": "failure handle spec stall text transfer wire.codec",
-    "table": "handle node session text",
-    "memory": "handle holders session table text",
     "order": "handle node spec stretches wire.messages",
     "queues": "context errors handle node order",
     "wrap": "handle spec",
+    "places": "context errors handle node",
+    "session": "errors failure handle launch node places requests stall wire.channel wire.codec wire.messages wire.shared wire.shield",
+    "placing": "context errors handle session",
+    "load": "session",
+    "table": "handle node session text",
+    "memory": "handle holders session table text",
     "entries": "errors handle issue node propagate session spec wire.codec wrap",
     "learn": "entries errors handle issue node propagate requests spec stall wire.messages wrap",
     "first": "entries errors handle learn line node propagate session spec transfer wire.messages wrap",
@@ -99,7 +100,7 @@ OUTSIDE = {
     "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
     "cloudpickle": set[str](),
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
-    "weakref": {"distruntime.session", "distruntime.wire.channel", "distruntime.wire.shared"},
+    "weakref": {"distruntime.places", "distruntime.wire.channel", "distruntime.wire.shared"},
 }
 WIRE_WITH_TORCH = {"distruntime.wire.codec"}
 

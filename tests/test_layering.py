@@ -24,14 +24,17 @@ MASTER = {
     "wire.connections": "",
     "wire.shared": "errors",
     "wire.shield": "",
-    "wire.channel": "errors wire.connections wire.keys wire.shield",
     "stretches": "",
+    "text": "",
+    "context": "errors",
+    "wire.address": "errors",
+    "wire.inbox": "wire.connections",
+    "wire.wake": "",
+    "wire.channel": "errors wire.address wire.connections wire.inbox wire.keys wire.shield wire.wake",
     "node": "errors wire.channel wire.codec wire.messages",
     "handle": "node spec",
     "holders": "handle node",
-    "text": "",
     "failure": "errors holders node text wire.messages",
-    "context": "errors",
     "line": "node",
     "stall": "errors line node text",
     "announce": "node",
@@ -96,7 +99,7 @@ WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's s
 
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
-    "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.keys"},
+    "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.inbox", "distruntime.wire.keys"},
     "pickle": set[str](),  # nothing is unpickled on the master, and nothing before authentication on a worker
     "cloudpickle": set[str](),
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy

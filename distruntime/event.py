@@ -22,6 +22,7 @@ from .spec import NO_TENSOR, spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import item
+from .wait import checked
 from .wire.messages import AWAIT, STAMP, Signal
 from .wrap import wrap
 
@@ -72,8 +73,10 @@ class Event:
         """Make what is issued to `stream` (default: the current one) from now on wait for the event, on whatever node. Return at once.
 
         An event that was never recorded waits for nothing, as in torch. If the event has not come after `timeout` seconds of the
-        stream's own waiting, the stream goes on and the next read or `synchronize` raises `WaitTimeout`.
+        stream's own waiting, the stream goes on and the next read or `synchronize` raises `WaitTimeout`. A timeout that is no number
+        from 0 on raises `UsageError`, as wherever one is taken.
         """
+        timeout = checked(timeout)
         recorded, stream = self._recorded, _current() if stream is None else expect(stream, Queue, "Stream")
         here = stream.check()
         if recorded is None:
@@ -110,6 +113,7 @@ class Event:
 
         Raises `WaitTimeout` after `timeout` seconds, naming the lines that recorded and that wait. Ctrl-C leaves the session usable.
         """
+        timeout = checked(timeout)
         recorded = self._recorded
         if recorded is None:
             return

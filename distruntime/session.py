@@ -21,6 +21,7 @@ from .node import Cause, Node, Sent
 from .places import Places
 from .requests import Request, Requests
 from .stall import note_wait
+from .wait import checked
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
@@ -158,6 +159,7 @@ class Session:
 
         Return False past the timeout (seconds).
         """
+        timeout = checked(timeout)
         node.require_alive()
         with node.lock:
             node.flush()
@@ -343,17 +345,18 @@ class Session:
         self.closed = "it belongs to the parent process"
         self.places.forget()
 
-    def shutdown(self, *, raise_unread: bool = True, timeout: float = 10.0) -> None:
+    def shutdown(self, *, raise_unread: bool = True, timeout: float | None = 10.0) -> None:
         """End the session: what is in flight gets `timeout` seconds to finish, then workers drop their values.
 
         Raise the first failure that nobody has read, after everything is closed.
         """
+        limit = checked(timeout)
         if self.closed is not None or self.foreign:
             return
         unread: list[tuple[Node, Any]] = []
         try:
             if raise_unread:
-                deadline = time.monotonic() + timeout
+                deadline = None if limit is None else time.monotonic() + limit
                 for node in self.nodes:
                     node.flush()
                 busy = next((n for n in self.nodes if n.flights and n.failed is None), None)

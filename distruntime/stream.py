@@ -19,6 +19,7 @@ from .line import user_line
 from .node import line_text
 from .queues import Queue, entered, expect, ordered
 from .session import active_session
+from .wait import checked
 from .wire.messages import Cancel, OpenStream
 
 _MOST = 32  # streams for each device and priority, as on CUDA: more Stream objects share them
@@ -190,7 +191,7 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
     With `device`, only what was issued to this device's streams of the node (default: the current one). Raises `WaitTimeout` after
     `timeout` seconds. Ctrl-C leaves the session usable.
     """
-    session = active_session()
+    session, timeout = active_session(), checked(timeout)
     if device is not None:
         _synchronize_device(_residence(node, device), timeout)
         return

@@ -38,6 +38,7 @@ from .errors import (
     UsageError,
     WaitTimeout,
 )
+from .event import Event
 from .factories import (
     BFloat16Tensor,
     BoolTensor,
@@ -72,7 +73,7 @@ from .placing import device, node, on, place, set_place
 from .random import manual_seed
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-from .stream import Event, Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
+from .stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
 from .table import NodeInfo, nodes
 from .tensor import DistributedTensor
 from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel

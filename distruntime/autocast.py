@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from .composite import KERNELS, whole
-from .first import AUTOCAST, AUTOCAST_KEY, common_place
+from .first import common_place
 from .handle import Residence
 from .propagate import tensors_of
 from .tensor import DistributedTensor
+from .wrap import AUTOCAST, AUTOCAST_KEY
 
 _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)

@@ -15,14 +15,17 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .dispatch import dispatch
-from .first import AUTOCAST_KEY, PENDING, ask_specs, await_specs, common_place, relieve, template, wrap
+from .entries import template
+from .first import common_place, relieve
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_draw
+from .learn import PENDING, ask_specs, await_specs
 from .line import user_line
 from .spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from .stall import before_wait
 from .tensor import DistributedTensor
 from .transfer import upload
+from .wrap import AUTOCAST_KEY, wrap
 
 _aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION

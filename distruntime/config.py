@@ -74,7 +74,7 @@ def config(
     _check(wanted)
     session = active_session()
     if node is not None:
-        session.devices(node)
+        session.places.devices(node)
         session.nodes[node].require_alive()
     there = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
     if not wanted:

@@ -24,6 +24,7 @@ from .launch import LocalWorker, start_workers
 from .node import Node
 from .session import Session, active
 from .table import nodes_table
+from .wait import is_timeout
 from .wire.channel import Channel, PeerEvent
 from .wire.codec import encode
 from .wire.keys import choose
@@ -65,7 +66,7 @@ def init_master_worker(
         ConfigurationError: an argument that cannot be. UsageError: there is a session already.
         ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late.
     """
-    _check(backend, world_size, workers, listen, simulate_cuda, data_channel)
+    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, timeout)
     if active and active[0].closed is None and not active[0].foreign:
         raise UsageError(
             f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
@@ -93,12 +94,18 @@ def init_master_worker(
     atexit.register(_at_exit, session)
     session.on_close.append(lambda: active.remove(session) if session in active else None)
     say(nodes_table(session) + "\n")
-    say(f"new tensors go to {session.current().place}   (dr.set_place(...) to change)\n")
+    say(f"new tensors go to {session.places.current().place}   (dr.set_place(...) to change)\n")
     return session
 
 
 def _check(
-    backend: str, world_size: int | None, workers: Sequence[str] | None, listen: str | None, simulate_cuda: int, data_channel: Choice
+    backend: str,
+    world_size: int | None,
+    workers: Sequence[str] | None,
+    listen: str | None,
+    simulate_cuda: int,
+    data_channel: Choice,
+    timeout: float,
 ) -> None:
     if backend in ("tcp", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
@@ -129,6 +136,8 @@ def _check(
         raise ConfigurationError(
             f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
         )
+    if not is_timeout(timeout):
+        raise ConfigurationError(f"timeout is a number of seconds to wait for workers, got {timeout!r}")
     if simulate_cuda and (workers is not None or listen is not None):
         raise ConfigurationError("simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves")
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from .context import node_context
+from .event import Event
 from .handle import Residence
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
-from .stream import Event, Stream, StreamContext, current_stream, default_stream, stream, synchronize
+from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize
 from .tensor import DeviceIndex, DistributedTensor
 
 Where = int | str | torch.device | None
@@ -23,10 +24,10 @@ Where = int | str | torch.device | None
 def _residence(device: Where) -> Residence:
     session = active_session()
     if isinstance(device, DeviceIndex):
-        return session.residence(device.place)
+        return session.places.residence(device.place)
     if isinstance(device, (str, torch.device)):
-        return session.numbered(torch.device(device).index)
-    return session.numbered(device)
+        return session.places.numbered(torch.device(device).index)
+    return session.places.numbered(device)
 
 
 class RemoteModule:
@@ -52,7 +53,7 @@ class RemoteModule:
 
     def current_device(self) -> int:
         """Return the number of the current place."""
-        return active_session().current().number
+        return active_session().places.current().number
 
     def device(self, device: Where) -> Any:
         """Return the context that makes a place current."""
@@ -62,7 +63,7 @@ class RemoteModule:
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
         place = _residence(device).place
-        active_session().default = (place.node, place.device)
+        active_session().places.default = (place.node, place.device)
 
     def synchronize(self, device: Where = None) -> None:
         """Block until a device has done everything issued to it so far."""

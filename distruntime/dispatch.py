@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from .entries import Entry, emit
 from .errors import is_of_caller
-from .first import AUTOCAST, HUGE, Entry, emit, first_time, relieve
+from .first import first_time, relieve
 from .handle import Handle, Storage, next_ref
 from .line import USERS, user_line
 from .special import SPECIAL
+from .wrap import AUTOCAST, HUGE
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided

@@ -30,12 +30,12 @@ def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedT
 def _target(device: Any, like_torch: bool = True) -> Residence:
     session = active_session()
     if device is None:
-        return session.current(like_torch=like_torch)
+        return session.places.current(like_torch=like_torch)
     if isinstance(device, Place):
-        return session.residence(device)
+        return session.places.residence(device)
     if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] in ("remote", "lazy"):
-        return session.numbered(torch.device(device).index)
-    return session.residence(Place(session.current().place.node, device_name(device)))
+        return session.places.numbered(torch.device(device).index)
+    return session.places.residence(Place(session.places.current().place.node, device_name(device)))
 
 
 empty = _remote(torch.empty)

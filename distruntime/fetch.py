@@ -22,6 +22,7 @@ from .spec import Spec
 from .stall import note_wait
 from .tensor import DistributedTensor
 from .transfer import request, tensor_from
+from .wait import checked
 
 log = logging.getLogger("distruntime")
 
@@ -36,6 +37,7 @@ class Fetched(concurrent.futures.Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip more.
+        timeout = checked(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             for reply in self._pending:
@@ -125,7 +127,7 @@ def fetch(tree: Any, timeout: float | None = None) -> Any:
     Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or `WaitTimeout` after `timeout`
     seconds.
     """
-    started = time.perf_counter()
+    started, timeout = time.perf_counter(), checked(timeout)
     future = fetch_async(tree)
     travels = bool(future._pending)
     try:

@@ -6,41 +6,26 @@ travel as they are stand in `special.SPECIAL`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgpack
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .errors import InternalError, NotSupportedError, PlacementError
-from .handle import Handle, Residence, Storage, next_ref
-from .issue import issue, issue_draw
+from .entries import Entry, emit, entry_for, results_pattern, template
+from .errors import PlacementError
+from .handle import Residence
+from .learn import learn
 from .line import user_line
 from .node import Line, Node
-from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, NeedsWorker, New, Outcome, Result, Same, aliases, propagate, tensors_of
-from .requests import Request
+from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .session import active_session
 from .spec import Spec, spec_from_wire
-from .stall import before_wait, note_wait
 from .transfer import upload
-from .wire.codec import OPERAND, pack_constant
-from .wire.messages import CHECK, LEARN
-
-HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
-AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)  # on every proxy; torch looks at it while autocast of "remote" is on
+from .wire.messages import CHECK
+from .wrap import wrap
 
 _MOST_SIGNATURES = 1 << 16
-_DRAWS = torch.Tag.nondeterministic_seeded
-
-# template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
-# None; the whole outcome; the operator, kept alive because the signature holds its id
-Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
-
-_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
-_BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 # Operators that take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
@@ -53,132 +38,8 @@ _INDEXED = {
 }
 
 
-def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
-    """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
-    if torch.is_inference_mode_enabled() and not base.is_inference():
-        with torch.inference_mode(False):
-            return wrap(cls, handle)
-    return wrap(cls, handle)
-
-
-def wrap(cls: Any, handle: Handle) -> Any:
-    """Return a new proxy that owns `handle`."""
-    spec, place = handle.spec, handle.place
-    given = spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy
-    out = _make_wrapper(cls, *given, _extra_dispatch_keys=AUTOCAST, storage_size=HUGE)
-    if spec.bits:
-        torch._C._set_conj(out, bool(spec.bits & 1))
-        torch._C._set_neg(out, bool(spec.bits & 2))
-    out._handle = handle
-    return out
-
-
-def reshape_wrapper(proxy: Any, spec: Spec) -> None:
-    """Give a proxy other metadata, below Python dispatch."""
-    proxy._handle.spec = spec
-    torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
-
-
-def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
-    """Return an argument's part of a template, appending its operand words."""
-    if type(value) is cls:
-        words.append(value._handle.ref)
-        return OPERAND
-    if type(value) is float:
-        words.append(value)
-        return ["number"]
-    if isinstance(value, (list, tuple)):
-        return ["list", *(pattern(item, cls, words) for item in value)]
-    if isinstance(value, torch.device):
-        if value.type in ("lazy", "remote"):
-            return ["device", active_session().numbered(value.index).place.device]
-        return ["device", str(value)]
-    if isinstance(value, torch.Generator):
-        raise NotSupportedError(
-            "a torch.Generator lives in this process and cannot drive draws on a worker: leave the argument out and seed with "
-            "torch.manual_seed(...) or dr.manual_seed(...), which reach the workers"
-        )
-    try:
-        return pack_constant(value)
-    except TypeError as error:
-        raise NotSupportedError(f"{error}; remote operators take tensors, numbers, strings, dtypes, devices and lists of them") from None
-
-
-def _results_pattern(results: list[Result], single: bool) -> Any:
-    shape = [_results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results]
-    return shape[0] if single else shape
-
-
-def template(
-    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, node: Node, name: str | None = None
-) -> tuple[int, list[Any]]:
-    """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""
-    words: list[Any] = []
-    packed_args = [pattern(a, cls, words) for a in args]
-    packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
-    if name is None:
-        schema = func._schema
-        name = f"{schema.name}.{schema.overload_name or 'default'}"
-    fields = [name, packed_args, packed_kwargs, results]
-    with node.lock:
-        return node.template(msgpack.packb(fields), fields), words
-
-
 def _flat(results: list[Result]) -> list[Result]:
     return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
-
-
-def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
-    """Return what the signature cache keeps for a call."""
-    spec, alias = None, None
-    only = outcome.results[0] if outcome.single else None
-    if isinstance(only, New) and not only.spec.bits and not outcome.written and not outcome.reshaped:
-        spec = only.spec
-        if only.alias is not None:
-            operands = [k for k, a in enumerate(args) if type(a) is cls]
-            before = args[: operands[only.alias]] if only.alias < len(operands) else ()
-            if only.alias >= len(operands) or any(isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before):
-                spec = None  # the operand stands inside a list: the general way finds it
-            else:
-                alias = operands[only.alias]
-    return number, spec, alias, outcome, func
-
-
-def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
-    """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
-    number, _, _, outcome, _ = entry
-    operands: list[Any] = (
-        [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
-    )
-    words[0] = number
-    fresh: list[Handle] = []
-
-    built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
-    send = issue if place.node.order is None or _DRAWS not in entry[4].tags else issue_draw
-    send(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line)
-    if outcome.rebased is not None:
-        target, source = outcome.rebased
-        operands[target]._handle.storage = operands[source]._handle.storage
-    for k, spec in outcome.reshaped:
-        reshape_wrapper(operands[k], spec)
-    if outcome.single:
-        return built[0]
-    return tuple(built) if built else None
-
-
-# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
-def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence) -> Any:
-    if isinstance(result, New):
-        storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage
-        handle = Handle(next_ref(), result.spec, place, storage)
-        words.append(handle.ref)
-        fresh.append(handle)
-        return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
-    if isinstance(result, Same):
-        return operands[result.operand]
-    if isinstance(result, list):
-        return [_build(cls, item, operands, words, fresh, place) for item in result]
-    return None
 
 
 def relieve(node: Node) -> None:
@@ -262,7 +123,7 @@ def _issue_new(
     node = place.node
     relieve(node)
     with node.lock:
-        number, words = template(func, cls, args, kwargs, _results_pattern(outcome.results, outcome.single), node)
+        number, words = template(func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node)
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
@@ -325,90 +186,9 @@ class _Placeholder:
     """Stands for a proxy in a remembered argument list."""
 
 
-def learn(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
-) -> Any:
-    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
-    before_wait(f"{func} (its results depend on data)")
-    node = place.node
-    schema = func._schema
-    _, written, shared = aliases(func, args, kwargs)
-    operands: list[Any] = tensors_of(args, kwargs)
-    listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
-    if listed and schema.name not in LENGTHS:
-        raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
-    count = LENGTHS[schema.name](args) if listed else len(schema.returns)
-    returns = list(schema.returns) * count if listed else schema.returns
-    shared = shared * count if listed else shared
-    with node.lock:
-        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
-        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
-        words = [number, *words, *(h.ref for h in handles)]
-        storages = [operands[k]._handle.storage for k in written]
-        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line)
-    described = await_specs(request, count, node, func)
-    out: list[Any] = []
-    results: list[Result] = []
-    for handle, fields, argument, alias in zip(handles, described, returns, shared):
-        if not isinstance(fields, list) or not fields or isinstance(fields[0], str):
-            out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
-            results.append(None)
-            continue
-        handle.spec = spec_from_wire(fields)
-        if argument.alias_info is not None and argument.alias_info.is_write and alias is not None:
-            target = operands[alias]
-            if target._handle.spec is not handle.spec:
-                reshape_wrapper(target, handle.spec)
-            out.append(target)
-            results.append(Same(alias))
-            continue
-        if alias is not None:
-            handle.storage = operands[alias]._handle.storage
-        else:
-            handle.storage.spec = handle.spec
-        out.append(wrap(cls, handle))
-        results.append(New(handle.spec, alias))
-    if (
-        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not written
-    ):  # deterministic: only the meta kernel was wrong
-        outcome = Outcome(results, count == 1, (), ())
-        with node.lock:
-            number, _ = template(func, cls, args, kwargs, _results_pattern(results, count == 1), node)
-            place.known[signature] = entry_for(func, cls, args, number, outcome)
-    if listed:
-        return out
-    return out[0] if count == 1 else tuple(out)
-
-
-def ask_specs(
-    words: list[Any], fresh: list[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
-) -> Request:
-    """Issue an instruction whose results its worker is to describe."""
-    node = place.node
-    with node.lock:
-        request: Request = node.session.requests.new(node)
-        issue([LEARN, request.number, *words], fresh, operands, written, place, line)
-        node.flush()
-    return request
-
-
-def await_specs(request: Request, count: int, node: Node, func: Any) -> list[Any]:
-    """Block until a worker has described an instruction's `count` results."""
-    started = time.perf_counter()
-    described = node.session.value(request)
-    note_wait(f"{func}", started)
-    if not isinstance(described, list) or len(described) != count:
-        raise InternalError(f"a worker described {func} by {described!r}")
-    return described
-
-
-PENDING = Spec()
-PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
-
-
 def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
+    place = active_session().places.numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -490,7 +270,7 @@ def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
 def _elsewhere(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
     """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
     if target.type in ("remote", "lazy"):
-        there = active_session().numbered(target.index)
+        there = active_session().places.numbered(target.index)
         if there is place:
             if target == place.lazy:
                 return NotImplemented

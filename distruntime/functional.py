@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from .errors import UsageError
-from .first import wrap
 from .group import ProcessGroup
 from .handle import Handle, Storage, next_ref
 from .joint import NOTHING, Part, contiguous, issue_operation, require_operation
 from .members import ReduceOp, group_for, lists_each, one_each, reduction, root_of, same, tensor
 from .spec import Spec
 from .tensor import DistributedTensor
+from .wrap import wrap
 
 Tensor = DistributedTensor
 Splits = list[list[int]]

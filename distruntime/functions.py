@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .first import template
+from .entries import template
 from .handle import Handle, Place, Storage, next_ref
 from .issue import issue_default
 from .line import user_line
@@ -32,7 +32,8 @@ def read_function(node: Node, function: str) -> Any:
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
         request = session.requests.new(node)
-        kept = Handle(next_ref(), NO_TENSOR, session.residence(Place(node.index, session.devices(node.index)[0])), Storage(NO_TENSOR))
+        home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
+        kept = Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR))
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
         node.flush()
     return session.value(request)[0]

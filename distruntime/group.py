@@ -263,7 +263,7 @@ class Groups:
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
         gpus = self.backend_for([here, there], None) == "nccl"
         if not gpus:  # one for each pair of nodes: what lives on their GPUs goes through their CPUs anyway
-            here, there = (self.session.residence(Place(home.place.node, "cpu")) for home in (here, there))
+            here, there = (self.session.places.residence(Place(home.place.node, "cpu")) for home in (here, there))
         return self.of((here, there))
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
@@ -348,7 +348,7 @@ def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[
         raise UsageError(
             f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
         )
-    homes = [session.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
+    homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
     if not homes:
         raise UsageError("a group has at least one member, got an empty list")
     for k, home in enumerate(homes):
@@ -359,7 +359,7 @@ def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[
 
 def default_place(session: Session, node: int) -> Place:
     """Return where a node's number alone points: its first GPU, if it has one, else its CPU."""
-    return Place(node, "cuda:0" if "cuda:0" in session.devices(node) else "cpu")
+    return Place(node, "cuda:0" if "cuda:0" in session.places.devices(node) else "cpu")
 
 
 def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None) -> ProcessGroup:

@@ -142,7 +142,7 @@ def _read(proxy: torch.Tensor) -> Any:
 
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device. Return when its memory may be written again."""
-    place = active_session().current(like_torch=False)
+    place = active_session().places.current(like_torch=False)
     return self.detach().to(place.device)  # type: ignore[return-value]
 
 
@@ -199,7 +199,7 @@ def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwar
             place = Place(node, device_name(target))
         else:
             place = first._destination(None, node) if first is not None else Place(node, "cpu")  # type: ignore[assignment]
-    residence = active_session().residence(place)
+    residence = active_session().places.residence(place)
     rest = args[1:] if args else ()
     return _to(self, residence.device, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
 

@@ -20,7 +20,7 @@ def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """As `torch.load`, where "remote" is a place too: the file is read here and its tensors are sent there, tied ones tied."""
     if not _is_remote(map_location):
         return _load(f, map_location, *args, **kwargs)
-    place = active_session().numbered(torch.device(map_location).index)
+    place = active_session().places.numbered(torch.device(map_location).index)
     sent: dict[int, Any] = {}
 
     def send(leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
     """
     session = active_session()
     if node is not None:
-        session.devices(node)
+        session.places.devices(node)
         session.nodes[node].require_alive()
     asked = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
     infos = [node_info(session, n) for n in asked]

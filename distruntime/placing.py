@@ -11,7 +11,7 @@ from .session import active_session
 
 
 def _checked(node: int, device: str | None) -> None:
-    have = active_session().devices(node)
+    have = active_session().places.devices(node)
     if device is not None and device not in have:
         raise PlacementError(f"node {node} has no device {device!r}: it has {', '.join(have)}")
 
@@ -41,7 +41,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     """
     if isinstance(node, Place):
         device, node = node.device, node.node
-    have = active_session().devices(node)
+    have = active_session().places.devices(node)
     name = device_name(device) if device is not None else "cuda:0" if "cuda:0" in have else "cpu"
     _checked(node, name)
     return node_context(node, name, default=True)
@@ -53,4 +53,4 @@ def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
         device, node = node.device, node.node
     name = device_name(device) if device is not None else None
     _checked(node, name)
-    active_session().default = (node, name)
+    active_session().places.default = (node, name)

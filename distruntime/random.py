@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from .first import wrap
 from .functions import issue_function
 from .handle import Handle, Place, Residence, Storage, next_ref
 from .session import Session, active_session
 from .spec import spec
 from .tensor import DistributedTensor
 from .transfer import upload
+from .wrap import wrap
 
 _CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
 
@@ -30,7 +30,7 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
     for node in session.nodes:
         if node.failed is None:
             own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
-            for name in session.devices(node.index):
+            for name in session.places.devices(node.index):
                 issue_function(node, "manual_seed", [torch.device(name), str(own)])
 
 
@@ -48,7 +48,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     session.require_open()
     place.node.require_alive()
     size = _state_bytes(place)
-    home = session.residence(Place(place.place.node, "cpu")) if "cpu" in session.devices(place.place.node) else place
+    home = session.places.residence(Place(place.place.node, "cpu")) if "cpu" in session.places.devices(place.place.node) else place
     state = spec((size,), (1,), 0, torch.uint8)
     handle = Handle(next_ref(), state, home, Storage(state))
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)

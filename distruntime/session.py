@@ -1,4 +1,4 @@
-"""A master's connection to its workers: nodes, places by number, requests, and the one socket they share."""
+"""A master's connection to its workers: nodes, requests, and the one socket they share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
 
-from .context import current_device, current_gpu, current_node
-from .errors import PlacementError, ProtocolError, SessionClosed
+from .errors import ProtocolError, SessionClosed
 from .failure import out_of_memory, remote_error
-from .handle import Place, Residence
+from .handle import Place
 from .launch import LocalWorker
 from .node import Cause, Node, Sent
+from .places import Places
 from .requests import Request, Requests
 from .stall import note_wait
+from .wait import checked
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
 from .wire.messages import Ask, BreakGroup, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
@@ -29,8 +30,6 @@ from .wire.shield import shield
 
 log = logging.getLogger("distruntime")
 
-_PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
-_LAST = 127
 _TICK = 0.001  # seconds between looks of the pump while something is in flight
 _WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
 _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
@@ -45,12 +44,12 @@ class Session:
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
+        self.places = Places(nodes, self.require_open)
         self.requests = Requests()
         self.signals = count(1).__next__  # numbers of what streams wait for across nodes
         self.shared = SharedPool()
         self.challenge, self.secret = challenge(self.shared)
         self.closed: str | None = None
-        self.default: tuple[int, str | None] = (0, None)
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
@@ -62,11 +61,6 @@ class Session:
         self.greetings: list[tuple[bytes, Greeting]] = []
         self._by_peer = {node.peer: node for node in nodes}
         self._pid = os.getpid()
-        self._residences: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
-        self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
-        self._pinned: list[Residence] = []
-        self._free = list(range(_LAST, 0, -1))
-        self._numbering = threading.RLock()
         self._stop = False
         self._wake = threading.Event()
         self._parked = [False]
@@ -82,7 +76,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown(raise_unread=kind is None)
 
-    # -- places ------------------------------------------------------------------------------------------------------------------
+    # -- the start ---------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
@@ -91,91 +85,15 @@ class Session:
             node.session, node.throttle, node.gone = self, self.throttle, self._gone
             node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
             node.stir, node.parked = self._wake.set, self._parked
-            node.forgetters.append(lambda node=node: self._drop_signatures(node))  # type: ignore[misc]
+            node.forgetters.append(partial(self.places.forget, node))
             for name, *_ in node.welcome.devices:
-                if len(self._pinned) < _PINNED:
-                    self._pinned.append(self.residence(Place(node.index, name)))
+                self.places.pin(Place(node.index, name))
         self._pump.start()
 
     def add_node(self, node: Node) -> None:
         """Take a worker that has dialled in."""
         self.nodes.append(node)
         self._by_peer[node.peer] = node
-
-    def devices(self, node: int) -> list[str]:
-        """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
-        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self.nodes):
-            have = ", ".join(str(n.index) for n in self.nodes)
-            raise PlacementError(f"there is no node {node!r}: this session has node{'s' if len(self.nodes) > 1 else ''} {have}")
-        welcome = self.nodes[node].welcome
-        assert welcome is not None
-        return [row[0] for row in welcome.devices]
-
-    def residence(self, place: Place) -> Residence:
-        """Return the place in use, numbered; raise `PlacementError` if it does not exist or 127 places are in use."""
-        found = self._residences.get(place)
-        if found is not None:
-            return found
-        self.require_open()
-        have = self.devices(place.node)
-        if place.device not in have:
-            node = self.nodes[place.node]
-            raise PlacementError(f"{node} has no device {place.device!r}: it has {', '.join(have)}")
-        with self._numbering:
-            found = self._residences.get(place)
-            if found is not None:
-                return found
-            if not self._free:
-                raise PlacementError(
-                    f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "
-                    f"let go of the tensors of some place before you put one on {place}"
-                )
-            found = Residence(place, self.nodes[place.node], self._free.pop(), self._free.append)
-            self._residences[place] = self._by_number[found.number] = found
-        return found
-
-    def numbered(self, number: int | None) -> Residence:
-        """Return the place that "remote:number" means; "remote" and "remote:0" are the current place."""
-        if not number:
-            return self.current()
-        found = self._by_number.get(number)
-        if found is None:
-            self.require_open()
-            have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
-            raise PlacementError(
-                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'
-            )
-        return found
-
-    def current(self, *, like_torch: bool = True) -> Residence:
-        """Return the current place: by context, else by `set_place`, else node 0.
-
-        The device is then the node's `cuda:0`, if it has one, for torch's spellings, and the CPU for the RFC's (`like_torch` false).
-        """
-        node, device = current_node.get(), current_device.get()
-        if node is None:
-            node = self.default[0]
-        if device is None and self.default[1] is not None and node == self.default[0]:
-            device = self.default[1]
-        if device is None:
-            device = current_gpu() if like_torch and any(name.startswith("cuda") for name in self.devices(node)) else "cpu"
-        return self.residence(Place(node, device))
-
-    def number_of(self, place: Place) -> int:
-        """Return the number of a place, 0 while it has none."""
-        found = self._residences.get(place)
-        return found.number if found is not None else 0
-
-    def _drop_signatures(self, node: Node) -> None:
-        for residence in list(self._residences.values()):
-            if residence.node is node:
-                residence.forget()
-
-    def hide_signatures(self, node: Node) -> None:
-        """Send every call to `node` down the slow path, which knows streams."""
-        for residence in list(self._residences.values()):
-            if residence.node is node:
-                residence.hide()
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
@@ -249,6 +167,7 @@ class Session:
 
         Return False past the timeout (seconds).
         """
+        timeout = checked(timeout)
         node.require_alive()
         with node.lock:
             node.flush()
@@ -436,20 +355,20 @@ class Session:
     def abandon(self) -> None:
         """In a forked child: forget the session without touching what it shares with the parent."""
         self.closed = "it belongs to the parent process"
-        for residence in list(self._residences.values()):
-            residence.forget()
+        self.places.forget()
 
-    def shutdown(self, *, raise_unread: bool = True, timeout: float = 10.0) -> None:
+    def shutdown(self, *, raise_unread: bool = True, timeout: float | None = 10.0) -> None:
         """End the session: what is in flight gets `timeout` seconds to finish, then workers drop their values.
 
         Raise the first failure that nobody has read, after everything is closed.
         """
+        limit = checked(timeout)
         if self.closed is not None or self.foreign:
             return
         unread: list[tuple[Node, Any]] = []
         try:
             if raise_unread:
-                deadline = time.monotonic() + timeout
+                deadline = None if limit is None else time.monotonic() + limit
                 for node in self.nodes:
                     node.flush()
                 busy = next((n for n in self.nodes if n.flights and n.failed is None), None)
@@ -463,8 +382,7 @@ class Session:
             self.closed = "it was shut down"
             self._stop = True
             self._wake.set()
-            for residence in list(self._residences.values()):
-                residence.forget()
+            self.places.forget()
             self.requests.lose(None, "shutdown")
             if self._pump.is_alive() and self._pump is not threading.current_thread():
                 self._pump.join(2.0)

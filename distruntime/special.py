@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from .errors import NotSupportedError
-from .first import call, learn, wrap
+from .first import call
 from .group import groups_of
 from .handle import Handle, Residence, Storage, next_ref
 from .joint import Part, issue_operation, require_operation
+from .learn import learn
 from .line import user_line
 from .session import active_session
 from .spec import spec_of
 from .transfer import download, item, upload
+from .wrap import wrap
 
 Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -73,7 +75,7 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if k != "layout"
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
-    there = here if target is None else active_session().numbered(target.index)
+    there = here if target is None else active_session().places.numbered(target.index)
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)

@@ -108,7 +108,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             devices = asked.value
         else:
             session.requests.forget(asked)
-    rows = tuple(Device(name, session.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
+    rows = tuple(Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
     return NodeInfo(
         node.index,
         welcome.host,

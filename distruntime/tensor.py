@@ -84,7 +84,7 @@ class DistributedTensor(torch.Tensor):
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
-        residence = active_session().residence(destination)  # held, so that its number stays its own until the copy lives there
+        residence = active_session().places.residence(destination)  # held, so that its number stays its own until the copy lives there
         return super().to(residence.lazy, *rest, **kwargs)
 
     def _destination(self, target: Any, node: int | None) -> Place | None:
@@ -92,17 +92,17 @@ class DistributedTensor(torch.Tensor):
         if isinstance(target, Place):
             return target
         if node is not None:
-            active_session().devices(node)
+            active_session().places.devices(node)
             if target is not None:
                 return Place(node, device_name(target))
             kind = self.place.device.partition(":")[0]
-            have = active_session().devices(node)
+            have = active_session().places.devices(node)
             return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
         if isinstance(target, int):
             return Place(self.place.node, device_name(target))
         device = torch.device(target)
         if device.type in ("remote", "lazy"):
-            return active_session().numbered(device.index).place
+            return active_session().places.numbered(device.index).place
         if device.type == "cuda":
             return Place(self.place.node, device_name(device))
         return None

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from .errors import DistruntimeError
+from .event import Event
 from .group import ProcessGroup
-from .stream import Event, current_stream
+from .stream import current_stream
 from .tensor import DistributedTensor
 from .transfer import read
 

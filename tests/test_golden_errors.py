@@ -335,6 +335,8 @@ def test_no_backend_at_all() -> None:
         ({"workers": "tcp://a:1"}, "workers is a list of addresses, got one string: workers=['tcp://a:1']"),
         ({"workers": []}, "workers is an empty list: name the daemons, or leave it out to start workers on this machine"),
         ({"world_size": 0}, "world_size is a number of workers, at least 1, got 0"),
+        ({"timeout": float("nan")}, "timeout is a number of seconds to wait for workers, got nan"),
+        ({"timeout": None}, "timeout is a number of seconds to wait for workers, got None"),
         ({"listen": "tcp://127.0.0.1:0"}, "listen='tcp://127.0.0.1:0' needs world_size=: how many workers will dial in"),
         ({"workers": ["tcp://a:1"], "world_size": 2}, "world_size=2 but workers names 1: leave world_size out"),
     ],

@@ -30,12 +30,13 @@ BESIDE = {
     "Handle.__del__": "an older z dies",
     "_enough": "how much gathers before it is sent",
     "Session._stir": "tells the pump that something is in flight",
-    "_Wake.signal": "the same",
+    "Wake.signal": "the same",
 }
 BESIDE_ON_THE_WORKER = {
     "Channel": "the socket's own loop, which waits when the message comes",
     "Connections": "the socket's own loop",
-    "_Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
+    "Inbox": "the socket's own loop",
+    "Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
     "Shield": "keeps Ctrl-C out of it",
     "PerThread": "a look, once a segment, at whether `dr.config` said anything",
     "Daemon._watch": "looks for peers that left, between messages",

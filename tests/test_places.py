@@ -379,19 +379,19 @@ def test_300_places_in_one_session(many: None) -> None:
 def test_a_number_is_free_again_when_nobody_lives_there(many: None) -> None:
     session = active_session()
     gc.collect()
-    free = len(session._free)
+    free = len(session.places._free)
     x = new(250)
     view = x[:1]
     del x
-    assert len(session._free) == free - 1 and view.tolist() == [0]
+    assert len(session.places._free) == free - 1 and view.tolist() == [0]
     del view
-    assert len(session._free) == free
+    assert len(session.places._free) == free
     w = new(251, 1.0).requires_grad_()
     y = (w * w).sum()
     del w
-    assert len(session._free) == free - 1
+    assert len(session.places._free) == free - 1
     del y
-    assert len(session._free) == free
+    assert len(session.places._free) == free
 
 
 def test_more_than_127_places_at_once_is_a_clear_error(many: None) -> None:

@@ -753,3 +753,34 @@ def test_reads_of_a_gpu_are_instructions_of_the_stream(fresh_session: Callable[.
         x.cpu()
     dr.synchronize()
     assert session.value(session.ask(session.nodes[0], "memory"))[0] <= before
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, -0.5, 1e12, 10**400, "2", True, torch.ones(())], ids=repr)
+def test_a_timeout_that_is_none_is_refused_at_the_call(pair: tuple[dr.Stream, dr.Stream], timeout: Any) -> None:
+    one, two = pair
+    event, future = one.record_event(), dr.fetch_async(torch.ones(2, device="remote"))
+    waits: list[Callable[[], object]] = [
+        lambda: event.wait(two, timeout),
+        lambda: dr.Event().wait(two, timeout),
+        lambda: event.synchronize(timeout),
+        lambda: two.wait_event(event, timeout),
+        lambda: two.wait_stream(one, timeout),
+        lambda: one.synchronize(timeout),
+        lambda: dr.synchronize(timeout=timeout),
+        lambda: dr.synchronize(0, "cpu", timeout=timeout),
+        lambda: dr.fetch(torch.ones(2, device="remote"), timeout),
+        lambda: future.result(timeout),
+        lambda: active_session().shutdown(timeout=timeout),
+    ]
+    for wait in waits:
+        with pytest.raises(dr.UsageError, match="number of seconds"):
+            wait()
+    two.synchronize(30)  # and nothing waits on the worker
+    assert future.result(timeout=30).tolist() == [1, 1]
+
+
+def test_the_longest_timeout_is_taken(pair: tuple[dr.Stream, dr.Stream]) -> None:
+    one, two = pair
+    two.wait_stream(one, threading.TIMEOUT_MAX)
+    two.synchronize(threading.TIMEOUT_MAX)
+    assert dr.fetch(torch.ones(2, device="remote"), threading.TIMEOUT_MAX).tolist() == [1, 1]

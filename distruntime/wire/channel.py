@@ -1,4 +1,4 @@
-"""A ROUTER socket that any thread may send on: the only place that touches ZeroMQ sockets.
+"""A ROUTER socket that any thread may send on: with `Inbox`, which reads it, the only place that touches ZeroMQ sockets.
 
     sender threads --- send() ---> [lock] ROUTER <---> peers, by name
     one waiter ------ receive() -> poll(ZMQ_FD, wake, monitor) without the lock, then drain under it
@@ -13,8 +13,6 @@ from __future__ import annotations
 import hmac
 import os
 import select
-import socket
-import sys
 import threading
 import time
 import weakref
@@ -28,26 +26,20 @@ import zmq.auth.thread
 import zmq.backend
 
 from distruntime.errors import ConfigurationError, DistruntimeError
+from distruntime.wire.address import resolve, unusable, wants_ipv6
 from distruntime.wire.connections import Connections, Peer
 from distruntime.wire.connections import PeerEvent as PeerEvent
+from distruntime.wire.inbox import LARGE as LARGE
+from distruntime.wire.inbox import Frames, Inbox
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.shield import shield
-
-Frames = list["bytes | zmq.Frame"]
-
-# Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than keeping a message alive
-# (pyzmq's COPY_THRESHOLD draws the same line for sending).
-LARGE = 65536
+from distruntime.wire.wake import Wake
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _ZAP_DOMAIN = "distruntime"
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
-_EVENTS, _POLLIN, _SRCFD, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD), int(zmq.RCVMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# How to receive the first two frames, the sender's name and the message itself: as bytes (a zmq.Frame costs 2 us more), or the message as
-# zmq.Frame, which knows the connection that it came through.
-_HEAD, _HEAD_WITH_FD = ((_NOBLOCK, _NOBLOCK), (True, True)), ((_NOBLOCK, _NOBLOCK), (True, False))
-_REST = (_NOBLOCK,), (False,)
 _FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]  # of a message to send, by how many frames follow the peer's name
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
@@ -82,10 +74,7 @@ class Channel:
         self._closed = False
         self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
         self._woken = False
-        self._wake = _Wake()
-        self._inbox: list[tuple[Peer, Frames]] = []  # read from the socket, not returned yet
-        self._partial: list[Any] = []  # read of the next message so far; not empty only within _read() or after an interrupt there
-        self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
+        self._wake = Wake()
         # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an interrupt did to the last:
         # pyzmq runs signal handlers after each frame, and a message cut in two would swallow the next.
         self._unsent: map[Any] | None = None
@@ -93,6 +82,7 @@ class Channel:
         self._guard: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._context, self._socket, has_key=keys is not None)
+        self._inbox = Inbox(self._socket, self._connections)
         try:
             self._set_up(name, max_message, server=listen is not None)
             if listen is not None:
@@ -102,7 +92,6 @@ class Channel:
             raise
         # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
         self._send_frame: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._socket)
-        self._receive_frame: Callable[..., Any] = zmq.backend.Socket.recv.__get__(self._socket)
         self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._socket)
         self._polling = False
         self._poll = select.poll()
@@ -120,12 +109,12 @@ class Channel:
             try:
                 if self._keys is not None:
                     self._socket.curve_serverkey = self._keys.public
-                resolved = _resolve(address)
-                self._socket.ipv6 = _wants_ipv6(address, resolved)
+                resolved = resolve(address)
+                self._socket.ipv6 = wants_ipv6(address, resolved)
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
                 self._socket.connect(address)
             except (zmq.ZMQError, UnicodeError) as error:
-                raise _unusable(address, error) from error
+                raise unusable(address, error) from error
             # The monitor names the first connection as it was dialled, later ones as it was resolved.
             self._connections.dial(peer, [address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT), *resolved])
             self._after_use()
@@ -217,10 +206,8 @@ class Channel:
                     raise ChannelClosed(_CLOSED)
                 if self._connections.poll(0):
                     self._connections.read()  # before their messages, which are then received with their fd
-                with suppress(zmq.Again):  # an interrupt can leave half a message behind whose rest is not here yet
-                    while self._partial or self._option(_EVENTS) & _POLLIN:
-                        self._read()
-                self._waiting = waiting = not self._inbox and timeout != 0
+                self._inbox.drain()
+                self._waiting = waiting = not self._inbox.messages and timeout != 0
             finally:
                 self._owner = None
         if self._late:
@@ -229,14 +216,14 @@ class Channel:
             try:
                 if spin:
                     self._spin(time.perf_counter() + spin)
-                if not self._inbox:
+                if not self._inbox.messages:
                     self._wait(None if timeout is None else time.monotonic() + timeout)
             finally:
                 self._waiting = False
             if self._late:
                 self._send_late()
         with shield:
-            messages, self._inbox = self._inbox, []
+            messages, self._inbox.messages = self._inbox.messages, []
             if into is not None:
                 into.extend(messages)
         return messages
@@ -293,10 +280,10 @@ class Channel:
 
     def _bind(self, address: str) -> None:
         try:
-            self._socket.ipv6 = _wants_ipv6(address, _resolve(address))
+            self._socket.ipv6 = wants_ipv6(address, resolve(address))
             self._socket.bind(address)
         except (zmq.ZMQError, UnicodeError) as error:
-            raise _unusable(address, error) from error
+            raise unusable(address, error) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if address.startswith("ipc://") and not address.startswith("ipc://@"):
             os.chmod(address[len("ipc://") :], 0o600)
@@ -350,7 +337,7 @@ class Channel:
                         return
                     if self._option(_EVENTS) & _POLLIN:
                         with shield, suppress(zmq.Again):
-                            self._read()
+                            self._inbox.read()
                         return
                 finally:
                     self._owner = None
@@ -389,7 +376,7 @@ class Channel:
             if fd == self._fd:
                 try:
                     # One message, and the next receive() looks for more: two looks less on the way of a lone reply.
-                    self._read()
+                    self._inbox.read()
                 except zmq.Again:
                     pass  # something else kept libzmq busy
             elif fd == self._connections.fd:
@@ -397,48 +384,8 @@ class Channel:
             else:
                 self._wake.clear()
                 waiting, self._woken = waiting and not self._woken, False
-                with suppress(zmq.Again):
-                    while self._partial or self._option(_EVENTS) & _POLLIN:
-                        self._read()
-        return waiting and not self._inbox
-
-    def _read(self) -> None:
-        """Move one message to the inbox, or raise zmq.Again (the lock is held)."""
-        if len(self._partial) < self._expected:
-            self._skip_torn()
-        partial, connections = self._partial, self._connections
-        if not partial:
-            self._expected = 2
-            try:
-                partial.extend(map(self._receive_frame, *(_HEAD_WITH_FD if connections.unplaced else _HEAD)))
-            except zmq.Again:
-                self._expected = 0
-                raise
-        while self._option(_RCVMORE):
-            self._expected += 1
-            partial.extend(map(self._receive_frame, *_REST))
-        peer, head = partial[0], partial[1]
-        if type(head) is bytes:
-            if peer not in connections.placed and peer not in connections.dialled:
-                connections.place(peer, None)
-        else:
-            if peer not in connections.dialled:
-                connections.place(peer, _connection(head))
-            head = head.bytes
-        frames: Frames = [head]
-        if len(partial) > 2:
-            frames += [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
-        entry = ((peer, frames),)
-        self._inbox += entry  # these statements hold no call and no jump, so no interrupt falls in between
-        self._partial = []
-        self._expected = 0
-
-    def _skip_torn(self) -> None:
-        """Drop the rest of a message of which an interrupt cost a frame."""
-        while self._option(_RCVMORE):
-            self._receive_frame(_NOBLOCK)
-        self._partial = []
-        self._expected = 0
+                self._inbox.drain()
+        return waiting and not self._inbox.messages
 
 
 class _OnlyKey:
@@ -449,67 +396,6 @@ class _OnlyKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return hmac.compare_digest(key, self._public)
-
-
-class _Wake:
-    """An fd that signal() makes readable. Its fds live as long as the object, so a late signal() cannot hit a stranger's fd."""
-
-    def __init__(self) -> None:
-        if sys.platform == "linux":
-            self.fd = self._write_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        else:
-            self.fd, self._write_fd = os.pipe()
-            os.set_blocking(self.fd, False)
-            os.set_blocking(self._write_fd, False)
-
-    def signal(self) -> None:
-        try:
-            os.write(self._write_fd, b"\1\0\0\0\0\0\0\0")
-        except BlockingIOError:
-            pass  # full, and so readable already
-
-    def clear(self) -> None:
-        try:
-            os.read(self.fd, 4096)
-        except BlockingIOError:
-            pass  # empty already
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-        if self._write_fd != self.fd:
-            os.close(self._write_fd)
-
-
-def _connection(frame: zmq.Frame) -> int | None:
-    try:
-        return int(frame.get(_SRCFD))
-    except zmq.ZMQError:
-        return None  # noise that passed for ZMTP 1, which carries no properties
-
-
-def _resolve(address: str) -> list[str]:
-    """Return the endpoints that a tcp address stands for; none where its host is a wildcard, an interface or unknown yet."""
-    transport, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if transport != "tcp":
-        return []
-    if port != "*" and not (port.isdecimal() and int(port) < 65536):
-        raise _unusable(address, f"{port!r} is no port")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    hosts = [str(where[0]) for *_, where in found]
-    return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]
-
-
-def _wants_ipv6(address: str, resolved: list[str]) -> bool:
-    """Return whether to turn on libzmq's IPv6, which then takes a name's IPv6 address even where the peer listens on its IPv4 one only."""
-    return address.startswith("tcp://*") or (bool(resolved) and all("[" in endpoint for endpoint in resolved))
-
-
-def _unusable(address: str, error: Exception | str) -> ConfigurationError:
-    return ConfigurationError(f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters of path).")
 
 
 # The open channels of this process. A fork copies them half alive (no IO thread): in the child they count as closed, and are kept for ever,

@@ -49,8 +49,11 @@ class Cancelling:
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             stream.owe(self._state.work(p).segment.start + i, self._state.streams[p[i + 1]], p[i + 2])
-        if word in (WAIT, AWAIT):
-            return i + (5 if word == WAIT else 4)
+        if word == WAIT:
+            return i + 5
+        if word == AWAIT:
+            self._waits.forget(p[i + 1])
+            return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
             if p[i + 1] in slots:

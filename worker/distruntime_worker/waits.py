@@ -20,7 +20,9 @@ class Waits:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        # Both end empty: each number is waited for once, or its wait dropped, and signalled once; whichever comes second forgets it.
         self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
+        self._unwanted: set[int] = set()  # whose wait has ended before they came
 
     def wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         other, position, seconds, text = p[i + 1 : i + 5]
@@ -57,10 +59,17 @@ class Waits:
         number, seconds, text = p[i + 1 : i + 4]
         passed, reasons = self._signal(number)
         if self._block(self._state.mine(), passed, p, i, seconds, text):
-            del self._signals[number]
             for reason in reasons:
                 self._state.orphans.append(self._state.failure(p, i, NodeFailed(reason), "wait", ""))
+        self.forget(number)
         return i + 4
+
+    def forget(self, number: int) -> None:
+        """Drop a signal that nobody waits for any more, now or when it comes."""
+        with self._state.gate:
+            passed, _ = self._signals.pop(number, (None, None))
+            if passed is None or not passed.is_set():
+                self._unwanted.add(number)
 
     def _block(
         self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
@@ -82,7 +91,11 @@ class Waits:
 
     def signal(self, message: Signal) -> None:
         """Let the stream go on that waits for this signal, or will (the reader)."""
-        passed, reasons = self._signal(message.number)
-        if message.reason:
-            reasons.append(message.reason)
-        passed.set()
+        with self._state.gate:
+            if message.number in self._unwanted:
+                self._unwanted.remove(message.number)
+                return
+            passed, reasons = self._signal(message.number)
+            if message.reason:
+                reasons.append(message.reason)
+            passed.set()

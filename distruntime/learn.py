@@ -1,0 +1,101 @@
+"""Calls whose results only their worker can describe: it is asked, and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .entries import entry_for, results_pattern, template
+from .errors import InternalError, NotSupportedError
+from .handle import Handle, Residence, Storage, next_ref
+from .issue import issue
+from .node import Line, Node
+from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
+from .requests import Request
+from .spec import Spec, spec_from_wire
+from .stall import before_wait, note_wait
+from .wire.messages import LEARN
+from .wrap import reshape_wrapper, wrap
+
+PENDING = Spec()
+PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
+
+
+def learn(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
+) -> Any:
+    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
+    before_wait(f"{func} (its results depend on data)")
+    node = place.node
+    schema = func._schema
+    _, written, shared = aliases(func, args, kwargs)
+    operands: list[Any] = tensors_of(args, kwargs)
+    listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
+    if listed and schema.name not in LENGTHS:
+        raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
+    count = LENGTHS[schema.name](args) if listed else len(schema.returns)
+    returns = list(schema.returns) * count if listed else schema.returns
+    shared = shared * count if listed else shared
+    with node.lock:
+        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
+        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
+        words = [number, *words, *(h.ref for h in handles)]
+        storages = [operands[k]._handle.storage for k in written]
+        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line)
+    described = await_specs(request, count, node, func)
+    out: list[Any] = []
+    results: list[Result] = []
+    for handle, fields, argument, alias in zip(handles, described, returns, shared):
+        if not isinstance(fields, list) or not fields or isinstance(fields[0], str):
+            out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
+            results.append(None)
+            continue
+        handle.spec = spec_from_wire(fields)
+        if argument.alias_info is not None and argument.alias_info.is_write and alias is not None:
+            target = operands[alias]
+            if target._handle.spec is not handle.spec:
+                reshape_wrapper(target, handle.spec)
+            out.append(target)
+            results.append(Same(alias))
+            continue
+        if alias is not None:
+            handle.storage = operands[alias]._handle.storage
+        else:
+            handle.storage.spec = handle.spec
+        out.append(wrap(cls, handle))
+        results.append(New(handle.spec, alias))
+    if (
+        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not written
+    ):  # deterministic: only the meta kernel was wrong
+        outcome = Outcome(results, count == 1, (), ())
+        with node.lock:
+            number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
+            place.known[signature] = entry_for(func, cls, args, number, outcome)
+    if listed:
+        return out
+    return out[0] if count == 1 else tuple(out)
+
+
+def ask_specs(
+    words: list[Any], fresh: list[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+) -> Request:
+    """Issue an instruction whose results its worker is to describe."""
+    node = place.node
+    with node.lock:
+        request: Request = node.session.requests.new(node)
+        issue([LEARN, request.number, *words], fresh, operands, written, place, line)
+        node.flush()
+    return request
+
+
+def await_specs(request: Request, count: int, node: Node, func: Any) -> list[Any]:
+    """Block until a worker has described an instruction's `count` results."""
+    started = time.perf_counter()
+    described = node.session.value(request)
+    note_wait(f"{func}", started)
+    if not isinstance(described, list) or len(described) != count:
+        raise InternalError(f"a worker described {func} by {described!r}")
+    return described

@@ -1,0 +1,109 @@
+"""The places of a session and their numbers, which torch knows them by, and the current one."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from .context import current_device, current_gpu, current_node
+from .errors import PlacementError
+from .handle import Place, Residence
+from .node import Node
+
+_PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
+_LAST = 127
+
+
+class Places:
+    """The places that the nodes of a session offer. Numbers are given out when a place comes into use; nobody there, it is free again."""
+
+    def __init__(self, nodes: list[Node], require_open: Callable[[], None]) -> None:
+        self._nodes, self._require_open = nodes, require_open
+        self.default: tuple[int, str | None] = (0, None)  # what `set_place` has set
+        self._residences: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
+        self._pinned: list[Residence] = []
+        self._free = list(range(_LAST, 0, -1))
+        self._numbering = threading.RLock()
+
+    def pin(self, place: Place) -> None:
+        """Let a place keep its number, as long as there are few."""
+        if len(self._pinned) < _PINNED:
+            self._pinned.append(self.residence(place))
+
+    def devices(self, node: int) -> list[str]:
+        """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self._nodes):
+            have = ", ".join(str(n.index) for n in self._nodes)
+            raise PlacementError(f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} {have}")
+        welcome = self._nodes[node].welcome
+        assert welcome is not None
+        return [row[0] for row in welcome.devices]
+
+    def residence(self, place: Place) -> Residence:
+        """Return the place in use, numbered; raise `PlacementError` if it does not exist or 127 places are in use."""
+        found = self._residences.get(place)
+        if found is not None:
+            return found
+        self._require_open()
+        have = self.devices(place.node)
+        if place.device not in have:
+            node = self._nodes[place.node]
+            raise PlacementError(f"{node} has no device {place.device!r}: it has {', '.join(have)}")
+        with self._numbering:
+            found = self._residences.get(place)
+            if found is not None:
+                return found
+            if not self._free:
+                raise PlacementError(
+                    f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "
+                    f"let go of the tensors of some place before you put one on {place}"
+                )
+            found = Residence(place, self._nodes[place.node], self._free.pop(), self._free.append)
+            self._residences[place] = self._by_number[found.number] = found
+        return found
+
+    def numbered(self, number: int | None) -> Residence:
+        """Return the place that "remote:number" means; "remote" and "remote:0" are the current place."""
+        if not number:
+            return self.current()
+        found = self._by_number.get(number)
+        if found is None:
+            self._require_open()
+            have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
+            raise PlacementError(
+                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'
+            )
+        return found
+
+    def current(self, *, like_torch: bool = True) -> Residence:
+        """Return the current place: by context, else by `set_place`, else node 0.
+
+        The device is then the node's `cuda:0`, if it has one, for torch's spellings, and the CPU for the RFC's (`like_torch` false).
+        """
+        node, device = current_node.get(), current_device.get()
+        if node is None:
+            node = self.default[0]
+        if device is None and self.default[1] is not None and node == self.default[0]:
+            device = self.default[1]
+        if device is None:
+            device = current_gpu() if like_torch and any(name.startswith("cuda") for name in self.devices(node)) else "cpu"
+        return self.residence(Place(node, device))
+
+    def number_of(self, place: Place) -> int:
+        """Return the number of a place, 0 while it has none."""
+        found = self._residences.get(place)
+        return found.number if found is not None else 0
+
+    def forget(self, node: Node | None = None) -> None:
+        """Send every call to `node`, or to all, down the slow path, which does not know it either."""
+        for residence in list(self._residences.values()):
+            if node is None or residence.node is node:
+                residence.forget()
+
+    def hide(self, node: Node) -> None:
+        """Send every call to `node` down the slow path, which knows streams."""
+        for residence in list(self._residences.values()):
+            if residence.node is node:
+                residence.hide()

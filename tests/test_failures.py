@@ -504,6 +504,7 @@ def wait_for_a_stopped_worker() -> None:
     x = torch.ones(3, device=REMOTE)
     assert (x + x).sum().item() == 6
     torch.nonzero(x)
+    x.to(node=1)
     future = None
 
     def awaited() -> None:
@@ -519,7 +520,7 @@ def wait_for_a_stopped_worker() -> None:
         "result": lambda: dr.fetch_async(x + 3).result(),
         "synchronize": dr.synchronize,
         "nonzero": lambda: torch.nonzero(x),
-        "move": lambda: x.to(node=1),
+        "read of a copy": lambda: x.to(node=1).cpu(),
         "await": awaited,
     }
     for name, way in ways.items():

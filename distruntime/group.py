@@ -50,10 +50,11 @@ class ProcessGroup:
         self.places: tuple[Place, ...] = tuple(home.place for home in homes)
         self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
         self.sequence = count(1).__next__
+        self.mail: Any = None  # what has been sent in it and not received, two layers up
         self.broken = ""
         self.closed = False
         self.templates: dict[Any, Any] = {}  # what joint.py has compiled
-        self.streams: dict[int, Any] = {}  # of operations that the caller does not wait for, by rank
+        self.streams: dict[Place, Any] = {}  # of operations that the caller does not wait for
         # By node, its own ranks in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
@@ -110,6 +111,7 @@ class Groups:
         self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who sends it, from which position on, and who waits
         self._launches: dict[Node, Storage] = {}
         self.met = False
+        self.mail: Any = None  # as a group's, of what was sent without one
         session.on_loss.append(self._lost)
 
     # -- the workers' own channel ------------------------------------------------------------------------------------------------
@@ -282,6 +284,12 @@ class Groups:
             for node in group.own:
                 if node.failed is None and self.session.closed is None:
                     self.session.post(node, BreakGroup(group.number, reason))
+
+    def heard(self, node: Node, message: BreakGroup) -> None:
+        """Break a group, as one of its workers says that it cannot go on."""
+        group = self._groups.get(message.group)
+        if group is not None:
+            self.end(group, f"{node}: {message.reason}")
 
     def launches(self, node: Node) -> Storage:
         """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""

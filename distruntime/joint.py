@@ -23,8 +23,6 @@ from .wire.shield import shield
 
 Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
-NOTHING: Part = ((), ())
-
 
 def issue_operation(
     group: ProcessGroup,
@@ -59,20 +57,17 @@ def issue_operation(
     with shield, groups_of(group.session).issuing:
         sequence = group.sequence() & 0x3FFFFFFF
         for node, ranks in group.own.items():
-            active = [rank for rank in ranks if parts[rank] is not NOTHING]
-            if not active:
-                continue
             words: list[Any] = [0, sequence]
             operands: list[Handle] = []
             outputs: list[Handle] = []
-            for rank in active:
+            for rank in ranks:
                 ins, outs = parts[rank]
                 words += [h.ref for h in ins]
                 words += [h.ref for h in outs]
                 operands += ins
                 outputs += outs
             written = [h.storage for h in outputs] if inplace else []
-            homes = [group.homes[rank] for rank in active]
+            homes = [group.homes[rank] for rank in ranks]
             # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
             serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
             if not group.capabilities.concurrent:
@@ -91,7 +86,6 @@ def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options
         members = [
             [rank, group.places[rank].device, [_layout(h.spec) for h in parts[rank][0]], [_layout(h.spec) for h in parts[rank][1]]]
             for rank in ranks
-            if parts[rank] is not NOTHING
         ]
         fields = [f"group::{operation}", [group.number, options, members], {}, 0]
         compiled[node] = msgpack.packb(fields), fields

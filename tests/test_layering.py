@@ -66,10 +66,11 @@ MASTER = {
     "connect": "errors group install launch node session table wire.channel wire.codec wire.keys wire.messages wire.shared",
     "members": "errors group handle session spec tensor",
     "functional": "errors first group handle joint members spec tensor",
-    "work": "errors group stream tensor transfer",
-    "collective": "context errors functional group joint line members node stream tensor work",
+    "work": "context errors handle stream tensor transfer",
+    "collective": "errors functional group joint line members node stream tensor work",
+    "point_to_point": "errors group handle line members node session tensor work",
     "": "collective config connect errors factories fetch functional group handle members "
-    "memory placing random session stall stream table tensor wire.data_channel work",
+    "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
 }

@@ -75,6 +75,7 @@ class Channel:
         self, *, listen: str | None = None, keys: KeyPair | None = None, name: Peer | None = None, max_message: int = 1 << 34
     ) -> None:
         self.address = ""
+        self.sent_bytes = self.received_bytes = 0  # of messages, without their peers' names
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
@@ -156,6 +157,7 @@ class Channel:
         for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
             if type(frame) is not bytes and not (isinstance(frame, bytearray) or (isinstance(frame, memoryview) and frame.contiguous)):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
+            self.sent_bytes += frame.nbytes if type(frame) is memoryview else len(frame)
         parts: tuple[Any, ...] = (peer, *frames)
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
@@ -426,7 +428,9 @@ class Channel:
                 connections.place(peer, _connection(head))
             head = head.bytes
         frames: Frames = [head]
+        self.received_bytes += len(head)
         if len(partial) > 2:
+            self.received_bytes += sum(map(len, partial[2:]))
             frames += [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
         entry = ((peer, frames),)
         self._inbox += entry  # these statements hold no call and no jump, so no interrupt falls in between

@@ -23,7 +23,7 @@ from .requests import Request, Requests
 from .stall import note_wait
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.messages import Ask, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
+from .wire.messages import Ask, BreakGroup, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 from .wire.shared import Loan, SharedPool, challenge
 from .wire.shield import shield
 
@@ -340,6 +340,8 @@ class Session:
                 self.requests.reply(node, message.request, message.value, payloads)
             case Failed():
                 self.requests.fail(node, message.request, message.failure)
+            case BreakGroup() if self.groups is not None:
+                self.groups.heard(node, message)
             case Goodbye():
                 self.lose(node, f"left: {message.reason}")
             case _:

@@ -210,7 +210,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class BreakGroup:
-    """Master to worker: end a group now, and why; whoever waits in it fails."""
+    """Either way: end a group now, and why; whoever waits in it fails. A worker says so when its own part has failed."""
 
     group: int
     reason: str

@@ -17,7 +17,7 @@ import torch.distributed
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
-from distruntime.wire.messages import Failure, Message, OpenGroup, Taint, Tainted
+from distruntime.wire.messages import BreakGroup, Failure, Message, OpenGroup, Taint, Tainted
 
 from .data_channel import find
 from .devices import Devices
@@ -30,14 +30,16 @@ _REASON = 2.0  # seconds that the master may take to say why a group is broken, 
 _LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
 
 Tell = Callable[[int, Message], None]  # node, message
+Report = Callable[[Message], None]  # to the master
 Job = Callable[[DataChannel], None]
 
 
 class Group:
     """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
 
-    def __init__(self, message: OpenGroup) -> None:
+    def __init__(self, message: OpenGroup, report: Report) -> None:
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
+        self._report = report
         self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
         self.channels: dict[int, DataChannel] = {}
         self.broken = ""
@@ -78,9 +80,12 @@ class Group:
         try:
             job(self.channels[rank])
         except Exception as error:
+            if out_of_memory(error):  # of this worker's own: the others wait in vain
+                self.fail(f"a member has no memory for its part: {error}")
+                raise
             # Most often a member is gone, which the channel notices first and the master can explain.
             self._ends.wait(_REASON)
-            self.end(f"its data channel failed: {error}")
+            self.fail(f"its data channel failed: {error}")
             self.require()
 
     def require(self) -> None:
@@ -90,11 +95,16 @@ class Group:
         if self.closed:
             raise NodeFailed(f"group {self.number} is closed")
 
-    def end(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Break the group because of what has happened here, and have the master tell the other members why."""
+        if self.end(reason):
+            self._report(BreakGroup(self.number, reason))
+
+    def end(self, reason: str) -> bool:
         """Break the group: whoever waits in it fails, and whoever comes later. The first reason stays. Any thread."""
         with self._lock:
             if self.broken or self.closed:
-                return
+                return False
             self.broken = reason
         self._ends.set()
         for channel in self.channels.values():
@@ -102,6 +112,7 @@ class Group:
                 channel.abort()
             except Exception:
                 log.exception("a data channel of group %d does not abort", self.number)
+        return True
 
     def close(self) -> None:
         """Let go of the channels; no operation is under way."""
@@ -157,8 +168,8 @@ class Group:
 class Groups:
     """All groups of a session on this worker."""
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices = devices
+    def __init__(self, devices: Devices, report: Report) -> None:
+        self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
         self._store: Any = None
         self._ended = False
@@ -179,7 +190,7 @@ class Groups:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
         if message.group in self._groups or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        group = self._groups[message.group] = Group(message)
+        group = self._groups[message.group] = Group(message, self._report)
         for rank, device in message.members:
             group.devices[rank] = self._devices.real(torch.device(device))
         threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
@@ -247,6 +258,11 @@ class Groups:
                 group = self._groups.get(number)
                 if group is not None:
                     group.answered(sequence, node)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory left."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _unpickled(factory: bytes) -> Any:

@@ -248,7 +248,7 @@ def test_copies_on_streams_wait_for_what_they_read(session: object) -> None:
     with dr.node(0):
         x = torch.zeros(200, 200, device=REMOTE)
     results = []
-    for k in range(30):
+    for _ in range(30):
         with dr.stream(side):
             x.add_(1.0)
         with dr.stream(other):

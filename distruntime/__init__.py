@@ -70,6 +70,7 @@ from .handle import Place
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .placing import device, node, on, place, set_place
+from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
@@ -149,7 +150,9 @@ __all__ = [
     "gather",
     "get_sync_debug_mode",
     "init_master_worker",
+    "irecv",
     "is_initialized",
+    "isend",
     "linspace",
     "logspace",
     "manual_seed",
@@ -165,11 +168,13 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "register_data_channel",
     "scatter",
+    "send",
     "set_implicit_waits",
     "set_place",
     "set_sync_debug_mode",

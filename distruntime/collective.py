@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from . import functional
-from .context import current_streams
 from .errors import UsageError, WaitTimeout
 from .group import ProcessGroup, groups_of, homes_of
-from .joint import NOTHING, Part, issue_operation, require_operation
+from .joint import Part, issue_operation, require_operation
 from .line import user_line
 from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, same, session_of, tensor
 from .node import line_text
-from .stream import Stream, current_stream
+from .stream import current_stream
 from .tensor import DistributedTensor
-from .work import Work
+from .work import Work, aside
 
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -31,9 +30,7 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], **options: Any) -> None:
     """Issue an operation that writes its outputs."""
-    parts: list[Part] = [
-        ([t._handle for t in ins], [t._handle for t in outs]) if ins or outs else NOTHING for ins, outs in zip(inputs, outputs)
-    ]
+    parts: list[Part] = [([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)]
     issue_operation(group, operation, parts, inplace=True, **options)
     for row in outputs:
         for t in row:
@@ -49,26 +46,12 @@ def _copy(outputs: Sequence[Any], values: Sequence[Any]) -> None:
         out.copy_(value)
 
 
-def _begin(group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None]) -> Work | None:
+def _begin(group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None], everything: bool = False) -> Work | None:
     """Run an operation now; with `async_op` on streams of the group's own, and return what waits for them."""
     if not async_op:
         run()
         return None
-    streams = current_streams.get()
-    own = {}
-    for rank, home in enumerate(group.homes):
-        if rank not in group.streams:
-            group.streams[rank] = Stream(home.place.node, home.place.device)
-        own[home.place.node, home.place.device] = group.streams[rank]
-        order = home.node.order
-        if not order.implicit:  # as torch's: after what the current stream has been given until now
-            group.streams[rank].wait_stream(current_stream(home.place.node, home.place.device))
-    token = current_streams.set({**streams, **own})
-    try:
-        run()
-    finally:
-        current_streams.reset(token)
-    return Work(group, {rank: group.streams[rank].record_event() for rank in range(group.size())}, outputs)
+    return Work(repr(group), aside(group.streams, group.homes, everything, run), outputs)
 
 
 def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
@@ -336,7 +319,8 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: 
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
     before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}
-    work = _begin(found, async_op, [], lambda: _write(found, "barrier", [[]] * found.size(), [[]] * found.size()))
+    nothing: list[list[Any]] = [[]] * found.size()
+    work = _begin(found, async_op, [], lambda: _write(found, "barrier", nothing, nothing), everything=True)
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout

@@ -17,7 +17,7 @@ import torch
 from .errors import UsageError
 from .group import ProcessGroup
 from .handle import Handle, Storage, next_ref
-from .joint import NOTHING, Part, contiguous, issue_operation, require_operation
+from .joint import Part, contiguous, issue_operation, require_operation
 from .members import ReduceOp, group_for, lists_each, one_each, reduction, root_of, same, tensor
 from .spec import Spec
 from .tensor import DistributedTensor
@@ -39,7 +39,7 @@ def _run(
 ) -> list[list[Any]]:
     """Issue an operation with new outputs, of these specs; return them, by rank."""
     handles = [[_new(group, rank, spec) for spec in row] for rank, row in enumerate(specs)]
-    parts: list[Part] = [([t._handle for t in row], outs) if row or outs else NOTHING for row, outs in zip(inputs, handles)]
+    parts: list[Part] = [([t._handle for t in row], outs) for row, outs in zip(inputs, handles)]
     issue_operation(group, operation, parts, **options)
     return [[wrap(DistributedTensor, handle) for handle in row] for row in handles]
 

@@ -50,10 +50,11 @@ class ProcessGroup:
         self.places: tuple[Place, ...] = tuple(home.place for home in homes)
         self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
         self.sequence = count(1).__next__
+        self.mail: Any = None  # what has been sent in it and not received, two layers up
         self.broken = ""
         self.closed = False
         self.templates: dict[Any, Any] = {}  # what joint.py has compiled
-        self.streams: dict[int, Any] = {}  # of operations that the caller does not wait for, by rank
+        self.streams: dict[Place, Any] = {}  # of operations that the caller does not wait for
         # By node, its own ranks in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
@@ -102,6 +103,7 @@ class Groups:
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
+        self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
         self._stores: dict[Node, list[Any]] = {}
         self._addresses: dict[int, str] = {}
@@ -110,6 +112,7 @@ class Groups:
         self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who sends it, from which position on, and who waits
         self._launches: dict[Node, Storage] = {}
         self.met = False
+        self.mail: Any = None  # as a group's, of what was sent without one
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 
@@ -261,20 +264,23 @@ class Groups:
     def between(self, one: Residence, two: Residence) -> ProcessGroup:
         """Return the group of two places that copies between them use, made at the first."""
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
-        gpus = self.backend_for([here, there], None) == "nccl"
-        if not gpus:  # one for each pair of nodes: what lives on their GPUs goes through their CPUs anyway
-            here, there = (self.session.places.residence(Place(home.place.node, "cpu")) for home in (here, there))
-        return self.of((here, there))
+        if self.backend_for([here, there], None) != "nccl":
+            # One for each pair of nodes, whatever devices: it needs no place numbers, of which there are few.
+            here, there = (Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there))
+        return self._kept(self._links, (here, there))
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
         """Return the group that is used where none is named: of just these places, made at the first use, again after it has broken."""
+        return self._kept(self._by_places, homes)
+
+    def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
         places = tuple(home.place for home in homes)
-        found = self._by_places.get(places)
+        found = kept.get(places)
         if found is None or found.closed or (found.broken and all(home.node.failed is None for home in homes)):
             with self._opening:
-                found = self._by_places.get(places)
+                found = kept.get(places)
                 if found is None or found.closed or found.broken:
-                    found = self._by_places[places] = self.open(homes)
+                    found = kept[places] = self.open(homes)
         return found
 
     def _broken(self, number: int, reason: str) -> None:
@@ -325,6 +331,10 @@ def _proposed(node: Node) -> str:
     """Return the host by which this process has dialled a worker, if it has."""
     address = node.address
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if address.startswith("tcp://") else ""
+
+
+def _unnumbered(number: int) -> None:
+    """Take back the number of what stands for a node's CPU in a group of copies: it has none."""
 
 
 def _list(names: frozenset[str]) -> str:

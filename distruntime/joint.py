@@ -14,7 +14,7 @@ import msgpack
 from .errors import NotSupportedError
 from .first import relieve
 from .group import ProcessGroup, groups_of
-from .handle import Handle
+from .handle import Handle, Residence
 from .issue import issue_joint
 from .line import user_line
 from .spec import Spec, spec
@@ -23,7 +23,6 @@ from .wire.shield import shield
 
 Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
-NOTHING: Part = ((), ())
 _MOST = 1 << 12  # operations that are remembered, of a group
 
 
@@ -52,6 +51,7 @@ def issue_operation(
         factor,
         splits,
         tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts),
+        None if operation != "copy" else tuple(_home(group, rank, part).place.device for rank, part in enumerate(parts)),
     )
     compiled = group.templates.get(key)
     if compiled is None:
@@ -62,20 +62,17 @@ def issue_operation(
     with shield, groups_of(group.session).issuing:
         sequence = group.sequence() & 0x3FFFFFFF
         for node, ranks in group.own.items():
-            active = [rank for rank in ranks if parts[rank] is not NOTHING]
-            if not active:
-                continue
             words: list[Any] = [0, sequence]
             operands: list[Handle] = []
             outputs: list[Handle] = []
-            for rank in active:
+            for rank in ranks:
                 ins, outs = parts[rank]
                 words += [h.ref for h in ins]
                 words += [h.ref for h in outs]
                 operands += ins
                 outputs += outs
             written = [h.storage for h in outputs] if inplace else []
-            homes = [group.homes[rank] for rank in active]
+            homes = [_home(group, rank, parts[rank]) for rank in ranks]
             # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
             serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
             if not group.capabilities.concurrent:
@@ -92,13 +89,23 @@ def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options
     compiled = {}
     for node, ranks in group.own.items():
         members = [
-            [rank, group.places[rank].device, [_layout(h.spec) for h in parts[rank][0]], [_layout(h.spec) for h in parts[rank][1]]]
+            [
+                rank,
+                _home(group, rank, parts[rank]).place.device,
+                [_layout(h.spec) for h in parts[rank][0]],
+                [_layout(h.spec) for h in parts[rank][1]],
+            ]
             for rank in ranks
-            if parts[rank] is not NOTHING
         ]
         fields = [f"group::{operation}", [group.number, options, members], {}, 0]
         compiled[node] = msgpack.packb(fields), fields
     return compiled
+
+
+def _home(group: ProcessGroup, rank: int, part: Part) -> Residence:
+    """Return where a member's tensors are: its place, but for copies, whose group stands for all devices of two nodes."""
+    ins, outs = part
+    return ins[0].place if ins else outs[0].place if outs else group.homes[rank]
 
 
 def _layout(spec: Spec) -> list[Any]:

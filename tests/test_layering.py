@@ -76,10 +76,11 @@ MASTER = {
     "connect": "errors group install launch node session table wait wire.channel wire.codec wire.keys wire.messages wire.shared",
     "members": "errors group handle session spec tensor",
     "functional": "errors group handle joint members spec tensor wrap",
-    "work": "errors event group stream tensor transfer",
-    "collective": "context errors functional group joint line members node stream tensor work",
-    "": "collective config connect errors event factories fetch functional group handle "
-    "members memory placing random session stall stream table tensor wire.data_channel work",
+    "work": "context errors event handle stream tensor transfer",
+    "collective": "errors functional group joint line members node stream tensor work",
+    "point_to_point": "errors group handle line members node session tensor work",
+    "": "collective config connect errors event factories fetch functional group handle members "
+    "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
 }

@@ -67,6 +67,7 @@ class Channel:
         self, *, listen: str | None = None, keys: KeyPair | None = None, name: Peer | None = None, max_message: int = 1 << 34
     ) -> None:
         self.address = ""
+        self.sent_bytes = 0  # of messages, without their peers' names
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
@@ -145,6 +146,7 @@ class Channel:
         for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
             if type(frame) is not bytes and not (isinstance(frame, bytearray) or (isinstance(frame, memoryview) and frame.contiguous)):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
+            self.sent_bytes += frame.nbytes if type(frame) is memoryview else len(frame)
         parts: tuple[Any, ...] = (peer, *frames)
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
@@ -227,6 +229,11 @@ class Channel:
             if into is not None:
                 into.extend(messages)
         return messages
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the messages that have come, without their peers' names."""
+        return self._inbox.received_bytes
 
     def wake(self) -> None:
         """Make a waiting receive() return, or else the next one that would wait. From any thread."""

@@ -31,6 +31,7 @@ class Inbox:
 
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
         self.messages: list[tuple[Peer, Frames]] = []
+        self.received_bytes = 0
         self._partial: list[Any] = []  # read of the next message so far; not empty only within read() or after an interrupt there
         self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
         self._connections = connections
@@ -68,7 +69,9 @@ class Inbox:
                 connections.place(peer, _connection(head))
             head = head.bytes
         frames: Frames = [head]
+        self.received_bytes += len(head)
         if len(partial) > 2:
+            self.received_bytes += sum(map(len, partial[2:]))
             frames += [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
         entry = ((peer, frames),)
         self.messages += entry  # these statements hold no call and no jump, so no interrupt falls in between

@@ -18,7 +18,7 @@ import torch.distributed
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
-from distruntime.wire.messages import Failure, Message, OpenGroup, Taint, Tainted
+from distruntime.wire.messages import BreakGroup, Failure, Message, OpenGroup, Taint, Tainted
 
 from .data_channel import find
 from .devices import Devices
@@ -31,7 +31,7 @@ _REASON = 2.0  # seconds that the master may take to say why a group is broken, 
 _LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
 
 Tell = Callable[[int, Message], None]  # node, message
-Report = Callable[[int, str], None]  # group, why it is broken: to the master
+Report = Callable[[Message], None]  # to the master
 Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]  # channel, rank, inputs, outputs, sequence
 
 
@@ -57,13 +57,13 @@ class Group:
         try:
             act(self.channels[rank], rank, inputs, outputs, sequence)
         except Exception as error:
+            if out_of_memory(error):  # of this worker's own: the others wait in vain
+                self.fail(f"a member has no memory for its part: {error}")
+                raise
             # Most often a member is gone, which the channel notices first and the master can explain.
-            if not self._ends.wait(_REASON):
-                reason = f"its data channel failed at rank {rank}: {error}"
-                self.end(reason)
-                self._report(self.number, reason)
+            self._ends.wait(_REASON)
+            self.fail(f"its data channel failed at rank {rank}: {error}")
             self.require()
-            raise
 
     def run_all(self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int) -> None:
         """As `run`, for each own member of `jobs`, by rank: side by side, as each may wait for the others. Raise what the first raised."""
@@ -98,11 +98,16 @@ class Group:
         if self.closed:
             raise NodeFailed(f"group {self.number} is closed")
 
-    def end(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Break the group because of what has happened here, and have the master tell the other members why."""
+        if self.end(reason):
+            self._report(BreakGroup(self.number, reason))
+
+    def end(self, reason: str) -> bool:
         """Break the group: whoever waits in it fails, and whoever comes later. The first reason stays. Any thread."""
         with self._lock:
             if self.broken or self.closed:
-                return
+                return False
             self.broken = reason
         self._ends.set()
         for channel in self.channels.values():
@@ -110,6 +115,7 @@ class Group:
                 channel.abort()
             except Exception:
                 log.exception("a data channel of group %d does not abort", self.number)
+        return True
 
     def close(self) -> None:
         """Let go of the channels; no operation is under way."""
@@ -138,8 +144,7 @@ class Group:
         while not told[1].wait(_LOOK) and not (self.broken or self.closed):
             if time.monotonic() > deadline:
                 late = ", ".join(map(str, sorted(told[0])))
-                self.end(f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned")
-                self._report(self.number, self.broken)
+                self.fail(f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned")
         with self._lock:
             del self._told[sequence]
 
@@ -258,6 +263,11 @@ class Groups:
                 group = self._groups.get(number)
                 if group is not None:
                     group.answered(sequence, node)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory left."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _unpickled(factory: bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError
-from distruntime.wire.messages import BreakGroup, Message, Signal
+from distruntime.wire.messages import Message, Signal
 
 from .collectives import Collective
 from .groups import Groups
@@ -22,7 +22,7 @@ class Joint:
     def __init__(self, state: State, tell: Tell, signal: Callable[[Signal], None]) -> None:
         self._state, self._tell, self._signal = state, tell, signal
         self.node = -1  # this worker's number, once there are groups
-        self.groups = Groups(state.devices, lambda group, reason: state.send(BreakGroup(group, reason), None))
+        self.groups = Groups(state.devices, lambda message: state.send(message, None))
 
     def begin(self, collective: Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException | None = None) -> int:
         """Run one operation; with `error`, as if this worker's members' inputs had failed with it."""
@@ -38,11 +38,12 @@ class Joint:
             cause = state.failure(p, i, error, collective.name, described(inputs))
         new: list[torch.Tensor] = []
         try:
-            if cause is not None:
+            if cause is not None and collective.reads:
                 group.taint(sequence, cause, self.node, self._tell)
             new = collective.perform(group, values, sequence)
         except Exception as broken:
             cause = cause or state.failure(p, i, broken, collective.name, described(inputs))
+            group.fail(f"a member could not take part: {broken}")  # else the others would wait for it
             if not collective.writes and not collective.mutates:
                 state.orphans.append(cause)
         cause = group.taken(sequence) or cause

@@ -15,6 +15,8 @@ import torch.distributed
 
 import distruntime as dr
 
+from distruntime.session import active_session
+
 from .harness import ROOT, Figure, in_turn
 
 dist: Any = torch.distributed
@@ -110,7 +112,7 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
         for _ in range(_FLIGHT):
             dr.all_reduce(small)
 
-    figures = []
+    figures: list[Figure] = []
     for work in (copy, flight, lambda: dr.all_reduce(large)):
         seconds(work, 2)
     gib = _LARGE * 4 / 2**30
@@ -127,6 +129,12 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
                 most=False,
             )
         )
+    channel = active_session().channel
+    dr.synchronize()
+    before = channel.sent_bytes + channel.received_bytes
+    seconds(copy, 16)
+    kib = (channel.sent_bytes + channel.received_bytes - before) / 1024
+    figures.append(Figure("1 GiB copied between workers, through the command channel", kib, "KiB", 100, "16 copies of 64 MiB"))
     for plain_name, text, bar in (("one_by_one", "one by one", 1.3), ("in_flight", "100 in flight too", None)):
         ratio, ours, theirs = in_turn(lambda: seconds(flight, times), lambda: gloo.time(plain_name, times), rounds)  # noqa: B023
         note = f"{ours / _FLIGHT * 1e6:.0f} us, gloo {theirs / _FLIGHT * 1e6:.0f} us"

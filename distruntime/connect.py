@@ -93,6 +93,11 @@ def init_master_worker(
     active[:] = [session]
     atexit.register(_at_exit, session)
     session.on_close.append(lambda: active.remove(session) if session in active else None)
+    try:
+        session.groups.require_choice()
+    except BaseException:
+        session.shutdown(raise_unread=False)
+        raise
     say(nodes_table(session) + "\n")
     say(f"new tensors go to {session.places.current().place}   (dr.set_place(...) to change)\n")
     return session

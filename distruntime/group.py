@@ -163,6 +163,14 @@ class Groups:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
 
+    def require_choice(self) -> None:
+        """Raise `ConfigurationError` where a worker does not have the data channel that the user has named. Block for a round trip."""
+        named = {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
+        for kind, name in named.items():
+            users = [node for node in self.session.nodes if kind == "cpu" or node.asynchronous]
+            if name != "auto" and users:
+                self._capabilities(name, users)
+
     # -- groups ------------------------------------------------------------------------------------------------------------------
 
     def backend_for(self, homes: Sequence[Residence], backend: str | None) -> str:

@@ -79,7 +79,10 @@ class _AllReduce(torch.autograd.Function):
         total = _apply(_AllReduce, group, ("SUM", None), *grads)
         pairs = list(zip(total, saved[: group.size()], saved[group.size() :]))
         if name == "PRODUCT":
-            return None, None, *(g * y / x for g, x, y in pairs)
+            # Not the product divided by the member's own: where that is zero, the gradient need not be.
+            rows = _apply(_AllGather, group, *(x.unsqueeze(0) for _, x, _ in pairs))
+            others = [torch.cat([row[:k], row[k + 1 :]]).prod(0) for k, row in enumerate(rows)]
+            return None, None, *(g * o for g, o in zip(total, others))
         chosen = [(x == y).to(g.dtype) for g, x, y in pairs]  # members that are equal share, as torch.amax's gradient does
         ways = _apply(_AllReduce, group, ("SUM", None), *chosen)
         return None, None, *(g * c / n for (g, _, _), c, n in zip(pairs, chosen, ways))

@@ -18,9 +18,9 @@ from .errors import UsageError, WaitTimeout
 from .group import ProcessGroup, groups_of, homes_of
 from .joint import Part, issue_operation, require_operation
 from .line import user_line
-from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, same, session_of, tensor
+from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor, writable
 from .node import line_text
-from .stream import current_stream
+from .stream import Event, current_stream
 from .tensor import DistributedTensor
 from .work import Work, aside
 
@@ -30,6 +30,9 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], **options: Any) -> None:
     """Issue an operation that writes its outputs."""
+    for row in outputs:
+        for t in row:
+            writable(t)
     parts: list[Part] = [([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)]
     issue_operation(group, operation, parts, inplace=True, **options)
     for row in outputs:
@@ -253,7 +256,7 @@ def all_to_all(
     output_tensor_lists: Lists, input_tensor_lists: Lists, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Give member j the j-th tensor of every member's list: `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`."""
-    first = [tensor(row[0], f"input_tensor_lists[{k}][0]") for k, row in enumerate(input_tensor_lists)]
+    first = rows_of(input_tensor_lists, "input_tensor_lists")
     ins = lists_each(group, input_tensor_lists, "input_tensor_lists", first)
     found, _ = one_each(group, first, "input_tensor_lists")
     outs = lists_each(found, output_tensor_lists, "output_tensor_lists", first)
@@ -291,8 +294,10 @@ def all_to_all_single(
     found, given = one_each(group, inputs, "inputs")
     require_operation(found, "all_to_all")
     _, outs = one_each(found, outputs, "outputs")
-    if input_split_sizes is None and output_split_sizes is not None:
-        input_split_sizes = [list(column) for column in zip(*output_split_sizes)]
+    if output_split_sizes is not None:
+        functional.require_splits(found, output_split_sizes, "output_split_sizes")
+        if input_split_sizes is None:
+            input_split_sizes = [list(column) for column in zip(*output_split_sizes)]
     splits = functional.splits_of(found, given, input_split_sizes, "input_split_sizes")
     if output_split_sizes is not None and [list(row) for row in output_split_sizes] != [list(column) for column in zip(*splits)]:
         raise UsageError(f"output_split_sizes {output_split_sizes!r} do not say the same as input_split_sizes {splits!r}: rows are members")
@@ -333,7 +338,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: 
             break
     else:
         return None
-    late = [_late(found, rank) for rank, event in before.items() if not event.query()]
+    late = [text for rank, event in before.items() if (text := _late(found, rank, event))]
     raise WaitTimeout(
         f"barrier of {found!r}: not all have come within {limit:g} s\n"
         + "".join(f"  {text}\n" for text in late or ["all have come, but not left yet"])
@@ -341,14 +346,16 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: 
     )
 
 
-def _late(group: ProcessGroup, rank: int) -> str:
-    """Return what a member is doing that has not come to a barrier."""
+def _late(group: ProcessGroup, rank: int, event: Event) -> str:
+    """Return what a member is doing that has not come to a barrier, where `event` is; nothing of one that has."""
     home = group.homes[rank]
     node, session = home.node, group.session
     asked = session.ask(node, "status")
     if not session.result(asked, 1.0) or asked.lost is not None:
         session.requests.forget(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"
+    if event.query():
+        return ""
     position, name, seconds = asked.value
     doing = f"has run {name} for {seconds:.1f} s" if name is not None else "runs nothing just now"
     where = node.issued_at(position)

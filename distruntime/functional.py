@@ -18,7 +18,7 @@ from .errors import UsageError
 from .group import ProcessGroup
 from .handle import Handle, Storage, next_ref
 from .joint import Part, contiguous, issue_operation, require_operation
-from .members import ReduceOp, group_for, lists_each, one_each, reduction, root_of, same, tensor
+from .members import ReduceOp, group_for, lists_each, one_each, reduction, root_of, rows_of, same, tensor
 from .spec import Spec
 from .tensor import DistributedTensor
 from .wrap import wrap
@@ -79,7 +79,10 @@ class _AllReduce(torch.autograd.Function):
         total = _apply(_AllReduce, group, ("SUM", None), *grads)
         pairs = list(zip(total, saved[: group.size()], saved[group.size() :]))
         if name == "PRODUCT":
-            return None, None, *(g * y / x for g, x, y in pairs)
+            # Not the product divided by the member's own: where that is zero, the gradient need not be.
+            rows = _apply(_AllGather, group, *(x.unsqueeze(0) for _, x, _ in pairs))
+            others = [torch.cat([row[:k], row[k + 1 :]]).prod(0) for k, row in enumerate(rows)]
+            return None, None, *(g * o for g, o in zip(total, others))
         chosen = [(x == y).to(g.dtype) for g, x, y in pairs]  # members that are equal share, as torch.amax's gradient does
         ways = _apply(_AllReduce, group, ("SUM", None), *chosen)
         return None, None, *(g * c / n for (g, _, _), c, n in zip(pairs, chosen, ways))
@@ -285,7 +288,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, grou
 
 def all_to_all(tensors: Sequence[Sequence[torch.Tensor]], group: ProcessGroup | None = None) -> list[list[torch.Tensor]]:
     """Return, for each member, what every member has for it: row j of the result is column j of `tensors`."""
-    first = [tensor(row[0], f"tensors[{k}][0]") for k, row in enumerate(tensors)]
+    first = rows_of(tensors, "tensors")
     found = group_for(group, first)
     given = lists_each(found, tensors, "tensors", first)
     flat = [[t.reshape(-1) for t in row] for row in given]
@@ -326,12 +329,19 @@ def splits_of(group: ProcessGroup, tensors: Sequence[DistributedTensor], splits:
             if t.shape[0] % size:
                 raise UsageError(f"[{rank}] has {t.shape[0]} rows, which {size} members cannot share equally: say {name}=")
         return [[t.shape[0] // size] * size for t in tensors]
-    if len(splits) != size or any(len(row) != size for row in splits):
-        raise UsageError(f"{name} must have {size} rows of {size} numbers, one for each pair of members, got {splits!r}")
+    require_splits(group, splits, name)
     for rank, (t, row) in enumerate(zip(tensors, splits)):
         if any(type(n) is not int or n < 0 for n in row) or sum(row) != t.shape[0]:
             raise UsageError(f"{name}[{rank}] must be {size} numbers that sum to the {t.shape[0]} rows of the tensor, got {row!r}")
     return [list(row) for row in splits]
+
+
+def require_splits(group: ProcessGroup, splits: Any, name: str) -> None:
+    """Raise `UsageError` unless there is a number for each pair of members."""
+    size = group.size()
+    rows = [len(row) if isinstance(row, Sequence) else -1 for row in splits] if isinstance(splits, Sequence) else []
+    if rows != [size] * size:
+        raise UsageError(f"{name} must have {size} rows of {size} numbers, one for each pair of members, got {splits!r}")
 
 
 def _first_dimension(tensors: Sequence[DistributedTensor], spec: Spec) -> None:

@@ -108,6 +108,25 @@ def expect(t: DistributedTensor, size: Sequence[int], dtype: torch.dtype, what: 
         raise UsageError(f"{what} must be {tuple(size)} {str(dtype)[6:]}, got {t._handle.spec}")
 
 
+def writable(t: DistributedTensor) -> None:
+    """Raise `UsageError` if elements of `t` share memory: written on a worker, it would cost the whole group."""
+    if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape)):
+        raise UsageError(
+            f"unsupported operation: more than one element of the written-to tensor refers to a single memory location: {t._handle.spec} "
+            f"with strides {t.stride()}. Clone it first"
+        )
+
+
+def rows_of(value: Any, name: str) -> list[DistributedTensor]:
+    """Return the first tensor of each list of a list of lists; raise `UsageError` for what is none."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:
+        raise UsageError(f"{name} must be a list with one list of tensors for each member, got {_described(value)}")
+    for k, row in enumerate(value):
+        if isinstance(row, torch.Tensor) or not isinstance(row, Sequence) or not row:
+            raise UsageError(f"{name}[{k}] must be a list of tensors, one for each member, got {_described(row)}")
+    return [tensor(row[0], f"{name}[{k}][0]") for k, row in enumerate(value)]
+
+
 def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, str]) -> int:
     """Return the rank of a root: given as a node number or place (torch's global rank), or as a rank of the group; the first by default."""
     plain, ranked = names

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import sys
 from typing import Any
 
@@ -12,6 +14,10 @@ import torch.distributed
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.data_channel import Factory, checked, entry_point, entry_point_names, registered, registered_names
+
+log = logging.getLogger("distruntime.worker")
+
+_MPIRUN = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # what mpirun puts into the environment, whichever it is
 
 # By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
 _SHIPPED = {
@@ -55,6 +61,15 @@ def find(name: str) -> Factory:
     if found is None:
         raise ConfigurationError(f"there is no data channel {name!r} on this worker: it has {', '.join(names())}")
     return found
+
+
+def prepare() -> None:
+    """Start MPI, if `mpirun` has started this worker: that waits for all of its workers, and later it would keep the master waiting."""
+    if any(name in os.environ for name in _MPIRUN) and not _missing("mpi"):
+        try:
+            find("mpi")
+        except ConfigurationError as error:
+            log.warning("%s", error)
 
 
 def names() -> list[str]:

@@ -72,6 +72,7 @@ MASTER = {
     "memory placing random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
+    "testing": "distruntime group session wire.data_channel",
 }
 WORKER = {
     "": "",

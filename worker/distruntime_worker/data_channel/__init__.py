@@ -39,7 +39,9 @@ def _missing(name: str) -> str:
     if name == "nccl" and not torch.cuda.is_available():
         return "no CUDA device is here"
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers under mpirun"
+        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers by mpirun"
+    if name == "mpi" and not any(variable in os.environ for variable in _MPIRUN):
+        return "it was not started by mpirun: mpirun -n 2 distruntime-worker --master ADDRESS"
     return ""
 
 
@@ -64,8 +66,8 @@ def find(name: str) -> Factory:
 
 
 def prepare() -> None:
-    """Start MPI, if `mpirun` has started this worker: that waits for all of its workers, and later it would keep the master waiting."""
-    if any(name in os.environ for name in _MPIRUN) and not _missing("mpi"):
+    """Start MPI, if `mpirun` has started this worker: it waits there for all that `mpirun` starts, and the master would wait with it."""
+    if not _missing("mpi"):
         try:
             find("mpi")
         except ConfigurationError as error:

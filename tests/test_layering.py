@@ -83,6 +83,7 @@ MASTER = {
     "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
+    "testing": "distruntime group session wire.data_channel",
 }
 WORKER = {
     "": "",
@@ -97,7 +98,9 @@ WORKER = {
     "address": "config",
     "data_channel": "",
     "data_channel.gloo": "",
+    "data_channel.mpi": "",
     "data_channel.nccl": "",
+    "data_channel.tcp": "",
     "groups": "data_channel devices",
     "collectives": "groups",
     "state": "collectives devices objects streams template",

@@ -44,7 +44,7 @@ from distruntime.wire.shared import answer
 
 from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
-from .data_channel import report
+from .data_channel import prepare, report
 from .devices import Devices
 from .executor import Executor
 from .objects import Poisoned, failure, failure_fields
@@ -355,6 +355,7 @@ def serve(config: WorkerConfig, stop: threading.Event) -> None:
     keep_pages()
     if config.threads:
         torch.set_num_threads(config.threads)
+    prepare()
     daemon = Daemon(config)
     try:
         daemon.run(stop)

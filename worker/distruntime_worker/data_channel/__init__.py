@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import sys
 from typing import Any
 
@@ -12,6 +14,10 @@ import torch.distributed
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.data_channel import Factory, checked, entry_point, entry_point_names, registered, registered_names
+
+log = logging.getLogger("distruntime.worker")
+
+_MPIRUN = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # what mpirun puts into the environment, whichever it is
 
 # By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
 _SHIPPED = {
@@ -33,7 +39,9 @@ def _missing(name: str) -> str:
     if name == "nccl" and not torch.cuda.is_available():
         return "no CUDA device is here"
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers under mpirun"
+        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers by mpirun"
+    if name == "mpi" and not any(variable in os.environ for variable in _MPIRUN):
+        return "it was not started by mpirun: mpirun -n 2 distruntime-worker --master ADDRESS"
     return ""
 
 
@@ -55,6 +63,15 @@ def find(name: str) -> Factory:
     if found is None:
         raise ConfigurationError(f"there is no data channel {name!r} on this worker: it has {', '.join(names())}")
     return found
+
+
+def prepare() -> None:
+    """Start MPI, if `mpirun` has started this worker: it waits there for all that `mpirun` starts, and the master would wait with it."""
+    if not _missing("mpi"):
+        try:
+            find("mpi")
+        except ConfigurationError as error:
+            log.warning("%s", error)
 
 
 def names() -> list[str]:

@@ -1,0 +1,417 @@
+"""`check_data_channel`: the suite that every data channel passes, for who writes one (`docs/data_channel.md` says how)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+
+import distruntime as dr
+from distruntime.group import groups_of
+from distruntime.session import active_session
+from distruntime.wire.data_channel import MOVES, REDUCES
+
+_KINDS = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_FACTOR = 0.5
+_LARGE = 4 << 20  # float32 numbers: 16 MiB
+_PROMPT = 30.0  # seconds within which a member's death must be noticed
+_ROUNDS = 3
+
+Tensors = list[torch.Tensor]
+
+
+def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int] = (2, 3)) -> None:
+    """Check that a data channel does what its `capabilities` declare, and that what it does not declare is refused. Block for seconds.
+
+    Operations give what is computed here, for each dtype and reduction declared; tensors of all dtypes, empty, strided and large ones
+    (16 MiB) arrive whole; copies on several streams do not disturb each other; groups can be closed and made again; a member that is
+    killed ends the others' waiting. Workers are started here, as many as the largest of `sizes`, and ended. Where a session is open, made
+    with this data channel, its workers are used, and none is killed.
+
+    Args:
+        channel: a name, or a subclass of `DataChannel`, which is registered by its own name.
+        sizes: of the groups to try, at least 2 each.
+
+    Raises:
+        AssertionError: something is not as declared; the text names operation, dtype and size. UsageError: it cannot be tried here.
+    """
+    name = channel if isinstance(channel, str) else channel.__name__
+    if not isinstance(channel, str):
+        dr.register_data_channel(name, channel)
+    if not sizes or min(sizes) < 2:
+        raise dr.UsageError(f"sizes are numbers of members, at least 2 each, got {sizes!r}")
+    ours = not dr.is_initialized()
+    if ours:
+        dr.init_master_worker(world_size=max(sizes), data_channel=name, quiet=True)
+    try:
+        for size in sizes:
+            _Check(name, size).all()
+        dr.synchronize()
+        if ours:
+            _Check(name, max(sizes)).deaths()
+    finally:
+        if ours:
+            with suppress(dr.DistruntimeError):  # of the nodes that were killed, or what went before
+                dr.shutdown()
+
+
+class _Check:
+    """The checks with one number of members."""
+
+    def __init__(self, name: str, size: int) -> None:
+        if len(dr.nodes()) < size:
+            raise dr.UsageError(f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give sizes=")
+        self.name, self.size = name, size
+        homes = [active_session().residence(dr.place(k, "cpu")) for k in range(size)]
+        if groups_of(active_session()).backend_for(homes, None) != name:
+            raise dr.UsageError(f"copies in this session use another data channel: open it with data_channel={name!r}")
+        self.places = [dr.place(k, "cpu") for k in range(size)]
+        try:
+            self.group = dr.new_group(self.places, backend=name)
+        except dr.NotSupportedError:  # it takes tensors of GPUs only
+            self.places = [dr.place(k, f"cuda:{k}") for k in range(size)]
+            self.group = dr.new_group(self.places, backend=name)
+        self.has = self.group.capabilities
+        self._random = torch.Generator().manual_seed(size)
+
+    def all(self) -> None:
+        """Run the checks that leave the session as it was."""
+        self.refusals()
+        for operation in sorted(self.has.operations):
+            cast(Callable[[], None], getattr(self, operation))()
+        if "send" in self.has.operations and self.has.tags:
+            self.streams()
+        self.again()
+        self.group.close()
+
+    # -- help --------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Raise `AssertionError`, naming what was tried, for whatever is raised in a `with` block."""
+        try:
+            yield
+        except (dr.DistruntimeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise AssertionError(f"data channel {self.name!r}, {self.size} members, {what}: {error}") from error
+
+    def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Return small whole numbers, so that sums and products are exact in any dtype."""
+        low, high = (0, 2) if dtype == torch.bool else (1, 4)
+        whole = torch.randint(low, high, shape if shape != (_LARGE,) else (_LARGE >> 6,), generator=self._random).to(dtype)
+        return whole if whole.shape == shape else whole.repeat(1 << 6)  # drawing so many takes long
+
+    def rows(self, dtype: torch.dtype, *shape: int) -> Tensors:
+        """Return one such tensor for each member, here."""
+        return [self.draw(dtype, *shape) for _ in self.places]
+
+    def there(self, rows: Sequence[torch.Tensor]) -> Tensors:
+        """Return them where the members are."""
+        return [self.at(rank, row) for rank, row in enumerate(rows)]
+
+    def at(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of that member."""
+        with dr.on(self.places[rank].node, self.places[rank].device):
+            return value.to("remote")
+
+    def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
+        """Return a list of zeros for each member, one for each."""
+        return [self.there_at(rank, [torch.zeros(shape, dtype=dtype) for _ in self.places]) for rank in range(self.size)]
+
+    def there_at(self, rank: int, values: Sequence[torch.Tensor]) -> Tensors:
+        """Return tensors of one member."""
+        return [self.at(rank, value) for value in values]
+
+    def shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtypes and shapes that every operation which moves data is tried with."""
+        return [*((dtype, (5, 3)) for dtype in _KINDS), (torch.float32, ()), (torch.int32, (0, 4))]
+
+    # -- what moves --------------------------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Copies: of every dtype and form, and between every two members."""
+        for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
+            self._copy(0, 1, self.draw(dtype, *shape), lambda x: x)
+        base = self.draw(torch.float32, 64, 48)
+        for form in (torch.t, lambda x: x[::3, 1::2], lambda x: x[1:2].expand(8, 48), lambda x: x.to(torch.complex64).conj()):
+            self._copy(1, 0, base, form)
+        for source in range(self.size):
+            for target in {*range(self.size)} - {source}:
+                self._copy(source, target, self.draw(torch.float32, 1000), lambda x: x)
+
+    def _copy(self, source: int, target: int, value: torch.Tensor, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        wanted = form(value)
+        with self.trying(f"copy from rank {source} to {target} of {_text(wanted)}"):
+            moved = _moved(form(self.at(source, value)), self.places[target])
+            _same([moved], [wanted])
+
+    def streams(self) -> None:
+        """Copies side by side: four pairs of streams, both ways, and all arrive where they should."""
+        here, there = self.places[:2]
+        pairs = [(dr.Stream(here.node, here.device), dr.Stream(there.node, there.device)) for _ in range(4)]
+        values = [self.draw(torch.int32, 1 << 16) + 10 * k for k in range(len(pairs))]
+        forth, back = self.there_at(0, values), self.there_at(1, [-v for v in values])
+        with self.trying(f"{len(pairs)} copies of {_text(values[0])} at once, each on a stream of its own, both ways"):
+            for _ in range(_ROUNDS):
+                arrived = []
+                for k, (first, second) in enumerate(pairs):
+                    with dr.stream(first), dr.stream(second):
+                        arrived += [_moved(forth[k], there), _moved(back[k], here)]
+                _same(arrived, [form for v in values for form in (v, -v)])
+
+    def broadcast(self) -> None:
+        for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
+            for root in (0, self.size - 1) if shape != (_LARGE,) else (0,):
+                rows = self.rows(dtype, *shape)
+                with self.trying(f"broadcast from rank {root} of {_text(rows[0])}"):
+                    tensors = self.there(rows)
+                    dr.broadcast(tensors, group=self.group, group_src=root)
+                    _same(tensors, [rows[root]] * self.size)
+        wide = self.there(self.rows(torch.float32, 6, 4))
+        with self.trying("broadcast of transposed tensors, (4, 6) float32"):
+            wanted = wide[0].cpu().t()
+            dr.broadcast([t.t() for t in wide], group=self.group)
+            _same([t.t() for t in wide], [wanted] * self.size)
+
+    def all_gather(self) -> None:
+        for dtype, shape in self.shapes():
+            rows = self.rows(dtype, *shape)
+            with self.trying(f"all_gather of {_text(rows[0])}"):
+                lists = self.lists(dtype, *shape)
+                dr.all_gather(lists, self.there(rows), group=self.group)
+                for found in lists:
+                    _same(found, rows)
+
+    def gather(self) -> None:
+        for dtype, shape in self.shapes():
+            for root in (0, self.size - 1):
+                rows = self.rows(dtype, *shape)
+                with self.trying(f"gather to rank {root} of {_text(rows[0])}"):
+                    found = self.there_at(root, [torch.zeros_like(row) for row in rows])
+                    dr.gather(self.there(rows), found, group=self.group, group_dst=root)
+                    _same(found, rows)
+
+    def scatter(self) -> None:
+        for dtype, shape in self.shapes():
+            for root in (0, self.size - 1):
+                rows = self.rows(dtype, *shape)
+                with self.trying(f"scatter from rank {root} of {_text(rows[0])}"):
+                    tensors = self.there([torch.zeros_like(row) for row in rows])
+                    dr.scatter(tensors, self.there_at(root, rows), group=self.group, group_src=root)
+                    _same(tensors, rows)
+
+    def all_to_all(self) -> None:
+        for dtype, shape in self.shapes():
+            table = [self.rows(dtype, *shape) for _ in self.places]
+            with self.trying(f"all_to_all of {_text(table[0][0])}"):
+                lists = self.lists(dtype, *shape)
+                dr.all_to_all(lists, [self.there_at(rank, row) for rank, row in enumerate(table)], group=self.group)
+                for rank, found in enumerate(lists):
+                    _same(found, [row[rank] for row in table])
+        splits = [[(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)]  # uneven, and some are empty
+        rows = [self.draw(torch.int64, sum(row), 2) for row in splits]
+        with self.trying(f"all_to_all_single of int64 with the splits {splits}"):
+            parts = [row.split(sizes) for row, sizes in zip(rows, splits)]
+            wanted = [torch.cat([part[rank] for part in parts]) for rank in range(self.size)]
+            outputs = self.there([torch.zeros_like(t) for t in wanted])
+            dr.all_to_all_single(outputs, self.there(rows), input_split_sizes=splits, group=self.group)
+            _same(outputs, wanted)
+
+    def barrier(self) -> None:
+        with self.trying("barrier"):
+            for _ in range(_ROUNDS):
+                dr.barrier(self.group, timeout=_PROMPT)
+
+    # -- what is reduced ---------------------------------------------------------------------------------------------------------
+
+    def _declared(self) -> Iterator[tuple[str, Any, torch.dtype]]:
+        for op in sorted(self.has.reductions):
+            for dtype in sorted(self.has.reductions[op], key=str):
+                yield op, _op(op), dtype
+
+    def all_reduce(self) -> None:
+        for op, given, dtype in self._declared():
+            for shape in ((7, 3), (0, 3)):
+                rows = self.rows(dtype, *shape)
+                with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
+                    tensors = self.there(rows)
+                    dr.all_reduce(tensors, given, group=self.group)
+                    _same(tensors, [_reduced(op, rows)] * self.size)
+        op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))  # float32 or int32, if it can
+        rows = self.rows(dtype, _LARGE)
+        with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
+            tensors = self.there(rows)
+            dr.all_reduce(tensors, given, group=self.group)
+            _same(tensors, [_reduced(op, rows)] * self.size)
+        rows = self.rows(dtype, 6, 4)
+        with self.trying(f"all_reduce by {op} of transposed tensors, {_text(rows[0].t())}"):
+            tensors = self.there(rows)
+            dr.all_reduce([t.t() for t in tensors], given, group=self.group)
+            _same(tensors, [_reduced(op, rows)] * self.size)
+
+    def reduce(self) -> None:
+        for op, given, dtype in self._declared():
+            for root in (0, self.size - 1):
+                rows = self.rows(dtype, 7, 3)
+                with self.trying(f"reduce by {op} to rank {root} of {_text(rows[0])}"):
+                    tensors = self.there(rows)
+                    dr.reduce(tensors, op=given, group=self.group, group_dst=root)
+                    _same(tensors, [_reduced(op, rows) if rank == root else row for rank, row in enumerate(rows)])
+
+    def reduce_scatter(self) -> None:
+        for op, given, dtype in self._declared():
+            rows = self.rows(dtype, 5 * self.size, 3)
+            with self.trying(f"reduce_scatter by {op} of {_text(rows[0])}"):
+                outputs = self.there([torch.zeros(5, 3, dtype=dtype) for _ in rows])
+                dr.reduce_scatter_tensor(outputs, self.there(rows), given, group=self.group)
+                _same(outputs, list(_reduced(op, rows).chunk(self.size)))
+
+    # -- groups, refusals and failures -------------------------------------------------------------------------------------------
+
+    def refusals(self) -> None:
+        """What is not declared raises `NotSupportedError` in the call, and nothing of it is issued."""
+        issued = self.group.sequence()
+        for operation in {*MOVES, *REDUCES} - self.has.operations:
+            self._refused(operation, torch.float32, "SUM")
+        for operation in self.has.operations & set(REDUCES):
+            for op in _REDUCTIONS:
+                for dtype in {*_KINDS, torch.int8, torch.int32} - self.has.reductions.get(op, frozenset()):
+                    if not dtype.is_complex:  # may count as two real numbers
+                        self._refused(operation, dtype, op)
+        assert self.group.sequence() == issued + 1, f"data channel {self.name!r}: something that was refused has been issued all the same"
+
+    def _refused(self, operation: str, dtype: torch.dtype, op: str) -> None:
+        rows = self.there(self.rows(dtype, 2 * self.size))
+        table = [[t] * self.size for t in rows]
+        calls: dict[str, Callable[[], Any]] = {
+            "send": lambda: _moved(rows[0], self.places[1]),
+            "broadcast": lambda: dr.broadcast(rows, group=self.group),
+            "all_gather": lambda: dr.all_gather(table, rows, group=self.group),
+            "gather": lambda: dr.gather(rows, table[0], group=self.group),
+            "scatter": lambda: dr.scatter(rows, table[0], group=self.group),
+            "all_to_all": lambda: dr.all_to_all(table, table, group=self.group),
+            "barrier": lambda: dr.barrier(self.group),
+            "all_reduce": lambda: dr.all_reduce(rows, _op(op), group=self.group),
+            "reduce": lambda: dr.reduce(rows, op=_op(op), group=self.group),
+            "reduce_scatter": lambda: dr.reduce_scatter_tensor([t[:2] for t in rows], rows, _op(op), group=self.group),
+        }
+        try:
+            calls[operation]()
+        except dr.NotSupportedError:
+            return
+        reduced = f" by {op} of {str(dtype)[6:]}" if operation in REDUCES else ""
+        raise AssertionError(f"data channel {self.name!r}, {self.size} members: {operation}{reduced} is not declared, and not refused")
+
+    def again(self) -> None:
+        """Several groups of the same members side by side, closed and made again."""
+        for _ in range(_ROUNDS):
+            with self.trying("groups of the same members, made, used and closed again and again"):
+                groups = [dr.new_group(self.places, backend=self.name) for _ in range(2)]
+                for group in groups:
+                    self._use(group)
+                groups[0].close()
+                self._use(groups[1])
+                groups[1].close()
+
+    def _use(self, group: dr.ProcessGroup) -> None:
+        rows = self.rows(torch.uint8, 9)
+        tensors = self.there(rows)
+        if "broadcast" in self.has.operations:
+            dr.broadcast(tensors, group=group)
+            _same(tensors, [rows[0]] * self.size)
+        elif "barrier" in self.has.operations:
+            dr.barrier(group, timeout=_PROMPT)
+
+    def deaths(self) -> None:
+        """A member that is killed while others wait for it ends their waiting."""
+        pids = [node.pid for node in dr.nodes()]
+        if self.has.operations & {"broadcast", "all_gather", "barrier"} and self.size > 2:
+            rows = self.there(self.rows(torch.float32, 1000))
+            dr.synchronize()
+            with _killed(pids[self.size - 1]):
+                if "broadcast" in self.has.operations:
+                    dr.broadcast(rows, group=self.group, group_src=self.size - 1)
+                elif "all_gather" in self.has.operations:
+                    dr.all_gather([[t] * self.size for t in rows], rows, group=self.group)
+                else:
+                    dr.barrier(self.group, async_op=True)
+            self._fails("a collective whose last rank was killed", rows[0])
+        if "send" in self.has.operations:
+            with suppress(dr.NodeFailed):  # of the one before, whose failure at this member nobody has read
+                dr.synchronize(1)
+            value = self.at(1, self.draw(torch.float32, _LARGE))
+            dr.synchronize(1)
+            with _killed(pids[1]):
+                arrived = _moved(value, self.places[0])
+            self._fails("a copy whose source was killed", arrived)
+
+    def _fails(self, what: str, result: torch.Tensor) -> None:
+        try:
+            dr.fetch(result, timeout=_PROMPT)
+            dr.synchronize(result.place.node, timeout=_PROMPT)  # type: ignore[attr-defined]
+        except dr.NodeFailed:
+            return
+        except dr.WaitTimeout as error:
+            raise AssertionError(f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}") from error
+        raise AssertionError(f"data channel {self.name!r}, {what}: it came to an end all the same")
+
+
+@contextmanager
+def _killed(pid: int) -> Iterator[None]:
+    """Hold a worker still for the length of a `with` block, then kill it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _moved(value: Any, place: dr.Place) -> Any:
+    return value.to(place)  # which torch's stubs do not know
+
+
+def _op(name: str) -> Any:
+    return dr.premul_sum(_FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
+
+
+def _reduced(op: str, rows: Tensors) -> torch.Tensor:
+    dtype = rows[0].dtype
+    whole = torch.stack([row.to(torch.float64 if dtype.is_floating_point else torch.int64) for row in rows])
+    match op:
+        case "SUM":
+            result = whole.sum(0)
+        case "AVG":
+            result = whole.mean(0)
+        case "PREMUL_SUM":
+            result = (whole * _FACTOR).sum(0)
+        case "PRODUCT":
+            result = whole.prod(0)
+        case "MIN":
+            result = whole.amin(0)
+        case "MAX":
+            result = whole.amax(0)
+        case _:
+            bits = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+            result = functools.reduce(bits, whole.unbind())
+    return result.to(dtype)
+
+
+def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """Raise `AssertionError` unless remote tensors hold what local ones do: to the bit, but for roundings of what is divided."""
+    for rank, (here, expected) in enumerate(zip(dr.fetch(list(found)), wanted)):
+        if here.dtype == torch.bool:  # a bool may hold a 2, which compares equal to another that does
+            here, expected = here.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        if not torch.equal(here, expected):
+            torch.testing.assert_close(here, expected, msg=lambda text, rank=rank: f"[{rank}] is wrong: {text}")  # type: ignore[misc]
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
+
+
+__all__ = ["check_data_channel"]

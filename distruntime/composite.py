@@ -18,7 +18,7 @@ from .dispatch import dispatch
 from .entries import template
 from .first import common_place, relieve
 from .handle import Handle, Residence, Storage, next_ref
-from .issue import issue, issue_draw
+from .issue import issue
 from .learn import PENDING, ask_specs, await_specs
 from .line import user_line
 from .spec import NO_TENSOR, Spec, spec_from_wire, spec_of
@@ -159,14 +159,14 @@ def _record(
     count = len(op._schema.returns) + 1
     handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
-    draws = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
+    random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
         number, words = template(None, DistributedTensor, packed, {}, [1] * count, node, name=function)
         words = [number, *words, *(h.ref for h in handles)]
         if specs is not None:
-            (issue_draw if draws else issue)(words, handles, operands, (), place, user_line())
+            issue(words, handles, operands, (), place, user_line(), random)
             return handles
-        request = ask_specs(words, handles, operands, (), place, user_line())
+        request = ask_specs(words, handles, operands, (), place, user_line(), random)
     # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
     place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, count, node, op)[:-1]]
     for handle, described in zip(handles, found):

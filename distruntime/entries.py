@@ -10,15 +10,13 @@ import torch
 
 from .errors import NotSupportedError
 from .handle import Handle, Residence, Storage, next_ref
-from .issue import issue, issue_draw
+from .issue import issue
 from .node import Line, Node
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .session import active_session
 from .spec import Spec
 from .wire.codec import OPERAND, pack_constant
 from .wrap import reshape_wrapper, wrap, wrap_view
-
-_DRAWS = torch.Tag.nondeterministic_seeded
 
 # template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
 # None; the whole outcome; the operator, kept alive because the signature holds its id
@@ -97,8 +95,7 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
     fresh: list[Handle] = []
 
     built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
-    send = issue if place.node.order is None or _DRAWS not in entry[4].tags else issue_draw
-    send(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line)
+    issue(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line, entry[4])
     if outcome.rebased is not None:
         target, source = outcome.rebased
         operands[target]._handle.storage = operands[source]._handle.storage

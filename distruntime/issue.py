@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .context import current_streams
 from .handle import Handle, Residence, Storage
 from .node import Line, Node
 from .wire.codec import Buffer
+
+_DRAWS = torch.Tag.nondeterministic_seeded
 
 
 def stream_at(place: Residence) -> int:
@@ -18,14 +22,25 @@ def stream_at(place: Residence) -> int:
 
 
 def issue(
-    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+    words: list[Any],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    place: Residence,
+    line: Line,
+    random: Any = False,
 ) -> None:
-    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock."""
+    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock.
+
+    `random` is whether it draws random numbers, or the operator, whose tags say so: the generator counts as a storage that it writes.
+    """
     node = place.node
     with node.lock:
         if node.order is None:
             _append(words, fresh, written, node, line)
-        else:
+        else:  # here, under the lock, as another thread may just have opened the node's first stream
+            if random and (random is True or _DRAWS in random.tags):
+                written = (*written, node.order.generator)
             node.order.issue(stream_at(place), words, fresh, operands, written, line)
 
 
@@ -38,14 +53,6 @@ def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[
             node.order.fence()
             node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
             node.order.follow()
-
-
-def issue_draw(
-    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
-) -> None:
-    """As `issue`, for what draws random numbers: the generator counts as a storage that it writes."""
-    order = place.node.order
-    issue(words, fresh, operands, written if order is None else (*written, order.generator), place, line)
 
 
 def issue_bytes(words: list[Any], data: Buffer, fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line) -> Any:

@@ -44,7 +44,7 @@ def learn(
         handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
         storages = [operands[k]._handle.storage for k in written]
-        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line)
+        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
     described = await_specs(request, count, node, func)
     out: list[Any] = []
     results: list[Result] = []
@@ -80,13 +80,19 @@ def learn(
 
 
 def ask_specs(
-    words: list[Any], fresh: list[Handle], operands: Sequence[Handle], written: Sequence[Storage], place: Residence, line: Line
+    words: list[Any],
+    fresh: list[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    place: Residence,
+    line: Line,
+    random: Any,
 ) -> Request:
-    """Issue an instruction whose results its worker is to describe."""
+    """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
     with node.lock:
         request: Request = node.session.requests.new(node)
-        issue([LEARN, request.number, *words], fresh, operands, written, place, line)
+        issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
         node.flush()
     return request
 

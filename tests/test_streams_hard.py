@@ -309,3 +309,44 @@ def test_a_worker_stops_computing_for_a_master_that_has_gone(fresh_session: Call
     finally:
         dr.shutdown()
         worker.stop()
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_that_meets_the_first_stream_is_waited_for_by_the_next_draw(fresh_session: Callable[..., Any]) -> None:
+    (node,) = fresh_session(world_size=1).nodes
+    x = torch.zeros(N, device="remote")
+    x.uniform_()
+    x.uniform_().cpu()  # from here on its signature is known
+    draw = threading.Thread(target=x.uniform_)
+    with node.lock:  # so that it stands where it is about to issue
+        draw.start()
+        until(lambda: stands_still(draw))
+        stream = dr.Stream(0)
+    draw.join(30)
+    assert not draw.is_alive()
+    assert node.order.generator.written == x._handle.storage.written
+    with dr.stream(stream):
+        torch.rand(N, device="remote").cpu()
+
+
+def stands_still(thread: threading.Thread) -> bool:
+    """Whether a thread has been at one instruction of this package for a while."""
+    seen = set()
+    for _ in range(20):
+        frame = sys._current_frames().get(thread.ident or 0)
+        seen.add((frame.f_code, frame.f_lasti) if frame is not None else None)
+        threading.Event().wait(0.005)
+    return len(seen) == 1 and (only := seen.pop()) is not None and "distruntime" in only[0].co_filename
+
+
+def test_a_layer_whose_results_the_worker_describes_draws_in_turn(fresh_session: Callable[..., Any]) -> None:
+    (node,) = fresh_session(world_size=1).nodes
+    stream = dr.Stream(0)
+    layer, x = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5), torch.randn(3, 2, 8)
+    layer, x = layer.to("remote"), x.to("remote")
+    before = node.order.generator.written
+    with dr.stream(stream), torch.autocast("remote", torch.bfloat16):
+        layer(x)[0].sum()
+    assert node.order.generator.written > before

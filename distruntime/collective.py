@@ -15,12 +15,13 @@ import torch
 
 from . import functional
 from .errors import UsageError, WaitTimeout
+from .event import Event
 from .group import ProcessGroup, groups_of, homes_of
 from .joint import Part, issue_operation, require_operation
 from .line import user_line
 from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor, writable
 from .node import line_text
-from .stream import Event, current_stream
+from .stream import current_stream
 from .tensor import DistributedTensor
 from .work import Work, aside
 

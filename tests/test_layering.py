@@ -77,13 +77,13 @@ MASTER = {
     "members": "errors group handle session spec tensor",
     "functional": "errors group handle joint members spec tensor wrap",
     "work": "context errors event handle stream tensor transfer",
-    "collective": "errors functional group joint line members node stream tensor work",
+    "collective": "errors event functional group joint line members node stream tensor work",
     "point_to_point": "errors group handle line members node session tensor work",
     "": "collective config connect errors event factories fetch functional group handle members "
     "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
-    "testing": "distruntime group session wire.data_channel",
+    "testing": "group session wire.data_channel distruntime",
 }
 WORKER = {
     "": "",

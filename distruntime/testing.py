@@ -68,7 +68,7 @@ class _Check:
         if len(dr.nodes()) < size:
             raise dr.UsageError(f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give sizes=")
         self.name, self.size = name, size
-        homes = [active_session().residence(dr.place(k, "cpu")) for k in range(size)]
+        homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
         if groups_of(active_session()).backend_for(homes, None) != name:
             raise dr.UsageError(f"copies in this session use another data channel: open it with data_channel={name!r}")
         self.places = [dr.place(k, "cpu") for k in range(size)]

@@ -13,7 +13,7 @@ from distruntime.errors import InternalError, StreamCancelled
 from distruntime.wire.messages import Failure
 
 from .devices import Devices
-from .objects import Poisoned, described, failure
+from .objects import Poisoned, described, failure, memory_of
 from .streams import Stream, Work
 from .template import Run, Template
 
@@ -63,14 +63,13 @@ class State:
             cause = self.failure(p, i, error, template.name, described(operands))
             if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
                 self.orphans.append(cause)
-        poisoned = Poisoned(cause)
+        viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
         for k in template.writes:
-            slots[p[i + k]] = poisoned
+            slots[p[i + k]] = Poisoned(cause, viewed)
         for k in template.mutates:
-            written = slots.get(p[i + k])
-            if isinstance(written, torch.Tensor):  # its views and its base hold the same bytes
-                memory = written.untyped_storage()._cdata
+            written = memory_of(slots.get(p[i + k]))
+            if written is not None:  # its views and its base hold the same bytes
                 for ref, value in slots.copy().items():  # other streams add and free meanwhile
-                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
-                        slots[ref] = poisoned
-            slots[p[i + k]] = poisoned
+                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == written._cdata:
+                        slots[ref] = Poisoned(cause)
+            slots[p[i + k]] = Poisoned(cause)

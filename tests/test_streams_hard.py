@@ -16,7 +16,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session import active_session
-from processes import slots, steady, until
+from processes import slots, steady, stopped, until
 from test_security import ListeningWorker
 
 N = 64
@@ -139,6 +139,69 @@ def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, d
     with pytest.raises(dr.WaitTimeout):
         late.synchronize()
     assert total.item() == N
+    assert more.sum().item() == 2 * N
+
+
+def test_a_write_to_a_view_that_was_dropped_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    cancelled, other, _ = three
+    x = settled(torch.zeros(N, device=cancelled.device))
+    slow(cancelled)
+    with dr.stream(cancelled):
+        part = x[1:4]
+        deeper = part[1:]
+    cancelled.cancel()
+    with dr.stream(other):
+        deeper.add_(1)
+    with pytest.raises(dr.StreamCancelled):
+        x.cpu()
+
+
+def test_a_view_that_was_dropped_takes_nothing_along(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    cancelled, other, _ = three
+    x, y = settled(torch.zeros(N, device=cancelled.device)), settled(torch.zeros(3, device=cancelled.device))
+    slow(cancelled)
+    with dr.stream(cancelled):
+        part = x[1:4]
+    cancelled.cancel()
+    with dr.stream(other):
+        y.add_(part)
+    assert x.sum().item() == 0
+    with pytest.raises(dr.StreamCancelled):
+        y.cpu()
+
+
+def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    makes, uploads, _ = three
+    slow(makes)
+    with dr.stream(makes):
+        x = torch.zeros(N, device="remote") + 1
+    with dr.stream(uploads):
+        x.copy_(torch.arange(N, dtype=torch.float32))
+    uploads.cancel()
+    with pytest.raises(dr.StreamCancelled):
+        x.cpu()
+
+
+def test_what_a_cancelled_stream_owes_is_passed_on_by_another_that_is_cancelled_too(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+    last, one, two = three
+    makes, holds = dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
+    with stopped(dr.nodes()[1].pid):
+        event = dr.default_stream(1).record_event()
+        for stream in (makes, holds, one):
+            event.wait(stream)
+        slow(makes)
+        with dr.stream(makes):
+            made = torch.ones(N, device="remote")
+        two.wait_stream(makes)
+        one.wait_stream(two)
+        one.wait_stream(holds)
+        last.wait_stream(one)
+        with dr.stream(last):
+            more = made + 1  # known to come after `makes`, by way of `one` and `two`
+        two.cancel()
+        two.synchronize(30)
+        one.cancel()
+        one.synchronize(30)
     assert more.sum().item() == 2 * N
 
 

@@ -56,13 +56,14 @@ class Cancelling:
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            if p[i + 1] in slots:
+            if word == UPLOAD:  # maybe into a value that another stream is still to make
                 self._waits.pay(stream, p, i)
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template = self._state.info[p[first]]
-        if template.mutates or isinstance(template, Collective):
+        # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
+        if template.mutates or template.views or isinstance(template, Collective):
             self._waits.pay(stream, p, i)
         if isinstance(template, Collective):  # the other members count on it, in the group's order
             return template.drop(slots, p, first, error)

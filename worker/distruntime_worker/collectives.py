@@ -91,6 +91,7 @@ class Collective:
             self.reads += range(offset, offset + len(ins))
             written += range(offset + len(ins), offset + len(ins) + len(outs))
             offset += len(ins) + len(outs)
+        self.views: list[int] = []  # nothing that it makes is a view
         self.mutates, self.writes = (written, []) if inplace else ([], written)
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]

@@ -20,12 +20,20 @@ _printing = threading.Lock()  # torch's print options are one global
 
 
 class Poisoned:
-    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without running."""
+    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without running.
 
-    __slots__ = ("failure",)
+    `memory` is what the value would be a view of: who writes the view has not written that either.
+    """
 
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
+    __slots__ = ("failure", "memory")
+
+    def __init__(self, failure: Failure, memory: torch.UntypedStorage | None = None) -> None:
+        self.failure, self.memory = failure, memory
+
+
+def memory_of(value: Any) -> torch.UntypedStorage | None:
+    """Return the memory that a value in a slot is in, or would be."""
+    return value.untyped_storage() if isinstance(value, torch.Tensor) else value.memory if isinstance(value, Poisoned) else None
 
 
 def class_name(error: BaseException) -> str:

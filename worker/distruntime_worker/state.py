@@ -14,7 +14,7 @@ from distruntime.wire.messages import Failure, Message
 
 from .collectives import Collective
 from .devices import Devices
-from .objects import Poisoned, described, failure
+from .objects import Poisoned, described, failure, memory_of
 from .streams import Stream, Work
 from .template import Run, Template
 
@@ -69,14 +69,13 @@ class State:
 
     def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
-        poisoned = Poisoned(cause)
+        viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
         for k in template.writes:
-            slots[p[i + k]] = poisoned
+            slots[p[i + k]] = Poisoned(cause, viewed)
         for k in template.mutates:
-            written = slots.get(p[i + k])
-            if isinstance(written, torch.Tensor):  # its views and its base hold the same bytes
-                memory = written.untyped_storage()._cdata
+            written = memory_of(slots.get(p[i + k]))
+            if written is not None:  # its views and its base hold the same bytes
                 for ref, value in slots.copy().items():  # other streams add and free meanwhile
-                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory:
-                        slots[ref] = poisoned
-            slots[p[i + k]] = poisoned
+                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == written._cdata:
+                        slots[ref] = Poisoned(cause)
+            slots[p[i + k]] = Poisoned(cause)

@@ -64,8 +64,16 @@ class Stream:
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
     def owe(self, at: int, other: Stream, position: int) -> None:
-        """Note a wait that was dropped at log position `at`; forget those that are over."""
-        self.owed = (*(debt for debt in self.owed if debt[1].position < debt[2]), (at, other, position))
+        """Note a wait that was dropped at log position `at`; forget those that are over, but not what those streams owe themselves."""
+        debts = [*self.owed, (at, other, position)]
+        kept: list[tuple[int, Stream, int]] = []
+        for since, stream, until in debts:  # which grows; ends, as each wait is for a position before its own
+            if stream.position < until:
+                kept.append((since, stream, until))
+            else:
+                new = [(since, third, where) for own, third, where in stream.owed if own <= until]
+                debts += [debt for debt in new if debt not in debts]
+        self.owed = tuple(kept)
 
     def publish(self, position: int) -> None:
         """Let other streams see that this one has got to `position`."""

@@ -45,9 +45,12 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 class Template:
-    """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results."""
+    """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results.
 
-    __slots__ = ("length", "mutates", "name", "reads", "run", "writes")
+    `mutates` are those of operands that it writes, `views` those that its results may be views of.
+    """
+
+    __slots__ = ("length", "mutates", "name", "reads", "run", "views", "writes")
 
     def __init__(
         self,
@@ -62,24 +65,28 @@ class Template:
         self.name = name
         self.reads: list[int] = []
         self.mutates: list[int] = []
+        self.views: list[int] = []
         schema = getattr(call, "_schema", None)
         written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write} if schema else set()
+        viewed = {a.name for a in schema.arguments if a.alias_info is not None and not a.alias_info.is_write} if schema else set()
         names = [a.name for a in schema.arguments] if schema else []
         closure: dict[str, Any] = {"call": call, "fail": fail, "template": self}
         offset = 1
 
-        def word(pattern: Any, mutated: bool) -> str:
+        def word(pattern: Any, argument: str) -> str:
             nonlocal offset
             if pattern == OPERAND or pattern == ["number"]:
                 text = f"slots[p[i+{offset}]]" if pattern == OPERAND else f"p[i+{offset}]"
                 if pattern == OPERAND:
                     self.reads.append(offset)
-                    if mutated:
+                    if argument in written:
                         self.mutates.append(offset)
+                    elif argument in viewed:
+                        self.views.append(offset)
                 offset += 1
                 return text
             if isinstance(pattern, list) and pattern and pattern[0] == "list":
-                return "[" + ", ".join(word(item, mutated) for item in pattern[1:]) + "]"
+                return "[" + ", ".join(word(item, argument) for item in pattern[1:]) + "]"
             constant = unpack_constant(pattern)
             if isinstance(constant, torch.device):
                 constant = device(constant)
@@ -87,11 +94,11 @@ class Template:
             closure[name] = constant
             return name
 
-        words = [word(pattern, k < len(names) and names[k] in written) for k, pattern in enumerate(args)]
+        words = [word(pattern, names[k] if k < len(names) else "") for k, pattern in enumerate(args)]
         for name_, pattern in kwargs.items():
             if not name_.isidentifier():
                 raise ProtocolError(f"not an argument's name: {name_[:40]!r}")
-            words.append(f"{name_}={word(pattern, name_ in written)}")
+            words.append(f"{name_}={word(pattern, name_)}")
         first = offset
         lines: list[str] = []
 

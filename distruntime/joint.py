@@ -23,6 +23,8 @@ from .wire.shield import shield
 
 Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
+_MOST_TEMPLATES = 1 << 12
+
 
 def issue_operation(
     group: ProcessGroup,
@@ -52,6 +54,8 @@ def issue_operation(
     )
     compiled = group.templates.get(key)
     if compiled is None:
+        if len(group.templates) >= _MOST_TEMPLATES:  # programs whose shapes keep changing
+            group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
     # Ctrl-C between two nodes would leave one of them waiting for the other.
     with shield, groups_of(group.session).issuing:

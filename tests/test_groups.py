@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -384,33 +383,3 @@ def test_a_cancelled_stream_with_a_collective_on_it(session: object) -> None:
         assert [t.tolist() for t in late] == [[3.0] * 3] * 2
     drain()
     group.close()
-
-
-# Threads
-
-
-def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
-    fresh_session(world_size=3)
-    groups = [dr.new_group(nodes) for nodes in ([0, 1], [1, 2], [2, 0], [0, 1, 2])]
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        group = groups[number]
-        streams = [dr.Stream(node) for node in group.nodes] if number % 2 else []
-        for k in range(60):
-            values = [there(torch.full((100,), float(k + node)), node) for node in group.nodes]
-            if streams:
-                with dr.stream(streams[k % len(streams)]):
-                    dr.all_reduce(values, group=group)
-            else:
-                dr.all_reduce(values, group=group, async_op=bool(k % 2))
-            expected = float(sum(k + node for node in group.nodes))
-            if k % 5 == 0 and [t[7].item() for t in values] != [expected] * len(values):
-                wrong.append(f"thread {number}, round {k}")
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(groups))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads) and wrong == []

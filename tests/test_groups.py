@@ -363,6 +363,18 @@ def test_poison_reaches_everyone_with_its_first_cause(session: object, bad: int)
     group.close()
 
 
+def test_poison_of_nothing_reaches_everyone_too(session: object) -> None:
+    """Where no bytes move, nobody may be past the operation before word of it has come."""
+    group = dr.new_group([0, 1])
+    for _ in range(10):
+        empty = [there(torch.ones(3))[there(torch.tensor([9]))][:0], there(torch.ones(0), 1)]
+        for out in dr.functional.all_reduce(empty, group=group):
+            with pytest.raises(IndexError):
+                out.cpu()
+    drain()
+    group.close()
+
+
 def test_a_cancelled_stream_with_a_collective_on_it(session: object) -> None:
     """The member whose part was dropped takes part all the same; whoever reads hears of it, and nobody hangs."""
     group, side = dr.new_group([0, 1]), dr.Stream(1)

@@ -31,6 +31,7 @@ from .wire.shield import shield
 
 TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
 _JOIN = 30.0  # seconds that workers have to meet
+_LOOK = 0.1  # seconds between looks whether one of them is lost meanwhile
 _MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
 
 Choice = str | Mapping[str, str]
@@ -220,13 +221,21 @@ class Groups:
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)
             session.post(node, message)
             requests.append(request)
+        deadline = time.monotonic() + _JOIN
         for request in requests:
-            self._answer(request, f"join {group!r}")
+            # One that waits for a member that is lost meanwhile does not answer.
+            while not session.result(request, _LOOK) and not group.broken and time.monotonic() < deadline:
+                pass
+            if group.broken:
+                for left in requests:
+                    session.requests.forget(left)
+                raise NodeFailed(f"{group!r} was not made: {group.broken}")
+            self._answer(request, f"join {group!r}", max(0.0, deadline - time.monotonic()))
 
-    def _answer(self, request: Request, what: str) -> Any:
+    def _answer(self, request: Request, what: str, seconds: float = _JOIN) -> Any:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
         session = self.session
-        if not session.result(request, _JOIN):
+        if not session.result(request, seconds):
             session.requests.forget(request)
             raise ConnectionFailed(f"{request.node} did not {what} within {_JOIN:.0f} s: can the workers reach each other?")
         if request.lost is not None:

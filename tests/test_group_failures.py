@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,23 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
     with pytest.raises(dr.NodeFailed):
         kept[0].to(node=2)
     drain()
+
+
+def test_a_member_that_dies_while_the_group_is_made(fresh_session: Any) -> None:
+    session = fresh_session(world_size=3)
+    dr.barrier(dr.new_group([0, 1]))
+    pid = session.local_workers[2].pid
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL))
+    killer.start()
+    try:
+        with pytest.raises(dr.NodeFailed, match=r"node 2 .*exited: killed by signal 9"):
+            dr.new_group([0, 1, 2])
+    finally:
+        killer.join()
+    values = each([0, 1])
+    dr.all_reduce(values)
+    assert values[0].tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize("size", [10, 4 << 20])

@@ -134,7 +134,10 @@ class Collective:
             channel.barrier()
             return
         if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            return  # on every member, as sizes are equal
+            # On every member, as sizes are equal. A member that is poisoned tells the others before it comes here.
+            if "barrier" in channel.capabilities.operations:
+                channel.barrier()
+            return
         if o.op is not None:
             self._reduce(channel, o.op, inputs, outputs, on)
             return

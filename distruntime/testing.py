@@ -236,7 +236,7 @@ class _Check:
 
     def all_reduce(self) -> None:
         for op, given, dtype in self._declared():
-            for shape in ((7, 3), (0, 3)):
+            for shape in ((7, 3), (), (0, 3)):
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
                     tensors = self.there(rows)

@@ -213,6 +213,12 @@ def test_a_group_of_one(session: object) -> None:
 # Work
 
 
+def test_a_negative_view_is_reduced_by_its_value(session: object) -> None:
+    values = each(A, B)
+    dr.all_reduce([torch._neg_view(t) for t in values], dr.ReduceOp.MAX)
+    assert [t.tolist() for t in values] == [[1.0] * 3] * 2  # the larger of -1 and -2, seen through the view
+
+
 def test_each_method_of_work(session: object) -> None:
     values = each(A, B)
     keep_busy(1)

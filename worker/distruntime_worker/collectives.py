@@ -181,7 +181,8 @@ class Collective:
         # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
-            if self.operation == "all_reduce" and tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex():
+            plain = tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex() and not tensor.is_neg()
+            if plain and self.operation == "all_reduce":
                 channel.all_reduce(tensor, op)
                 return
             landing = _Landing(outputs, on, numbers=True, keep=True)

@@ -13,8 +13,8 @@ from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChan
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 
-# What torch 2.11, 2.13 and 2.15 do alike (tests/test_data_channels.py probes the torch at hand): gloo has no int16, AVG is of floating
-# point only, and a SUM of bools leaves a 2 where two are true, which is no bool.
+# What torch 2.11, 2.13 and 2.15 do alike, every pair of reduction and dtype tried: gloo has no int16, AVG is of floating point only, and a
+# SUM of bools leaves a 2 where two are true, which is no bool.
 _NUMBERS = numbers(torch.int16)
 _FLOATS = frozenset(d for d in _NUMBERS if d.is_floating_point)
 _INTEGERS = _NUMBERS - _FLOATS

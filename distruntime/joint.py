@@ -60,6 +60,7 @@ def issue_operation(
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
     # Ctrl-C between two nodes would leave one of them waiting for the other.
     with shield, groups_of(group.session).issuing:
+        group.require()  # again: another thread may have closed it, and after that no worker knows it
         sequence = group.sequence() & 0x3FFFFFFF
         for node, ranks in group.own.items():
             words: list[Any] = [0, sequence]

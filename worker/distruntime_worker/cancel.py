@@ -62,7 +62,7 @@ class Cancelling:
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template = self._state.info[p[first]]
-        if template.mutates:
+        if template.mutates or isinstance(template, Collective):  # a group's operations keep their order
             self._waits.pay(stream, p, i)
         if isinstance(template, Collective):  # the other members count on it
             return template.drop(slots, p, first, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.session import active_session
+from processes import until
 
 
 def there(value: torch.Tensor, node: int) -> torch.Tensor:
@@ -61,3 +63,26 @@ def test_a_group_closed_while_another_thread_uses_it(session: object) -> None:
         assert errors == [dr.UsageError]
     dr.synchronize()
     assert all(node.failed is None for node in active_session().nodes)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="a process's threads are counted in /proc, which this system has not")
+def test_a_broken_group_leaves_no_threads_on_a_worker(session: object) -> None:
+    a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
+    opened = active_session()
+    worker = dr.nodes()[1]
+
+    def threads() -> int:
+        return len(os.listdir(f"/proc/{worker.pid}/task"))
+
+    def broken() -> None:
+        group = dr.new_group([0, 1])
+        dr.all_reduce([a, b], group=group)
+        dr.synchronize()
+        opened.groups.end(group, "for a test")
+
+    broken()
+    dr.synchronize()
+    before = threads()
+    for _ in range(5):
+        broken()
+    until(lambda: threads() <= before)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, UsageError
 from .first import relieve
 from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence
@@ -55,6 +55,8 @@ def issue_operation(
     )
     compiled = group.templates.get(key)
     if compiled is None:
+        if inplace:
+            _require_written(operation, parts)
         if len(group.templates) >= _MOST:
             group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
@@ -83,6 +85,16 @@ def issue_operation(
                 issue_joint(words, [] if inplace else outputs, [*operands, *outputs] if inplace else operands, written, homes, serial, line)
     for node in group.own:
         relieve(node)
+
+
+def _require_written(operation: str, parts: Sequence[Part]) -> None:
+    """Raise `UsageError` for an output that cannot be written: found out on its worker, it would break the group."""
+    for _, outs in parts:
+        for handle in outs:
+            if handle.spec.expanded:
+                raise UsageError(
+                    f"{operation} cannot write {handle.spec}, which is expanded: several of its elements are one. x.clone() it"
+                )
 
 
 def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]) -> dict[Any, tuple[bytes, list[Any]]]:

@@ -86,3 +86,35 @@ def test_a_broken_group_leaves_no_threads_on_a_worker(session: object) -> None:
     for _ in range(5):
         broken()
     until(lambda: threads() <= before)
+
+
+def test_a_reduction_in_place_of_what_is_pending_negation(session: object) -> None:
+    a, b = there(torch.tensor([1 + 2j]), 0).conj().imag, there(torch.tensor([5.0]), 1)
+    assert a.is_neg() and a.is_contiguous()
+    dr.all_reduce([a, b], op=dr.ReduceOp.MAX)
+    assert (a.tolist(), b.tolist()) == ([5.0], [5.0])
+
+
+def test_all_to_all_over_its_own_inputs(session: object) -> None:
+    tensors = [there(torch.arange(4.0), 0), there(torch.arange(4.0) * 10, 1)]
+    dr.all_to_all_single(tensors, tensors)
+    assert [t.tolist() for t in tensors] == [[0.0, 1.0, 0.0, 10.0], [2.0, 3.0, 20.0, 30.0]]
+
+
+def test_an_expanded_tensor_is_no_output(session: object) -> None:
+    group = dr.new_group([0, 1])
+    row, wide = there(torch.ones(1), 0), there(torch.arange(4.0), 1)
+    with pytest.raises(dr.UsageError, match="expanded"):
+        dr.all_reduce([row.expand(4), wide], group=group)
+    whole = there(torch.ones(4), 0)
+    dr.all_reduce([whole, wide], group=group)  # the group is as good as before
+    assert whole.tolist() == [1.0, 2.0, 3.0, 4.0]
+    group.close()
+
+
+def test_a_copy_over_an_expanded_tensor_fails_as_at_home(session: object) -> None:
+    row, wide = there(torch.ones(1), 0).expand(4), there(torch.arange(4.0), 1)
+    with pytest.raises(RuntimeError, match="single memory location") as raised:
+        row.copy_(wide).tolist()
+    assert not isinstance(raised.value, dr.NodeFailed)  # the channel between the two nodes is as good as before
+    assert wide.to(dr.place(0, "cpu")).tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -161,6 +161,8 @@ class Collective:
                 channel.scatter(into.data, data, o.root)
             case "all_to_all":
                 assert data is not None
+                if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:  # parts would arrive over what has yet to leave
+                    data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
@@ -177,7 +179,8 @@ class Collective:
         # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
-            if self.operation == "all_reduce" and tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex():
+            plain = tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex() and not tensor.is_neg()
+            if plain and self.operation == "all_reduce":
                 channel.all_reduce(tensor, op)
                 return
             landing = _Landing(outputs, on, numbers=True, keep=True)

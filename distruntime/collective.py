@@ -18,10 +18,11 @@ from .errors import UsageError, WaitTimeout
 from .group import ProcessGroup, groups_of, homes_of
 from .joint import Part, issue_operation, require_operation
 from .line import user_line
-from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, same, session_of, tensor
+from .members import ReduceOp, at, expect, firsts, lists_each, one_each, reduction, root_of, same, session_of, tensor
 from .node import line_text
 from .stream import current_stream
 from .tensor import DistributedTensor
+from .wait import checked
 from .work import Work, aside
 
 Tensors = Sequence[torch.Tensor]
@@ -253,7 +254,7 @@ def all_to_all(
     output_tensor_lists: Lists, input_tensor_lists: Lists, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Give member j the j-th tensor of every member's list: `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`."""
-    first = [tensor(row[0], f"input_tensor_lists[{k}][0]") for k, row in enumerate(input_tensor_lists)]
+    first = firsts(input_tensor_lists, "input_tensor_lists")
     ins = lists_each(group, input_tensor_lists, "input_tensor_lists", first)
     found, _ = one_each(group, first, "input_tensor_lists")
     outs = lists_each(found, output_tensor_lists, "output_tensor_lists", first)
@@ -315,7 +316,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: 
     Raises `WaitTimeout` after `timeout` seconds (default: the group's), naming the members that are late and what they are doing. With
     `async_op` return at once: what follows on each member's current stream waits for all members when the `Work` says so.
     """
-    session = session_of(group)
+    session, timeout = session_of(group), checked(timeout)
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
     before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}

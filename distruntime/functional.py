@@ -18,7 +18,7 @@ from .errors import UsageError
 from .group import ProcessGroup
 from .handle import Handle, Storage, next_ref
 from .joint import Part, contiguous, issue_operation, require_operation
-from .members import ReduceOp, group_for, lists_each, one_each, reduction, root_of, same, tensor
+from .members import ReduceOp, firsts, group_for, lists_each, one_each, reduction, root_of, same, tensor
 from .spec import Spec
 from .tensor import DistributedTensor
 from .wrap import wrap
@@ -285,7 +285,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, grou
 
 def all_to_all(tensors: Sequence[Sequence[torch.Tensor]], group: ProcessGroup | None = None) -> list[list[torch.Tensor]]:
     """Return, for each member, what every member has for it: row j of the result is column j of `tensors`."""
-    first = [tensor(row[0], f"tensors[{k}][0]") for k, row in enumerate(tensors)]
+    first = firsts(tensors, "tensors")
     found = group_for(group, first)
     given = lists_each(found, tensors, "tensors", first)
     flat = [[t.reshape(-1) for t in row] for row in given]

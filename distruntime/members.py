@@ -64,6 +64,16 @@ def one_each(group: ProcessGroup | None, value: Any, name: str) -> tuple[Process
     return found, tensors
 
 
+def firsts(value: Any, name: str) -> list[DistributedTensor]:
+    """Return the first tensor of each member's list, which shows its place; raise `UsageError` for what are no such lists."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:
+        raise UsageError(f"{name} must be a list with one list of tensors for each member of the group, got {_described(value)}")
+    for k, row in enumerate(value):
+        if isinstance(row, torch.Tensor) or not isinstance(row, Sequence) or not row:
+            raise UsageError(f"{name}[{k}] must be a list of tensors, one for each member, got {_described(row)}")
+    return [tensor(row[0], f"{name}[{k}][0]") for k, row in enumerate(value)]
+
+
 def lists_each(group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]) -> list[list[DistributedTensor]]:
     """Return one list of tensors per member, each on its member's place, which `like` shows where no group is given."""
     found = group_for(group, like)

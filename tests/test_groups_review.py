@@ -118,3 +118,23 @@ def test_a_copy_over_an_expanded_tensor_fails_as_at_home(session: object) -> Non
         row.copy_(wide).tolist()
     assert not isinstance(raised.value, dr.NodeFailed)  # the channel between the two nodes is as good as before
     assert wide.to(dr.place(0, "cpu")).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
+def test_a_groups_timeouts_are_numbers_of_seconds(session: object, seconds: Any) -> None:
+    with pytest.raises(dr.UsageError, match="seconds"):
+        dr.new_group([0, 1], timeout=seconds)
+    with pytest.raises(dr.UsageError, match="seconds"):
+        dr.barrier(timeout=seconds)
+    work = dr.all_reduce([there(torch.ones(1), 0), there(torch.ones(1), 1)], async_op=True)
+    assert work is not None
+    with pytest.raises(dr.UsageError, match="seconds"):
+        work.synchronize(seconds)
+
+
+@pytest.mark.parametrize("lists", [[], [[]], 3, [3, 4]], ids=str)
+def test_all_to_all_of_what_are_no_lists(session: object, lists: Any) -> None:
+    with pytest.raises(dr.UsageError, match="must be a list"):
+        dr.all_to_all(lists, lists)
+    with pytest.raises(dr.UsageError, match="must be a list"):
+        dr.functional.all_to_all(lists)

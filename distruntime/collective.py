@@ -19,10 +19,11 @@ from .event import Event
 from .group import ProcessGroup, groups_of, homes_of
 from .joint import Part, issue_operation, require_operation
 from .line import user_line
-from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor, writable
+from .members import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor
 from .node import line_text
 from .stream import current_stream
 from .tensor import DistributedTensor
+from .wait import checked
 from .work import Work, aside
 
 Tensors = Sequence[torch.Tensor]
@@ -31,9 +32,6 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], **options: Any) -> None:
     """Issue an operation that writes its outputs."""
-    for row in outputs:
-        for t in row:
-            writable(t)
     parts: list[Part] = [([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)]
     issue_operation(group, operation, parts, inplace=True, **options)
     for row in outputs:
@@ -321,7 +319,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: 
     Raises `WaitTimeout` after `timeout` seconds (default: the group's), naming the members that are late and what they are doing. With
     `async_op` return at once: what follows on each member's current stream waits for all members when the `Work` says so.
     """
-    session = session_of(group)
+    session, timeout = session_of(group), checked(timeout)
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
     before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}

@@ -25,6 +25,7 @@ from .node import Node
 from .requests import Request
 from .session import Session, active_session
 from .spec import NO_TENSOR
+from .wait import is_timeout
 from .wire.data_channel import Capabilities, registered
 from .wire.messages import BreakGroup, OpenGroup, Peers, Signal
 from .wire.shield import shield
@@ -402,6 +403,6 @@ def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | Non
         ConfigurationError: a worker does not have the data channel, or a port is in use. ConnectionFailed: members do not find each other.
     """
     session = active_session()
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise UsageError(f"timeout is a number of seconds above 0, got {timeout!r}")
+    if timeout is not None and not (is_timeout(timeout) and timeout > 0):
+        raise UsageError(f"timeout is a number of seconds above 0, or None for {TIMEOUT:g}; got {timeout!r}")
     return groups_of(session).open(homes_of(session, nodes_or_places), backend, timeout)

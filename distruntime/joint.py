@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, UsageError
 from .first import relieve
 from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence
@@ -55,11 +55,14 @@ def issue_operation(
     )
     compiled = group.templates.get(key)
     if compiled is None:
+        if inplace:
+            _require_written(operation, parts)
         if len(group.templates) >= _MOST:
             group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
     # Ctrl-C between two nodes would leave one of them waiting for the other.
     with shield, groups_of(group.session).issuing:
+        group.require()  # again: another thread may have closed it, and after that no worker knows it
         sequence = group.sequence() & 0x3FFFFFFF
         for node, ranks in group.own.items():
             words: list[Any] = [0, sequence]
@@ -82,6 +85,17 @@ def issue_operation(
                 issue_joint(words, [] if inplace else outputs, [*operands, *outputs] if inplace else operands, written, homes, serial, line)
     for node in group.own:
         relieve(node)
+
+
+def _require_written(operation: str, parts: Sequence[Part]) -> None:
+    """Raise `UsageError` for an output that cannot be written: found out on its worker, it would break the group."""
+    for _, outs in parts:
+        for handle in outs:
+            if handle.spec.expanded:
+                raise UsageError(
+                    "unsupported operation: more than one element of the written-to tensor refers to a single memory location: "
+                    f"{operation} into {handle.spec} with strides {handle.spec.stride}. Clone it first"
+                )
 
 
 def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]) -> dict[Any, tuple[bytes, list[Any]]]:

@@ -108,15 +108,6 @@ def expect(t: DistributedTensor, size: Sequence[int], dtype: torch.dtype, what: 
         raise UsageError(f"{what} must be {tuple(size)} {str(dtype)[6:]}, got {t._handle.spec}")
 
 
-def writable(t: DistributedTensor) -> None:
-    """Raise `UsageError` if elements of `t` share memory: written on a worker, it would cost the whole group."""
-    if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape)):
-        raise UsageError(
-            f"unsupported operation: more than one element of the written-to tensor refers to a single memory location: {t._handle.spec} "
-            f"with strides {t.stride()}. Clone it first"
-        )
-
-
 def rows_of(value: Any, name: str) -> list[DistributedTensor]:
     """Return the first tensor of each list of a list of lists; raise `UsageError` for what is none."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:

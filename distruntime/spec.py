@@ -31,6 +31,11 @@ class Spec:
         """Bytes from the start of the storage to the end of the last element: what the storage holds at least."""
         return (self.offset + self._span()) * self.dtype.itemsize if self.size.numel() else 0
 
+    @property
+    def expanded(self) -> bool:
+        """Whether several elements are one, so that the tensor cannot be written."""
+        return any(n > 1 and not s for n, s in zip(self.size, self.stride)) and self.size.numel() > 0
+
     def _span(self) -> int:
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride)) if self.size.numel() else 0
 

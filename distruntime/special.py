@@ -96,7 +96,7 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return NotImplemented
         if here.node is place.node:
             return call(cls, func, args, kwargs, place, None)
-        if source.shape != target.shape or source.dtype != target.dtype or not source.numel():
+        if source.shape != target.shape or source.dtype != target.dtype or not source.numel() or target._handle.spec.expanded:
             return func(target, move(source, place))
         _across(source._handle, target._handle, inplace=True)
         return target

@@ -15,6 +15,7 @@ from .handle import Place, Residence
 from .stream import Stream, current_stream
 from .tensor import DistributedTensor
 from .transfer import read
+from .wait import checked
 
 Tensors = Sequence[DistributedTensor]
 
@@ -54,6 +55,7 @@ class Work:
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until every member has done the operation; raise what failed. Raises `WaitTimeout` after `timeout` seconds."""
+        timeout = checked(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for event in self._begun().values():
             event.synchronize(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -165,6 +165,8 @@ class Collective:
                 channel.scatter(into.data, data, o.root)
             case "all_to_all":
                 assert data is not None
+                if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:  # parts would arrive over what has yet to leave
+                    data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")

@@ -50,6 +50,14 @@ class Group:
         self._told: dict[int, tuple[set[int], threading.Event]] = {}
         self._lock = threading.Lock()
 
+    def enter(self, rank: int, channel: DataChannel) -> None:
+        """Take the channel of an own member that has joined; abort it if the group has broken meanwhile."""
+        with self._lock:
+            if not self.broken:
+                self.channels[rank] = channel
+                return
+        channel.abort()
+
     def run(self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
         """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
         if self.broken or self.closed:
@@ -109,8 +117,11 @@ class Group:
             if self.broken or self.closed:
                 return False
             self.broken = reason
+            # Let go, or its threads and sockets stay until the collector comes by, which on a worker is rarely.
+            channels, self.channels = self.channels, {}
         self._ends.set()
-        for channel in self.channels.values():
+        while channels:
+            _, channel = channels.popitem()
             try:
                 channel.abort()
             except Exception:
@@ -123,7 +134,8 @@ class Group:
             if self.broken or self.closed:
                 return
             self.closed = True
-        for channel in self.channels.values():
+            channels, self.channels = self.channels, {}
+        for channel in channels.values():
             channel.close()
 
     # -- poisoned values ---------------------------------------------------------------------------------------------------------
@@ -210,10 +222,7 @@ class Groups:
                 store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
                 own = dist.PrefixStore(f"group-{group.number}", store)
                 membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, own)
-                channel = factory(membership)
-                group.channels[rank] = channel
-                if group.broken:
-                    channel.abort()
+                group.enter(rank, factory(membership))
             except Exception as error:
                 errors.append(error)
 

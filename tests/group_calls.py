@@ -66,7 +66,8 @@ def cases(size: int) -> Iterator[Case]:
         "all_to_all_uneven",
     )
     kinds = [(op, dtype) for op in ARITHMETIC for dtype in (*FLOATS, *INTEGERS)] + [(op, dtype) for op in BITS for dtype in INTEGERS]
-    kinds += [("SUM", dtype) for dtype in COMPLEX]
+    kinds += [("SUM", dtype) for dtype in COMPLEX] + [("AVG", dtype) for dtype in FLOATS]
+    kinds += [(op, torch.bool) for op in ("PRODUCT", "MIN", "MAX", *BITS)]
     for (op, dtype), name in itertools.product(kinds, reducing):
         yield Case(name, dtype, op, root=size - 1 if name == "reduce" else 0)
     for name, dtype in itertools.product(moving, MOVED):

@@ -87,13 +87,14 @@ class Gloo(DataChannel):
         self._group._reduce_scatter_base(output, data, options).wait()
 
     def abort(self) -> None:
-        if self.size == 1:
-            return
-        # gloo has no other way from outside: an operation that times out closes every connection of its group, and what waits raises.
-        try:
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], 1 - min(self.rank, 1), _NEVER).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # what was wanted
+        # gloo has no other way from outside: an operation that times out closes every connection of its group, and what waits raises. With
+        # a member that is gone it does not time out but fails, and closes nothing: so with each, until one is there.
+        for peer in range(self.size):
+            if peer != self.rank:
+                try:
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue  # what was wanted
 
     def close(self) -> None:
         del self._group

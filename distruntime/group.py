@@ -108,7 +108,6 @@ class Groups:
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
         self._stores: dict[Node, list[Any]] = {}
-        self._addresses: dict[int, str] = {}
         self._secret = os.urandom(16)
         self._asked: list[Request] = []
         self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who sends it, from which position on, and who waits
@@ -131,12 +130,12 @@ class Groups:
             request.when_done(self._listens)
 
     def _listens(self, request: Request) -> None:
-        if request.cause is None and request.lost is None:
-            self._addresses[request.node.index] = str(request.value)
         if not self.met and all(request.done for request in self._asked):
-            addresses = [self._addresses.get(k, "") for k in range(len(self.session.nodes))]
+            # Of all of them: some may have been answered before anyone was told of it.
+            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None}
+            addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
             for node in self.session.nodes:
-                if node.index in self._addresses and node.failed is None:
+                if node.index in listening and node.failed is None:
                     self.session.post(node, Peers(node.index, self._secret, addresses))
             self.met = True
 
@@ -145,7 +144,8 @@ class Groups:
         for request in self._asked:
             if not self.session.result(request, max(0.0, deadline - time.monotonic())):
                 raise ConnectionFailed(f"{request.node} did not say within {_JOIN:.0f} s where it listens for other workers")
-            self.session.raise_for(request)
+            if request.lost is None:  # a node that is gone need not be met
+                self.session.raise_for(request)
 
     def remember(self, number: int, here: Node, there: Node, position: int) -> None:
         """Note who waits for a signal of another node, which it never gets if that one is lost."""
@@ -301,10 +301,12 @@ class Groups:
                     found = kept[places] = self.open(homes)
         return found
 
-    def _broken(self, number: int, reason: str) -> None:
+    def _broken(self, node: Node, number: int, reason: str) -> None:
         group = self._groups.get(number)
         if group is not None:
-            self.end(group, reason)
+            if node not in group.own:
+                raise ProtocolError(f"a worker breaks group {number}, which it is not in")
+            self.end(group, f"{node}: {reason}")
 
     def end(self, group: ProcessGroup, reason: str) -> None:
         """Break a group: whoever waits in it fails now, with this reason."""

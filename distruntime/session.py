@@ -53,7 +53,7 @@ class Session:
         self.local_workers: list[LocalWorker] = []
         self.on_close: list[Callable[[], None]] = []
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
-        self.on_broken: Callable[[int, str], None] = _unknown  # called when a worker says that a group has broken
+        self.on_broken: Callable[[Node, int, str], None] = _unknown  # called when a worker says that a group has broken
         self.groups: Any = None  # the Groups of its workers, a layer up
         self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
         self._looked = 0.0
@@ -266,7 +266,7 @@ class Session:
             case Failed():
                 self.requests.fail(node, message.request, message.failure)
             case BreakGroup():
-                self.on_broken(message.group, f"{node}: {message.reason}")
+                self.on_broken(node, message.group, message.reason)
             case Goodbye():
                 self.lose(node, f"left: {message.reason}")
             case _:
@@ -396,7 +396,7 @@ class Session:
             raise remote_error(*unread[0])
 
 
-def _unknown(group: int, reason: str) -> None:
+def _unknown(node: Node, group: int, reason: str) -> None:
     raise ProtocolError(f"a worker names the group {group}, and there are none")
 
 

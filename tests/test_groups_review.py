@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.group import Groups, homes_of
 from distruntime.session import active_session
-from processes import until
+from distruntime.wire.channel import Channel
+from distruntime.wire.codec import encode
+from distruntime.wire.messages import BreakGroup, Meet, Taint
+from processes import stopped, until
 
 
 def there(value: torch.Tensor, node: int) -> torch.Tensor:
@@ -138,3 +144,69 @@ def test_all_to_all_of_what_are_no_lists(session: object, lists: Any) -> None:
         dr.all_to_all(lists, lists)
     with pytest.raises(dr.UsageError, match="must be a list"):
         dr.functional.all_to_all(lists)
+
+
+def poisoned(node: int) -> torch.Tensor:
+    """Return two numbers that are poisoned, on a node's CPU."""
+    return there(torch.ones(3), node).index_select(0, there(torch.tensor([0, 99]), node))
+
+
+def both_hear(group: dr.ProcessGroup) -> None:
+    """Check that each of two workers hears what the other says of a poisoned value."""
+    for node in (0, 1):
+        tensors = [poisoned(k) if k == node else there(torch.ones(2), k) for k in (0, 1)]
+        dr.all_reduce(tensors, group=group)
+        with pytest.raises(IndexError):
+            tensors[1 - node].tolist()
+
+
+def test_workers_that_answer_before_anyone_listens_meet_all_the_same(fresh_session: Callable[..., Any]) -> None:
+    opened = fresh_session(world_size=2)
+    ask = opened.ask
+
+    def ask_and_wait(*args: Any) -> Any:
+        request = ask(*args)
+        opened.result(request)
+        return request
+
+    opened.ask = ask_and_wait
+    groups = Groups(opened, "auto")
+    groups.meet()
+    opened.ask = ask
+    both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
+
+
+def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callable[..., Any]) -> None:
+    opened = fresh_session(world_size=3)
+    groups = Groups(opened, "auto")
+    pid = dr.nodes()[2].pid
+    with stopped(pid):
+        groups.meet()
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: opened.nodes[2].failed)
+    both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
+
+
+def test_a_worker_breaks_no_group_that_it_is_not_in(fresh_session: Callable[..., Any]) -> None:
+    opened = fresh_session(world_size=3)
+    group = dr.new_group([0, 1], timeout=20.0)
+    opened.take(opened.nodes[2].peer, [encode(BreakGroup(group.number, "out of spite"))])
+    assert opened.nodes[2].failed
+    both_hear(group)
+
+
+def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[..., Any]) -> None:
+    opened = fresh_session(world_size=2)
+    group = dr.new_group([0, 1], timeout=20.0)
+    both_hear(group)
+    for name, node, failure in ((b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]), (b"b", 1, [[]] * 8), (b"c", 1, [])):
+        liar = Channel()
+        liar.connect(opened.groups._asked[0].value, name)
+        for message in (Meet(opened.groups._secret, node), Taint(group.number, 5, failure), Taint(group.number, 6, failure)):
+            liar.send(name, [encode(message)])
+        until(lambda liar=liar: liar.sent_bytes)  # type: ignore[misc]
+        both_hear(group)  # whose fifth and sixth operations are these
+        liar.close()
+    tensors = [there(torch.ones(2), 0), there(torch.ones(2), 1)]
+    dr.all_reduce(tensors, group=group)
+    assert tensors[0].tolist() == [2.0, 2.0]

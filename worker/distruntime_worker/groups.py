@@ -261,12 +261,13 @@ class Groups:
         """Act on what another worker says of a group."""
         match message:
             case Taint(group=number, sequence=sequence, failure=fields):
+                if [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:  # the master drops who passes on anything else
+                    raise ProtocolError("Taint without a failure")
                 group = self._groups.get(number)
                 if group is not None:
-                    try:
-                        group.tainted(sequence, Failure(*fields))
-                    except TypeError as error:
-                        raise ProtocolError(f"Taint without a failure: {error}") from None
+                    if node not in group.nodes:
+                        raise ProtocolError(f"Taint for group {number} by node {node}, which is not in it")
+                    group.tainted(sequence, Failure(*fields))
                 tell(node, Tainted(number, sequence))
             case Tainted(group=number, sequence=sequence):
                 group = self._groups.get(number)

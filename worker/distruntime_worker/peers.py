@@ -91,6 +91,8 @@ class PeerChannel:
                 self._known.wait(10.0)  # the master may have told the other one first
                 if self._peers is None or not compare_digest(secret, self._peers.secret):
                     raise ProtocolError("Meet without the session's secret")
+                if not 0 <= node < len(self._peers.addresses):
+                    raise ProtocolError(f"Meet as node {node}, of {len(self._peers.addresses)}")
                 self._introduced[peer] = node
             case Signal() | Taint() | Tainted():
                 node = self._introduced.get(peer, -1)

@@ -104,6 +104,7 @@ class Groups:
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
+        self._closing: dict[ProcessGroup, dict[Node, int]] = {}  # those whose members may still be at work, and until where
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
@@ -154,14 +155,21 @@ class Groups:
             for n in passed:
                 del self._signals[n]
         self._signals[number] = here, position, there
+        if there.failed is not None:  # just now
+            self._unsignalled(number)
+
+    def _unsignalled(self, number: int) -> None:
+        """Tell who waits for a signal of a lost node that it will not come."""
+        waits = self._signals.pop(number, None)
+        if waits is not None and waits[0].failed is None:
+            here, _, there = waits
+            self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"))
 
     def _lost(self, node: Node) -> None:
-        for number, (here, _, there) in list(self._signals.items()):
+        for number, (_, _, there) in list(self._signals.items()):
             if there is node:
-                del self._signals[number]
-                if here.failed is None:
-                    self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {node} {node.failed}"))
-        for group in list(self._groups.values()):
+                self._unsignalled(number)
+        for group in [*self._groups.values(), *self._closing]:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
 
@@ -322,6 +330,7 @@ class Groups:
 
     def close(self, group: ProcessGroup) -> None:
         """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
+        ends: dict[Node, int] = {}
         with shield, self.issuing:
             if not group.broken and not group.closed and self.session.closed is None:
                 fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
@@ -329,7 +338,11 @@ class Groups:
                     with node.lock:
                         words = [node.template(msgpack.packb(fields), fields), 0]
                         issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
+                        ends[node] = node.base + len(node.log)
             group.closed = True
+        self._closing = {g: at for g, at in self._closing.items() if any(n.failed is None and n.acknowledged < k for n, k in at.items())}
+        if ends:
+            self._closing[group] = ends
         self._groups.pop(group.number, None)
 
 

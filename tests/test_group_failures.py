@@ -104,6 +104,26 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
     drain()
 
 
+@pytest.mark.parametrize("victim, closed", [(0, False), (1, False), (2, False), (2, True)])
+def test_whoever_dies_the_others_stop_waiting_for_each_other(fresh_session: Any, victim: int, closed: bool) -> None:
+    """The others have begun, and none of them may wait on: gloo knows only of those that are beside it. A group that is closed counts too."""
+    session = fresh_session(world_size=3)
+    group = dr.new_group([0, 1, 2])
+    given = each([0, 1, 2], size=1 << 16)
+    dr.all_reduce(given, group=group)
+    dr.synchronize()
+    os.kill(session.local_workers[victim].pid, signal.SIGSTOP)
+    results = [dr.functional.all_reduce(given, group=group), dr.functional.all_gather(given, group=group)]
+    if closed:
+        group.close()
+    others = [node for node in range(3) if node != victim]
+    until(lambda: all(session.value(session.ask(session.nodes[node], "status"))[1] is not None for node in others))
+    os.kill(session.local_workers[victim].pid, signal.SIGKILL)
+    for tensors in results:
+        broken([tensors[node] for node in others], rf"node {victim} .*exited: killed by signal 9")
+    drain()
+
+
 def test_a_member_that_dies_while_the_group_is_made(fresh_session: Any) -> None:
     session = fresh_session(world_size=3)
     dr.barrier(dr.new_group([0, 1]))

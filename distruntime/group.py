@@ -313,6 +313,7 @@ class Groups:
                         words = [node.template(msgpack.packb(fields), fields), 0]
                         issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
             group.closed = True
+            group.mail = None  # whoever keeps the closed group need not keep what nobody received
         self._groups.pop(group.number, None)
 
 

@@ -340,6 +340,7 @@ class Groups:
                         issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
                         ends[node] = node.base + len(node.log)
             group.closed = True
+            group.mail = None  # whoever keeps the closed group need not keep what nobody received
         self._closing = {g: at for g, at in self._closing.items() if any(n.failed is None and n.acknowledged < k for n, k in at.items())}
         if ends:
             self._closing[group] = ends

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .context import current_streams
-from .errors import DistruntimeError, UsageError
+from .errors import DistruntimeError, NodeFailed, UsageError
 from .event import Event
 from .handle import Place, Residence
 from .stream import Stream, current_stream
@@ -61,8 +61,8 @@ class Work:
             event.synchronize(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def is_completed(self) -> bool:
-        """Return whether every member has done it. Asks the workers: a round trip each."""
-        return self._events is not None and all(event.query() for event in self._events.values())
+        """Return whether every member has done it, or is lost. Asks the workers: a round trip each."""
+        return self._events is not None and all(map(_over, self._events.values()))
 
     def exception(self) -> BaseException | None:
         """Return what the operation failed with, once it has completed; None while it runs or if it has not failed."""
@@ -133,6 +133,13 @@ def aside(streams: dict[Place, Stream], homes: Sequence[Residence], everything: 
     finally:
         current_streams.reset(token)
     return {home.place: streams[home.place].record_event() for home in homes}
+
+
+def _over(event: Event) -> bool:
+    try:
+        return event.query()
+    except NodeFailed:
+        return True  # nothing more happens there
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -17,8 +17,8 @@ from distruntime.group import Groups, homes_of
 from distruntime.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import encode
-from distruntime.wire.messages import BreakGroup, Meet, Taint
-from processes import stopped, until
+from distruntime.wire.messages import BreakGroup, Meet, OpenGroup, Taint
+from processes import slots, stopped, until
 
 
 def there(value: torch.Tensor, node: int) -> torch.Tensor:
@@ -210,3 +210,33 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
     tensors = [there(torch.ones(2), 0), there(torch.ones(2), 1)]
     dr.all_reduce(tensors, group=group)
     assert tensors[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("members", [[[0]], [[2, "cpu"]], [[0, "nowhere"]]], ids=str)
+def test_a_worker_drops_a_master_that_opens_a_group_of_nobody(fresh_session: Callable[..., Any], members: list[Any]) -> None:
+    opened = fresh_session(world_size=2)
+    node = opened.nodes[0]
+    opened.post(node, OpenGroup(0, 1, "gloo", b"", [0, 1], members, ["127.0.0.1", 1], 5.0))
+    until(lambda: node.failed)
+    assert "left: group 1 of" in node.failed  # not exited
+
+
+def test_a_work_whose_member_is_lost_is_over_and_has_failed(fresh_session: Callable[..., Any]) -> None:
+    opened = fresh_session(world_size=2)
+    group = dr.new_group([0, 1])
+    with stopped(dr.nodes()[1].pid):
+        work = dr.all_reduce([there(torch.ones(2), 0), there(torch.ones(2), 1)], group=group, async_op=True)
+        os.kill(dr.nodes()[1].pid, signal.SIGKILL)
+    assert work is not None
+    until(lambda: opened.nodes[1].failed)
+    until(work.is_completed)
+    assert isinstance(work.exception(), dr.NodeFailed)
+    assert not work.is_success()
+
+
+def test_a_closed_group_keeps_nothing_that_was_sent_in_it(session: object) -> None:
+    group = dr.new_group([0, 1])
+    dr.send(there(torch.ones(2), 0), dst=1, group=group)
+    held = slots(1)
+    group.close()
+    assert slots(1) == held - 1

@@ -207,9 +207,15 @@ class Groups:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
         if message.group in self._groups or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        group = self._groups[message.group] = Group(message, self._report)
-        for rank, device in message.members:
-            group.devices[rank] = self._devices.real(torch.device(device))
+        group = Group(message, self._report)
+        try:
+            for rank, device in message.members:
+                group.devices[rank] = self._devices.real(torch.device(device))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ProtocolError(f"group {message.group} of members {message.members!r:.80}: {error}") from error
+        if not all(type(rank) is int and 0 <= rank < len(group.nodes) for rank in group.devices):
+            raise ProtocolError(f"group {message.group} of {len(group.nodes)} has members {message.members!r:.80}")
+        self._groups[message.group] = group
         threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
 
     def _join(self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:

@@ -230,6 +230,7 @@ class Groups:
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)
             session.post(node, message)
             requests.append(request)
+<<<<<<< HEAD
         deadline = time.monotonic() + _JOIN
         for request in requests:
             # One that waits for a member that is lost meanwhile does not answer.
@@ -245,6 +246,21 @@ class Groups:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
         session = self.session
         if not session.result(request, seconds):
+=======
+        try:
+            session.results(requests, _JOIN)
+            # First who says why not: the others only wait for it.
+            for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
+                self._answer(request, f"join {group!r}", 0.0)
+        finally:
+            for request in requests:
+                session.requests.forget(request)
+
+    def _answer(self, request: Request, what: str, limit: float = _JOIN) -> Any:
+        """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
+        session = self.session
+        if not session.result(request, limit):
+>>>>>>> review4
             session.requests.forget(request)
             raise ConnectionFailed(f"{request.node} did not {what} within {_JOIN:.0f} s: can the workers reach each other?")
         if request.lost is not None:

@@ -136,6 +136,11 @@ class Session:
                 self.requests.forget(request)
             raise
 
+    def results(self, requests: Sequence[Request], timeout: float) -> None:
+        """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
+        enough = lambda: all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)  # noqa: E731
+        self.requests.wait(enough, self._read, time.monotonic() + timeout, requests[0].node)
+
     def value(self, request: Request) -> Any:
         """Block for the reply and return its value; raise the failure that it brings."""
         if not request.done:

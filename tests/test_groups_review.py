@@ -240,3 +240,27 @@ def test_a_closed_group_keeps_nothing_that_was_sent_in_it(session: object) -> No
     held = slots(1)
     group.close()
     assert slots(1) == held - 1
+
+
+class Reluctant(dr.DataChannel):
+    """A channel that rank 1 does not want, for which rank 0 waits."""
+
+    capabilities = dr.Capabilities(frozenset({"barrier"}))
+
+    def __init__(self, membership: Any) -> None:
+        super().__init__(membership)
+        if self.rank == 1:
+            raise RuntimeError("rank 1 would rather not")
+        membership.store.get("what rank 1 says")
+
+    def abort(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_group_that_does_not_come_about_says_why(session: object) -> None:
+    dr.register_data_channel("reluctant", Reluctant)
+    with pytest.raises(dr.ConnectionFailed, match="rank 1 would rather not"):
+        dr.new_group([0, 1], backend="reluctant", timeout=3.0)

@@ -77,7 +77,11 @@ MASTER = {
     "members": "errors group handle session spec tensor",
     "functional": "errors group handle joint members spec tensor wrap",
     "work": "context errors event handle stream tensor transfer wait",
+<<<<<<< HEAD
     "collective": "errors event functional group joint line members node stream tensor wait work",
+=======
+    "collective": "errors functional group joint line members node stream tensor wait work",
+>>>>>>> review4
     "point_to_point": "errors group handle line members node session tensor work",
     "": "collective config connect errors event factories fetch functional group handle members "
     "memory placing point_to_point random session stall stream table tensor wire.data_channel work",

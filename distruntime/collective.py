@@ -39,8 +39,14 @@ def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]],
             torch.autograd.graph.increment_version(t)
 
 
-def _wanted(*tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for row in tensors for t in row)
+def _wanted(outputs: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]]) -> bool:
+    """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then, before anything is issued."""
+    if not torch.is_grad_enabled():
+        return False
+    written = [t for row in outputs for t in row if t.requires_grad]
+    if any(t.is_leaf for t in written):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    return bool(written) or any(t.requires_grad for row in inputs for t in row)
 
 
 def _copy(outputs: Sequence[Any], values: Sequence[Any]) -> None:
@@ -63,7 +69,7 @@ def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | N
     name, factor = reduction(found, op, same(given, "tensors").dtype)
 
     def run() -> None:
-        if _wanted(given):
+        if _wanted([given], []):
             _copy(given, functional.all_reduce(given, op, found))
         else:
             rows = [[t] for t in given]
@@ -82,7 +88,7 @@ def broadcast(
     root = root_of(found, src, group_src, ("src", "group_src"))
 
     def run() -> None:
-        if _wanted(given):
+        if _wanted([[t for k, t in enumerate(given) if k != root]], [given]):
             values = functional.broadcast(given[root], found)
             _copy([t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root])
         else:
@@ -108,7 +114,7 @@ def reduce(
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
 
     def run() -> None:
-        if _wanted(given):
+        if _wanted([[given[root]]], [given]):
             given[root].copy_(functional.reduce(given, op=op, group=found, group_dst=root))
         else:
             outs = [[t] if k == root else [] for k, t in enumerate(given)]
@@ -126,7 +132,7 @@ def all_gather(tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None
     _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
 
     def run() -> None:
-        if _wanted(given, *lists):
+        if _wanted(lists, [given]):
             for row, whole in zip(lists, functional.all_gather([t.reshape(-1) for t in given], found)):
                 _copy(row, [part.view(spec.size) for part in whole.chunk(found.size())])
         else:
@@ -146,7 +152,7 @@ def all_gather_into_tensor(
     _expect_whole(outs, spec, found.size(), "output_tensors")
 
     def run() -> None:
-        if _wanted(given, outs):
+        if _wanted([outs], [given]):
             _copy(outs, [v.view(o.shape) for o, v in zip(outs, functional.all_gather([t.reshape(-1) for t in given], found))])
         else:
             _write(found, "all_gather", [[t] for t in given], [[t] for t in outs])
@@ -171,7 +177,7 @@ def gather(
     _all_expect([outs], spec.size, spec.dtype, "gather_list")
 
     def run() -> None:
-        if _wanted(given, outs):
+        if _wanted([outs], [given]):
             _copy(outs, functional.gather(given, group=found, group_dst=root))
         else:
             _write(found, "gather", [[t] for t in given], [outs if k == root else [] for k in range(found.size())], root=root)
@@ -196,7 +202,7 @@ def scatter(
     _all_expect([parts], spec.size, spec.dtype, "scatter_list")
 
     def run() -> None:
-        if _wanted(given, parts):
+        if _wanted([given], [parts]):
             _copy(given, functional.scatter(parts, found))
         else:
             _write(found, "scatter", [parts if k == root else [] for k in range(found.size())], [[t] for t in given], root=root)
@@ -216,7 +222,7 @@ def reduce_scatter(
     _all_expect(lists, spec.size, spec.dtype, "input_lists")
 
     def run() -> None:
-        if _wanted(outs, *lists):
+        if _wanted([outs], lists):
             _copy(
                 outs,
                 [
@@ -243,7 +249,7 @@ def reduce_scatter_tensor(
     _expect_whole(given, spec, found.size(), "inputs")
 
     def run() -> None:
-        if _wanted(outs, given):
+        if _wanted([outs], [given]):
             _copy(outs, [v.view(spec.size) for v in functional.reduce_scatter([t.reshape(-1) for t in given], op, found)])
         else:
             _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], op=name, factor=factor)
@@ -267,7 +273,7 @@ def all_to_all(
             expect(outs[j][i], t.shape, dtype, f"output_tensor_lists[{j}][{i}]")
 
     def run() -> None:
-        if _wanted(*ins, *outs):
+        if _wanted(outs, ins):
             for row, values in zip(outs, functional.all_to_all(ins, found)):
                 _copy(row, values)
         else:
@@ -304,7 +310,7 @@ def all_to_all_single(
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
 
     def run() -> None:
-        if _wanted(given, outs):
+        if _wanted([outs], [given]):
             _copy(outs, functional.all_to_all_single(given, splits, group=found))
         else:
             sizes = functional.byte_splits(splits, given[0]._handle.spec)

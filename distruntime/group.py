@@ -32,7 +32,6 @@ from .wire.shield import shield
 
 TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
 _JOIN = 30.0  # seconds that workers have to meet
-_LOOK = 0.1  # seconds between looks whether one of them is lost meanwhile
 _MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
 
 Choice = str | Mapping[str, str]
@@ -153,7 +152,7 @@ class Groups:
         if len(self._signals) >= _MOST_SIGNALS:
             passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.acknowledged]
             for n in passed:
-                del self._signals[n]
+                self._signals.pop(n, None)  # another thread may have
         self._signals[number] = here, position, there
         if there.failed is not None:  # just now
             self._unsignalled(number)
@@ -230,26 +229,9 @@ class Groups:
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)
             session.post(node, message)
             requests.append(request)
-<<<<<<< HEAD
-        deadline = time.monotonic() + _JOIN
-        for request in requests:
-            # One that waits for a member that is lost meanwhile does not answer.
-            while not session.result(request, _LOOK) and not group.broken and time.monotonic() < deadline:
-                pass
-            if group.broken:
-                for left in requests:
-                    session.requests.forget(left)
-                raise NodeFailed(f"{group!r} was not made: {group.broken}")
-            self._answer(request, f"join {group!r}", max(0.0, deadline - time.monotonic()))
-
-    def _answer(self, request: Request, what: str, seconds: float = _JOIN) -> Any:
-        """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
-        session = self.session
-        if not session.result(request, seconds):
-=======
         try:
             session.results(requests, _JOIN)
-            # First who says why not: the others only wait for it.
+            # First who says why not, or is lost: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
                 self._answer(request, f"join {group!r}", 0.0)
         finally:
@@ -260,7 +242,6 @@ class Groups:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
         session = self.session
         if not session.result(request, limit):
->>>>>>> review4
             session.requests.forget(request)
             raise ConnectionFailed(f"{request.node} did not {what} within {_JOIN:.0f} s: can the workers reach each other?")
         if request.lost is not None:

@@ -10,6 +10,7 @@ import torch
 from .context import current_streams
 from .handle import Handle, Residence, Storage
 from .node import Line, Node
+from .spec import NO_TENSOR
 from .wire.codec import Buffer
 
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -100,6 +101,9 @@ def issue_joint(
     """
     node = homes[0].node
     order = node.order
+    if not fresh and not written:
+        # Else every later read on this stream would wait for the other members. If it fails, their results say so.
+        written = (Storage(NO_TENSOR),)
     if order is None:
         _append(words, fresh, written, node, line)
         if serial is not None:

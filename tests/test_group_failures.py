@@ -189,17 +189,18 @@ def test_a_member_that_stops_for_a_while_only_delays(fresh_session: Any) -> None
 
 def _interrupted() -> None:
     """Child of the next test."""
-    with dr.init_master_worker():
+    with dr.init_master_worker() as session:
         values = each([0, 1])
         group = dr.new_group([0, 1])
-        late = values[1] + busy(1, 4)
-        results = dr.functional.all_reduce([values[0], late], group=group)
-        print("waiting", flush=True)
-        for wait in (results[0].cpu, lambda: dr.barrier(group)):
-            try:
-                wait()
-            except KeyboardInterrupt:
-                print("interrupted", flush=True)
+        dr.synchronize()
+        with stopped(session.local_workers[1].pid):
+            results = dr.functional.all_reduce(values, group=group)
+            print("waiting", flush=True)
+            for wait in (results[0].cpu, lambda: dr.barrier(group)):
+                try:
+                    wait()
+                except KeyboardInterrupt:
+                    print("interrupted", flush=True)
         print("then", [t.tolist() for t in results], flush=True)
         dr.all_reduce(values, group=group)
         print("after", [t.tolist() for t in values], flush=True)

@@ -39,7 +39,7 @@ MASTER = {
     "stall": "errors line node text",
     "announce": "node",
     "requests": "announce errors node wire.codec wire.shared",
-    "issue": "context handle node wire.codec",
+    "issue": "context handle node spec wire.codec",
     "transfer": "errors handle issue line requests spec stall wire.codec wire.messages wire.shared",
     "render": "failure handle spec stall text transfer wire.codec",
     "order": "handle node spec stretches wire.messages",
@@ -77,11 +77,7 @@ MASTER = {
     "members": "errors group handle session spec tensor",
     "functional": "errors group handle joint members spec tensor wrap",
     "work": "context errors event handle stream tensor transfer wait",
-<<<<<<< HEAD
     "collective": "errors event functional group joint line members node stream tensor wait work",
-=======
-    "collective": "errors functional group joint line members node stream tensor wait work",
->>>>>>> review4
     "point_to_point": "errors group handle line members node session tensor work",
     "": "collective config connect errors event factories fetch functional group handle members "
     "memory placing point_to_point random session stall stream table tensor wire.data_channel work",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from hmac import compare_digest
 
 from distruntime.errors import ProtocolError
@@ -75,6 +76,7 @@ class PeerChannel:
         while True:
             try:
                 arrived = self._channel.receive(None)
+                self._introduce()
             except ChannelClosed:
                 return
             for peer, frames in arrived:
@@ -84,6 +86,13 @@ class PeerChannel:
                     self._take(peer, decode(frames[0]))
                 except ProtocolError as error:
                     log.warning("a worker that breaks the protocol: %s", error)
+
+    def _introduce(self) -> None:
+        """Say who speaks on every new connection: one that was cut and came back counts as another at its other end."""
+        for event in self._channel.events():
+            if event.kind == "connected" and event.peer is not None and event.peer.startswith(b"node-") and self._peers is not None:
+                with suppress(PeerGone):  # cut again
+                    self._channel.send(event.peer, [encode(Meet(self._peers.secret, self._peers.node))])
 
     def _take(self, peer: bytes, message: Message) -> None:
         match message:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -194,17 +195,17 @@ def _flat(values: Any) -> list[torch.Tensor]:
 Results = dict[Case, list[list[torch.Tensor]]]  # by rank
 
 
-def expected(size: int) -> subprocess.Popen[bytes]:
-    """Start plain torch.distributed on every case of a size, in processes of its own; see `collect`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, __file__, str(size)], stdout=subprocess.PIPE, env=environment)
+def expected(*sizes: int) -> subprocess.Popen[bytes]:
+    """Start plain torch.distributed on every case of these sizes, in processes of its own; see `collect`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen([sys.executable, __file__, *map(str, sizes)], stdout=subprocess.PIPE, env=environment)
 
 
-def collect(process: subprocess.Popen[bytes], timeout: float = 60.0) -> Results:
-    """Block until the results are there."""
+def collect(process: subprocess.Popen[bytes], timeout: float = 60.0) -> dict[int, Results]:
+    """Block until the results are there, by size."""
     written, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0
-    results: Results = pickle.load(io.BytesIO(written))
+    results: dict[int, Results] = pickle.load(io.BytesIO(written))
     return results
 
 
@@ -227,18 +228,24 @@ def _member(rank: int, size: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def _main(size: int) -> None:
+def _results(size: int) -> Results:
     with tempfile.TemporaryDirectory() as path:
-        run = "import sys, group_calls; group_calls._member(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
-        started = [subprocess.Popen([sys.executable, "-c", run, str(k), str(size), path], env=environment) for k in range(size)]
-        assert [process.wait() for process in started] == [0] * size
+        fork = multiprocessing.get_context("fork")  # torch is imported, and has no threads yet: the members need not import it again
+        members_ = [fork.Process(target=_member, args=(k, size, path)) for k in range(size)]
+        for process in members_:
+            process.start()
+        for process in members_:
+            process.join()
+        assert [process.exitcode for process in members_] == [0] * size
         by_rank = [pickle.loads(Path(path, f"result-{k}").read_bytes()) for k in range(size)]
-    results = {case: [by_rank[k][case] for k in members(case, size)] for case in cases(size)}
-    sys.stdout.buffer.write(pickle.dumps(results))
+    return {case: [by_rank[k][case] for k in members(case, size)] for case in cases(size)}
+
+
+def _main(*sizes: int) -> None:
+    sys.stdout.buffer.write(pickle.dumps({size: _results(size) for size in sizes}))
 
 
 if __name__ == "__main__":
     import group_calls  # so that what is pickled has a module that others find
 
-    group_calls._main(int(sys.argv[1]))
+    group_calls._main(*map(int, sys.argv[1:]))

@@ -34,7 +34,7 @@ def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
     def work(number: int) -> None:
         group = groups[number]
         streams = [dr.Stream(node) for node in group.nodes] if number % 2 else []
-        for k in range(40):
+        for k in range(20):
             values = [there(torch.full((100,), float(k + node)), node) for node in group.nodes]
             if streams:
                 with dr.stream(streams[k % len(streams)]):
@@ -72,10 +72,10 @@ def _collectives_under_interrupts(seed: int) -> None:
 
         thread = threading.Thread(target=storm)
         thread.start()
-        while rounds < 200:
+        while rounds < 120:
             try:
                 armed[0] = True
-                while rounds < 200:
+                while rounds < 120:
                     rounds += 1
                     dr.all_reduce(values, group=group, async_op=rounds % 3 == 0)
                     values[0].to(node=1)

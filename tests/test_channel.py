@@ -532,3 +532,17 @@ def test_addresses_are_reported_as_they_are(make: Make) -> None:
 def test_the_socket_file_is_private(make: Make, tmp_path: Path) -> None:
     make(f"ipc://{tmp_path}/s")
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_send_never_waits_for_who_uses_the_socket(make: Make, address: str) -> None:
+    """Its holder may be in a finalizer that waits for a lock of the sender's: what is sent meanwhile goes when it lets go."""
+    listener, dialler = pair(make, address)
+    with dialler._lock:
+        threads = [threading.Thread(target=dialler.send, args=(b"listener", [b"meanwhile"])) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+        assert not any(thread.is_alive() for thread in threads)
+    dialler.events()
+    assert [frames for _, frames in receive(listener, 3)] == [[b"meanwhile"]] * 3

@@ -31,6 +31,8 @@ BESIDE = {
     "_enough": "how much gathers before it is sent",
     "Session._stir": "tells the pump that something is in flight",
     "Wake.signal": "the same",
+    "Shield.__enter__": "keeps Ctrl-C out of the socket's lock",
+    "Shield.__exit__": "the same",
 }
 BESIDE_ON_THE_WORKER = {
     "Channel": "the socket's own loop, which waits when the message comes",

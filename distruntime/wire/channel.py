@@ -119,6 +119,7 @@ class Channel:
             # The monitor names the first connection as it was dialled, later ones as it was resolved.
             self._connections.dial(peer, [address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT), *resolved])
             self._after_use()
+        self._send_late()
 
     def disconnect(self, address: str, peer: Peer) -> None:
         """Hang up on a peer that connect() dialled and drop what was not sent yet. No event tells of it."""
@@ -130,6 +131,7 @@ class Channel:
             except zmq.ZMQError as error:
                 raise ConfigurationError(f"got disconnect({address!r}), expected an address that connect() was given.") from error
             self._after_use()
+        self._send_late()
 
     def send(self, peer: Peer, frames: Sequence[bytes | bytearray | memoryview], *, copy: bool = True) -> zmq.MessageTracker | None:
         """Queue a message to `peer`. Return at once.
@@ -151,13 +153,13 @@ class Channel:
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
         flags = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
-        if self._owner is not None:  # maybe this very thread, in a finalizer that the collector runs in the midst of it
-            self._late.append((parts, flags))
-            if self._owner is None:
-                self._send_late()
-            return None if copy else zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
         trackers: list[Any] = []
-        with self._lock:
+        with shield:  # else Ctrl-C could come between the lock and the `try`
+            # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
+            if not self._lock.acquire(blocking=False):
+                self._late.append((parts, flags))
+                self._send_late()
+                return None if copy else zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
             self._owner = threading.get_ident()
             try:
                 if self._closed:
@@ -182,8 +184,9 @@ class Channel:
                     self._after_use()
             finally:
                 self._owner = None
-        if self._late:
-            self._send_late()
+                self._lock.release()
+                if self._late:
+                    self._send_late()
         return None if copy else zmq.MessageTracker(*trackers)
 
     def receive(self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None) -> list[tuple[Peer, Frames]]:
@@ -244,7 +247,9 @@ class Channel:
         """Return, without blocking, what happened to the connections since the last call, in order."""
         with self._lock:
             self._check_open()
-            return self._connections.take()
+            events = self._connections.take()
+        self._send_late()
+        return events
 
     def close(self) -> None:
         """Close the socket and drop what was not sent. Prompt, idempotent, and without effect in a forked child."""
@@ -305,16 +310,22 @@ class Channel:
             self._wake.signal()
 
     def _send_late(self) -> None:
-        """Send what came while somebody was using the socket: a send never waits, so that no two locks can wait for each other."""
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                if not self._closed:
-                    self._drain_late()
-                if self._waiting:
-                    self._after_use()
-            finally:
-                self._owner = None
+        """Send what came while somebody was using the socket. Never waits: whoever has the lock now does this when it lets go of it."""
+        while self._late:
+            with shield:
+                if not self._lock.acquire(blocking=False):
+                    return
+                self._owner = threading.get_ident()
+                try:
+                    if self._closed:
+                        self._late.clear()
+                    else:
+                        self._drain_late()
+                    if self._waiting:
+                        self._after_use()
+                finally:
+                    self._owner = None
+                    self._lock.release()
 
     def _drain_late(self) -> None:
         while self._late:
@@ -348,6 +359,8 @@ class Channel:
                         return
                 finally:
                     self._owner = None
+            if self._late:
+                self._send_late()
 
     def _wait(self, deadline: float | None) -> None:
         """Block until there is something to return from receive()."""
@@ -363,6 +376,8 @@ class Channel:
                     waiting = bool(ready) and self._look(ready)  # or else the time is up
                 finally:
                     self._owner = None
+            if self._late:
+                self._send_late()
 
     def _polled(self, timeout: float | None) -> list[tuple[int, int]]:
         if self._polling:  # a signal handler waits within a wait: a poll object takes one at a time

@@ -41,8 +41,6 @@ def move(proxy: Any, place: Residence) -> Any:
         handle.place.node.require_alive()
         return call(cls, func, [proxy], {"device": place.lazy}, place, None)
     spec = spec_of(torch.empty_like(handle.spec.meta()))
-    if not spec.size.numel():
-        return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=place.device)
     copy = Handle(next_ref(), spec, place, Storage(spec))
     _across(handle, copy)
     return wrap(cls, copy)
@@ -96,7 +94,7 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return NotImplemented
         if here.node is place.node:
             return call(cls, func, args, kwargs, place, None)
-        if source.shape != target.shape or source.dtype != target.dtype or not source.numel() or target._handle.spec.expanded:
+        if source.shape != target.shape or source.dtype != target.dtype or target._handle.spec.expanded:
             return func(target, move(source, place))
         _across(source._handle, target._handle, inplace=True)
         return target

@@ -243,6 +243,15 @@ def test_poison_crosses_with_its_first_cause_and_line(session: object) -> None:
     assert x.to(node=1).tolist() == [0, 1, 2]
 
 
+def test_poison_without_elements_crosses_too(session: object) -> None:
+    nothing = there(torch.arange(3.0))[there(torch.tensor([9]))][:0]
+    into = there(torch.zeros(0), 1)
+    into.copy_(nothing)
+    for broken in (nothing.to(node=1), into):
+        with pytest.raises(IndexError, match="out of bounds"):
+            broken.cpu()
+
+
 def test_copies_on_streams_wait_for_what_they_read(session: object) -> None:
     side, other = dr.Stream(0), dr.Stream(1)
     with dr.node(0):

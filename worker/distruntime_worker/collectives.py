@@ -134,9 +134,7 @@ class Collective:
             channel.barrier()
             return
         if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            # On every member, as sizes are equal. A member that is poisoned tells the others before it comes here.
-            if "barrier" in channel.capabilities.operations:
-                channel.barrier()
+            self._pass(channel, rank, inputs, outputs, sequence)  # on every member, as sizes are equal
             return
         if o.op is not None:
             self._reduce(channel, o.op, inputs, outputs, on)
@@ -171,6 +169,18 @@ class Collective:
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
         into.land()
+
+    def _pass(self, channel: DataChannel, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+        """Wait for the other members where no bytes move: one that is poisoned tells them before it comes here."""
+        if self.operation == "copy":
+            here = (inputs or outputs)[0].device
+            token = torch.zeros(1, dtype=torch.uint8, device=here if here.type in channel.capabilities.devices else "cpu")
+            if inputs:
+                channel.send(token, 1 - rank, sequence)
+            else:
+                channel.receive(token, 1 - rank, sequence)
+        elif "barrier" in channel.capabilities.operations:
+            channel.barrier()
 
     def _reduce(
         self, channel: DataChannel, op: Reduction, inputs: list[torch.Tensor], outputs: list[torch.Tensor], on: frozenset[str]

@@ -209,11 +209,13 @@ def run(seed: int, programs: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_what_a_cancelled_stream_leaves_is_what_a_serial_run_gives(seed: int) -> None:
-    found = run(seed, 12)
-    assert found["wrong"] == found["dropped for no reason"] == 0, found
-    assert found["right"] > 50 and found["dropped"] > 10, f"these programs try nothing: {found}"
+def test_what_a_cancelled_stream_leaves_is_what_a_serial_run_gives() -> None:
+    total = Counter[str]()
+    for seed in range(6):
+        found = run(seed, 12)
+        assert found["wrong"] == found["dropped for no reason"] == 0, f"seed {seed}: {found}"
+        total += found
+    assert total["right"] > 300 and total["dropped"] > 10, f"these programs try nothing: {total}"  # 740 and 255 on two idle cores
 
 
 def test_these_programs_race_without_the_rules() -> None:

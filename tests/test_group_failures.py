@@ -18,6 +18,11 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.wire.channel import Channel
+from distruntime.wire.codec import decode, encode
+from distruntime.wire.messages import PROTOCOL, Hello, Welcome
+from distruntime_worker.config import WorkerConfig
+from distruntime_worker.daemon import Daemon
 from processes import Child, pause, stopped, until
 
 
@@ -282,6 +287,29 @@ def test_workers_serve_the_next_master_at_once(daemons: list[tuple[str, int]], h
             dr.all_reduce(values, group=group)
             assert values[0].tolist() == [1.0] * 3
             dr.fetch(values)
+
+
+def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(tmp_path: Path) -> None:
+    """Step by step, in this process: the end of the one connection and the Hello of the next are taken in together."""
+    tmp_path.chmod(0o700)
+    hello = encode(Hello(PROTOCOL, "session", torch.__version__, "3", "somewhere", ""))
+    daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
+    first, second = Channel(), Channel()
+    try:
+        for master in (first, second):
+            master.connect(f"ipc://{tmp_path}/w", b"worker")
+            until(lambda master=master: any(event.kind == "connected" for event in master.events()))
+            master.send(b"worker", [hello])
+            pause(0.2)
+            arrived = daemon._channel.receive(10.0)
+            assert len(arrived) == 1
+            daemon._handle(*arrived[0])
+            ((_, (welcome,)),) = master.receive(10.0)
+            assert isinstance(decode(welcome), Welcome)
+            master.close()
+    finally:
+        for channel in (first, second, daemon):
+            channel.close()
 
 
 def test_a_rendezvous_port_in_use(tmp_path: Path) -> None:

@@ -290,6 +290,8 @@ class Daemon:
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
+        if self._master is not None:  # it may have died since the last look, and this be its successor
+            self._watch()
         if hello.protocol != PROTOCOL:
             reason = f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
         elif self._master is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from .errors import NodeFailed, ProtocolError
 from .wire.channel import PeerGone
-from .wire.codec import Buffer, encode
+from .wire.codec import Buffer, encode, failure_from
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
 
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
@@ -59,13 +59,6 @@ def _undisturbed() -> None:
 
 def _unthrottled(node: Node) -> None:
     """Of a node that no session has taken yet."""
-
-
-def failure_from(fields: Any) -> Failure:
-    """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
-    if not isinstance(fields, list) or [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:
-        raise ProtocolError("what should be a failure is none")
-    return Failure(*fields)
 
 
 @dataclass(frozen=True)

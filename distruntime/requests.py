@@ -15,8 +15,8 @@ from typing import Any
 
 from .announce import Announcer
 from .errors import ProtocolError
-from .node import Cause, Node, failure_from
-from .wire.codec import Buffer
+from .node import Cause, Node
+from .wire.codec import Buffer, failure_from
 from .wire.shared import Loan
 
 _READER = "reader"

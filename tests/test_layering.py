@@ -110,7 +110,7 @@ WORKER = {
     "waits": "state streams",
     "cancel": "collectives look objects state streams waits",
     "joint": "collectives groups objects state",
-    "executor": "answers cancel collectives devices functions instructions joint look objects state streams template waits",
+    "executor": "answers cancel collectives devices functions instructions joint look state streams template waits",
     "peers": "",
     "daemon": "address config data_channel devices executor objects peers settings streams",
     "cli": "config daemon",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import astuple, fields
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgpack
 import torch
 
 from ..errors import ProtocolError
-from .messages import MESSAGES, Message
+from .messages import MESSAGES, Failure, Message
 
 Buffer = bytes | bytearray | memoryview
 
@@ -62,6 +62,18 @@ def decode(frame: Buffer) -> Message:
         if accepted and not isinstance(value, accepted):
             raise ProtocolError(f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}")
     return cls(*body[1:])
+
+
+def failure_from(fields: Any) -> Failure:
+    """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
+    if not isinstance(fields, list) or [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:
+        raise ProtocolError("what should be a failure is none")
+    return Failure(*fields)
+
+
+def failure_fields(cause: Failure) -> list[Any]:
+    """Return a failure in its wire form."""
+    return list(astuple(cause))
 
 
 # -- operator arguments: plain values travel as they are, everything else as a list that starts with its tag --------------------

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, ProtocolError
-from distruntime.wire.codec import copy_bytes
+from distruntime.wire.codec import copy_bytes, failure_fields
 from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
 from distruntime.wire.shared import Attached
 
 from .look import Look
-from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, failure_fields, plain, render, wire_tensor
+from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, plain, render, wire_tensor
 from .state import State, Tell
 from .streams import HostCopy, Stream
 

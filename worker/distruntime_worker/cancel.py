@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from distruntime.errors import ProtocolError, StreamCancelled
+from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import AWAIT, CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, WAIT, Cancel, Failed
 
 from .collectives import Collective
 from .look import WAITING
-from .objects import Poisoned, failure_fields
+from .objects import Poisoned
 from .state import State
 from .streams import Stream
 from .waits import Waits

@@ -17,7 +17,7 @@ import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
-from distruntime.wire.codec import Buffer, decode, encode
+from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import (
     PROTOCOL,
@@ -47,7 +47,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .executor import Executor
-from .objects import Poisoned, failure, failure_fields
+from .objects import Poisoned, failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import AWAIT, FIRST_TEMPLATE, WAIT, Done, OpenStream
 from distruntime.wire.shared import Attached
 
@@ -23,7 +24,6 @@ from .functions import FUNCTIONS
 from .instructions import Instructions
 from .joint import Joint
 from .look import Look
-from .objects import failure_fields
 from .state import Send, State, Tell
 from .streams import MOST_STREAMS, Stream, Work
 from .template import Template, operator

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
+from distruntime.wire.codec import failure_fields, failure_from
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
 from distruntime.wire.messages import BreakGroup, Failure, Message, OpenGroup, Taint, Tainted
 
@@ -149,9 +151,9 @@ class Group:
         told = others.copy(), threading.Event()
         with self._lock:
             self._told[sequence] = told
-        fields = [failure.seq, failure.position, failure.kind, failure.text, failure.traceback, failure.op, failure.operands]
+        fields = failure_fields(failure if failure.node >= 0 else replace(failure, node=me))
         for node in others:
-            tell(node, Taint(self.number, sequence, [*fields, me if failure.node < 0 else failure.node]))
+            tell(node, Taint(self.number, sequence, fields))
         deadline = time.monotonic() + self.timeout
         while not told[1].wait(_LOOK) and not (self.broken or self.closed):
             if time.monotonic() > deadline:
@@ -267,13 +269,12 @@ class Groups:
         """Act on what another worker says of a group."""
         match message:
             case Taint(group=number, sequence=sequence, failure=fields):
-                if [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:  # the master drops who passes on anything else
-                    raise ProtocolError("Taint without a failure")
+                failure = failure_from(fields)  # the master would drop who passes on anything else
                 group = self._groups.get(number)
                 if group is not None:
                     if node not in group.nodes:
                         raise ProtocolError(f"Taint for group {number} by node {node}, which is not in it")
-                    group.tainted(sequence, Failure(*fields))
+                    group.tainted(sequence, failure)
                 tell(node, Tainted(number, sequence))
             case Tainted(group=number, sequence=sequence):
                 group = self._groups.get(number)

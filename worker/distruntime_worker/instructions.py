@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from distruntime.errors import NotSupportedError, ProtocolError
-from distruntime.wire.codec import bytes_tensor, copy_bytes
+from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
 from distruntime.wire.messages import CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, Failed, Reply
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .functions import Tape
-from .objects import Poisoned, described, failure_fields, plain, spec_fields
+from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
 from .state import State
 from .streams import HostCopy, Stamp

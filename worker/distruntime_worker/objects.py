@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import traceback
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -89,8 +88,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return ["list", *map(plain, value)]
     raise TypeError(f"a result of class {type(value).__name__} cannot travel to the master")
-
-
-def failure_fields(cause: Failure) -> list[Any]:
-    """Return a failure in its wire form."""
-    return list(astuple(cause))

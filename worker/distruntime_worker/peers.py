@@ -40,11 +40,6 @@ class PeerChannel:
         """Where it listens."""
         return self._channel.address
 
-    @property
-    def node(self) -> int:
-        """This worker's number; -1 until the master has told it."""
-        return -1 if self._peers is None else self._peers.node
-
     def meet(self, peers: Peers) -> None:
         """Take the addresses of the others."""
         self._peers = peers

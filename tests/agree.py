@@ -28,6 +28,12 @@ def is_remote(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "remote"
 
 
+def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
+    """Return a copy on a node's CPU."""
+    with dr.node(node):
+        return value.to(REMOTE)
+
+
 class Copier:
     """Copies trees of tensors to a device with everything that code can see: strides, offsets, shared storages, shared identity."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, there
 from distruntime.session import active_session
 from processes import until
 
@@ -38,12 +38,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def local(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(24).reshape(4, 6) % 7).to(torch.float32).to(dtype)
-
-
-def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
-    """Return a copy on a node's CPU."""
-    with dr.node(node):
-        return value.to(REMOTE)
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,19 +17,13 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, there
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import PROTOCOL, Hello, Welcome
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import Daemon
 from processes import Child, pause, stopped, until
-
-
-def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
-    """Return a copy on a node's CPU."""
-    with dr.node(node):
-        return value.to(REMOTE)
 
 
 def each(nodes: list[int], size: int = 3) -> list[torch.Tensor]:

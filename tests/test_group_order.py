@@ -16,14 +16,8 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, there
 from processes import Child, slots, stopped, until, window_is_full
-
-
-def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
-    """Return a copy on a node's CPU."""
-    with dr.node(node):
-        return value.to(REMOTE)
 
 
 def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:

@@ -9,14 +9,8 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, there
 from processes import stopped, until
-
-
-def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
-    """Return a copy on a node's CPU."""
-    with dr.node(node):
-        return value.to(REMOTE)
 
 
 def each(*values: float, size: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ def init_master_worker(
         raise error.with_traceback(None) from error.__cause__
     session.groups = Groups(session, data_channel)
     session.start()
-    session.groups.meet()
+    session.groups.meeting.begin()
     active[:] = [session]
     atexit.register(_at_exit, session)
     session.on_close.append(lambda: active.remove(session) if session in active else None)

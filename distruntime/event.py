@@ -92,10 +92,10 @@ class Event:
                     order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, user_line())
             return
         number = here.session.signals()
-        groups = groups_of(here.session)
+        meeting = groups_of(here.session).meeting
         # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
-        if groups.met:
-            groups.remember(number, here, there, recorded.position)
+        if meeting.done:
+            meeting.remember(number, here, there, recorded.position)
             there.flush()
             there.session.post(there, Notify(recorded.stream.number, recorded.position, here.index, number))
         else:

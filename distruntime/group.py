@@ -6,10 +6,8 @@ the bytes never pass through here.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -21,18 +19,17 @@ from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupport
 from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
+from .meeting import PATIENCE, Meeting, proposed
 from .node import Node
 from .requests import Request
 from .session import Session, active_session
 from .spec import NO_TENSOR
 from .wait import is_timeout
 from .wire.data_channel import Capabilities, registered
-from .wire.messages import BreakGroup, OpenGroup, Peers, Signal
+from .wire.messages import BreakGroup, OpenGroup
 from .wire.shield import shield
 
 TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
-_JOIN = 30.0  # seconds that workers have to meet
-_MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
 
 Choice = str | Mapping[str, str]
 
@@ -108,66 +105,13 @@ class Groups:
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
         self._stores: dict[Node, list[Any]] = {}
-        self._secret = os.urandom(16)
-        self._asked: list[Request] = []
-        self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who sends it, from which position on, and who waits
         self._launches: dict[Node, Storage] = {}
-        self.met = False
+        self.meeting = Meeting(session)
         self.mail: Any = None  # as a group's, of what was sent without one
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 
-    # -- the workers' own channel ------------------------------------------------------------------------------------------------
-
-    def meet(self) -> None:
-        """Have every worker told where the others listen. Return at once; `met` says when that is done."""
-        session = self.session
-        if len(session.nodes) < 2:
-            self.met = True
-            return
-        self._asked = [session.ask(node, "listen", [_proposed(node)]) for node in session.nodes if node.failed is None]
-        for request in self._asked:
-            request.when_done(self._listens)
-
-    def _listens(self, request: Request) -> None:
-        if not self.met and all(request.done for request in self._asked):
-            # Of all of them: some may have been answered before anyone was told of it.
-            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None}
-            addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
-            for node in self.session.nodes:
-                if node.index in listening and node.failed is None:
-                    self.session.post(node, Peers(node.index, self._secret, addresses))
-            self.met = True
-
-    def _require_met(self) -> None:
-        deadline = time.monotonic() + _JOIN
-        for request in self._asked:
-            if not self.session.result(request, max(0.0, deadline - time.monotonic())):
-                raise ConnectionFailed(f"{request.node} did not say within {_JOIN:.0f} s where it listens for other workers")
-            if request.lost is None:  # a node that is gone need not be met
-                self.session.raise_for(request)
-
-    def remember(self, number: int, here: Node, there: Node, position: int) -> None:
-        """Note who waits for a signal of another node, which it never gets if that one is lost."""
-        if len(self._signals) >= _MOST_SIGNALS:
-            passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.acknowledged]
-            for n in passed:
-                self._signals.pop(n, None)  # another thread may have
-        self._signals[number] = here, position, there
-        if there.failed is not None:  # just now
-            self._unsignalled(number)
-
-    def _unsignalled(self, number: int) -> None:
-        """Tell who waits for a signal of a lost node that it will not come."""
-        waits = self._signals.pop(number, None)
-        if waits is not None and waits[0].failed is None:
-            here, _, there = waits
-            self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"))
-
     def _lost(self, node: Node) -> None:
-        for number, (_, _, there) in list(self._signals.items()):
-            if there is node:
-                self._unsignalled(number)
         for group in [*self._groups.values(), *self._closing]:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
@@ -179,8 +123,6 @@ class Groups:
             users = [node for node in self.session.nodes if kind == "cpu" or node.asynchronous]
             if name != "auto" and users:
                 self._capabilities(name, users)
-
-    # -- groups ------------------------------------------------------------------------------------------------------------------
 
     def backend_for(self, homes: Sequence[Residence], backend: str | None) -> str:
         """Return the name of the data channel that a group of these places uses."""
@@ -204,7 +146,7 @@ class Groups:
         for home in homes:
             if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
                 raise NotSupportedError(f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}")
-        self._require_met()
+        self.meeting.require()
         with self._opening:
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
             self._groups[group.number] = group
@@ -219,7 +161,7 @@ class Groups:
     def _join(self, group: ProcessGroup) -> None:
         session, keeper = self.session, group.homes[0].node
         if keeper not in self._stores:
-            self._stores[keeper] = self._answer(session.ask(keeper, "store", [_proposed(keeper)]), "keep a store for groups")
+            self._stores[keeper] = self._answer(session.ask(keeper, "store", [proposed(keeper)]), "keep a store for groups")
         factory = _pickled(group.backend)
         requests = []
         for node, ranks in group.own.items():
@@ -230,7 +172,7 @@ class Groups:
             session.post(node, message)
             requests.append(request)
         try:
-            session.results(requests, _JOIN)
+            session.results(requests, PATIENCE)
             # First who says why not, or is lost: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
                 self._answer(request, f"join {group!r}", 0.0)
@@ -238,12 +180,12 @@ class Groups:
             for request in requests:
                 session.requests.forget(request)
 
-    def _answer(self, request: Request, what: str, limit: float = _JOIN) -> Any:
+    def _answer(self, request: Request, what: str, limit: float = PATIENCE) -> Any:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
         session = self.session
         if not session.result(request, limit):
             session.requests.forget(request)
-            raise ConnectionFailed(f"{request.node} did not {what} within {_JOIN:.0f} s: can the workers reach each other?")
+            raise ConnectionFailed(f"{request.node} did not {what} within {PATIENCE:.0f} s: can the workers reach each other?")
         if request.lost is not None:
             session.raise_for(request)
         if request.cause is not None:
@@ -356,12 +298,6 @@ def _pickled(name: str) -> bytes:
         return packed
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-
-
-def _proposed(node: Node) -> str:
-    """Return the host by which this process has dialled a worker, if it has."""
-    address = node.address
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if address.startswith("tcp://") else ""
 
 
 def _unnumbered(number: int) -> None:

@@ -12,19 +12,13 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import there
 from distruntime.group import Groups, homes_of
 from distruntime.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import encode
 from distruntime.wire.messages import BreakGroup, Meet, OpenGroup, Taint
 from processes import slots, stopped, until
-
-
-def there(value: torch.Tensor, node: int) -> torch.Tensor:
-    """Return a copy on a node's CPU."""
-    with dr.node(node):
-        return value.to(REMOTE)
 
 
 def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
@@ -171,7 +165,7 @@ def test_workers_that_answer_before_anyone_listens_meet_all_the_same(fresh_sessi
 
     opened.ask = ask_and_wait
     groups = Groups(opened, "auto")
-    groups.meet()
+    groups.meeting.begin()
     opened.ask = ask
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
 
@@ -181,7 +175,7 @@ def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callab
     groups = Groups(opened, "auto")
     pid = dr.nodes()[2].pid
     with stopped(pid):
-        groups.meet()
+        groups.meeting.begin()
         os.kill(pid, signal.SIGKILL)
     until(lambda: opened.nodes[2].failed)
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
@@ -201,8 +195,8 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
     both_hear(group)
     for name, node, failure in ((b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]), (b"b", 1, [[]] * 8), (b"c", 1, [])):
         liar = Channel()
-        liar.connect(opened.groups._asked[0].value, name)
-        for message in (Meet(opened.groups._secret, node), Taint(group.number, 5, failure), Taint(group.number, 6, failure)):
+        liar.connect(opened.groups.meeting._asked[0].value, name)
+        for message in (Meet(opened.groups.meeting._secret, node), Taint(group.number, 5, failure), Taint(group.number, 6, failure)):
             liar.send(name, [encode(message)])
         until(lambda liar=liar: liar.sent_bytes)  # type: ignore[misc]
         both_hear(group)  # whose fifth and sixth operations are these
@@ -264,3 +258,10 @@ def test_a_group_that_does_not_come_about_says_why(session: object) -> None:
     dr.register_data_channel("reluctant", Reluctant)
     with pytest.raises(dr.ConnectionFailed, match="rank 1 would rather not"):
         dr.new_group([0, 1], backend="reluctant", timeout=3.0)
+
+
+@pytest.mark.parametrize("group", ["world", [0, 1], 0], ids=str)
+def test_a_group_that_is_none(session: object, group: Any) -> None:
+    for call in (lambda: dr.barrier(group), lambda: dr.all_reduce([there(torch.ones(1), 0)], group=group)):
+        with pytest.raises(dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"):
+            call()

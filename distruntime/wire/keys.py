@@ -19,6 +19,8 @@ import zmq.utils.z85
 
 from distruntime.errors import ConfigurationError
 
+from .address import host_of
+
 _BANNER = """\
 #   distruntime cluster key, in the format of zmq.auth: a CURVE **secret** certificate.
 #   Whoever can read it may run code on every worker. Copy it to each machine of the cluster (mode 0600) and to nobody else.
@@ -151,7 +153,7 @@ def is_local(address: str) -> bool:
     """Return whether only this machine can reach `address`. A host name other than localhost counts as not local."""
     if address.startswith(("ipc://", "inproc://")):
         return True
-    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    host = host_of(address)
     if host == "localhost":
         return True
     try:

@@ -6,14 +6,11 @@ import os
 import socket
 
 from distruntime.errors import ConfigurationError
+from distruntime.wire.address import host_of
 
 from .config import WorkerConfig
 
 _ANY = ("", "*", "0.0.0.0", "::")
-
-
-def _host_of(address: str) -> str:
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def data_host(config: WorkerConfig, proposed: str) -> str:
@@ -26,7 +23,7 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
     address = config.listen or config.master or ""
     if not address.startswith("tcp://"):
         return "127.0.0.1"  # an ipc address: all are on this machine
-    host = _host_of(address)
+    host = host_of(address)
     if config.listen is not None:
         return proposed if host in _ANY and proposed else "127.0.0.1" if host in _ANY else host
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -23,8 +23,12 @@ _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 
 
 def session_of(group: ProcessGroup | None) -> Session:
-    """Return the session that a call is for."""
-    return active_session() if group is None else group.session
+    """Return the session that a call is for; raise `UsageError` if `group` is none."""
+    if group is None:
+        return active_session()
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(f"group must be what distruntime.new_group returned, got {type(group).__name__}")
+    return group.session
 
 
 def tensor(value: Any, what: str) -> DistributedTensor:
@@ -43,8 +47,7 @@ def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) 
         session.require_open()
         homes = homes_of(session, [t.place for t in tensors])
         return groups_of(session).of(homes)
-    if not isinstance(group, ProcessGroup):
-        raise UsageError(f"group must be what distruntime.new_group returned, got {type(group).__name__}")
+    session_of(group)
     group.require()
     return group
 

@@ -13,6 +13,8 @@ from .errors import PlacementError
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
+current_mesh: ContextVar[Any] = ContextVar("distruntime_mesh", default=None)  # the Residence of the mesh that was entered last
+
 # The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
 current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
 
@@ -60,19 +62,23 @@ class _Set:
 
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
+        # A place that is entered within a mesh's block counts there.
+        mesh = current_mesh.set(None) if self._node is not None or self._device is not None else None
         node = current_node.set(self._node) if self._node is not None else None
         device = current_device.set(self._device) if self._device is not None else None
         if mode is not None:
             mode.__enter__()
-        _entered.set((*_entered.get(), (self, node, device, mode)))
+        _entered.set((*_entered.get(), (self, node, device, (mode, mesh))))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack = _entered.get()
         last = max(k for k, entry in enumerate(stack) if entry[0] is self)
-        _, node, device, mode = stack[last]
+        _, node, device, (mode, mesh) = stack[last]
         _entered.set((*stack[:last], *stack[last + 1 :]))
         if mode is not None:
             mode.__exit__(kind, error, trace)
+        if mesh is not None:
+            current_mesh.reset(mesh)
         if device is not None:
             current_device.reset(device)
         if node is not None:
@@ -87,6 +93,26 @@ def node_context(node: int, device: str | None, default: bool = False) -> _Set:
 def device_context(device: str) -> _Set:
     """Return the context that makes `device` the current device of whichever node is current."""
     return _Set(None, device, False)
+
+
+class MeshContext:
+    """Makes a mesh's place, and torch's default device with it, current for the length of a `with` block."""
+
+    def __init__(self, residence: Any) -> None:
+        self._residence = residence
+
+    def __enter__(self) -> None:
+        mode = torch.device("remote")
+        mode.__enter__()
+        _entered.set((*_entered.get(), (self, None, None, (mode, current_mesh.set(self._residence)))))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        stack = _entered.get()
+        last = max(k for k, entry in enumerate(stack) if entry[0] is self)
+        mode, mesh = stack[last][3]
+        _entered.set((*stack[:last], *stack[last + 1 :]))
+        mode.__exit__(kind, error, trace)
+        current_mesh.reset(mesh)
 
 
 def enter_stream(stream: Any) -> None:

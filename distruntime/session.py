@@ -17,6 +17,7 @@ from .errors import ProtocolError, SessionClosed
 from .failure import out_of_memory, remote_error
 from .handle import Place
 from .launch import LocalWorker
+from .line import user_line
 from .node import Cause, Node, Sent
 from .places import Places
 from .requests import Request, Requests
@@ -44,6 +45,8 @@ class Session:
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
+        self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
+        self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
         self.requests = Requests()
         self.signals = count(1).__next__  # numbers of what streams wait for across nodes
@@ -63,7 +66,7 @@ class Session:
         self._pid = os.getpid()
         self._stop = False
         self._wake = threading.Event()
-        self._parked = [False]
+        self.stir, self.parked = self._wake.set, [False]  # what wakes the pump, and whether it sleeps
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __repr__(self) -> str:
@@ -84,11 +87,16 @@ class Session:
             assert node.welcome is not None
             node.session, node.throttle, node.gone = self, self.throttle, self._gone
             node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
-            node.stir, node.parked = self._wake.set, self._parked
+            node.stir, node.parked = self.stir, self.parked
             node.forgetters.append(partial(self.places.forget, node))
             for name, *_ in node.welcome.devices:
                 self.places.pin(Place(node.index, name))
         self._pump.start()
+
+    @property
+    def logs(self) -> list[Node]:
+        """What has a command log: the workers, and the meshes of several."""
+        return [*self.nodes, *self.teams] if self.teams else self.nodes
 
     def add_node(self, node: Node) -> None:
         """Take a worker that has dialled in."""
@@ -125,7 +133,7 @@ class Session:
         """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if self.joined:
-            for node in self.nodes:
+            for node in self.logs:
                 if node.log:
                     node.flush()
         try:
@@ -159,7 +167,7 @@ class Session:
 
     def throttle(self, node: Node) -> None:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
-        for other in self.nodes:
+        for other in self.logs:
             other.flush()
         started = time.perf_counter()
         try:
@@ -175,6 +183,7 @@ class Session:
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
+            node.settle(user_line())
             node.flush()
             target = node.base
         request = self.requests.new(node)
@@ -315,13 +324,14 @@ class Session:
             if self._active():
                 time.sleep(_WAITED if self.requests.attended else _TICK)
             else:
-                self._parked[0] = True
-                self._wake.wait(_IDLE)
-                self._parked = [False]
+                self.parked[0] = True
+                if not self._active():  # something may have been sent before the mark stood
+                    self._wake.wait(_IDLE)
+                self.parked[0] = False
                 self._wake.clear()
             try:
                 self.requests.glance(self._read)
-                for node in self.nodes:
+                for node in self.logs:
                     if (node.log or node.freed) and not node.busy:
                         node.flush()
                 self.requests.announcer.look()
@@ -331,7 +341,7 @@ class Session:
                 log.exception("the pump met an error; it goes on")
 
     def _active(self) -> bool:
-        return len(self.requests) > 0 or any(node.flights or node.log for node in self.nodes)
+        return len(self.requests) > 0 or any(node.flights or node.log for node in self.logs)
 
     def _gone(self, node: Node) -> None:
         self.lose(node, self._epitaph(node) or "is not connected any more")
@@ -374,7 +384,7 @@ class Session:
         try:
             if raise_unread:
                 deadline = None if limit is None else time.monotonic() + limit
-                for node in self.nodes:
+                for node in self.logs:
                     node.flush()
                 busy = next((n for n in self.nodes if n.flights and n.failed is None), None)
                 idle = lambda: not any(n.flights for n in self.nodes if n.failed is None)  # noqa: E731

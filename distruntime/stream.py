@@ -73,7 +73,7 @@ class Stream(Queue):
             if not idle and len(pool) < _MOST:
                 number = order.open()
                 pool.append(number)
-                node_.session.post(node_, OpenStream(number, name, priority))
+                node_.session.post(node_, OpenStream(number, name, priority, -1))
             elif idle:
                 number = idle.pop()
             else:

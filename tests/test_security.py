@@ -171,7 +171,7 @@ def messages_that_are_none(target: Target) -> None:
 def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
-        OpenStream(1, "cpu", 0), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
+        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
         Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"),
     ]  # fmt: skip
     connected(talk(target, target.friend(), [[encode(message)] for message in messages]))

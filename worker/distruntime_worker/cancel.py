@@ -6,7 +6,7 @@ from typing import Any
 
 from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, WAIT, Cancel, Failed
+from distruntime.wire.messages import AWAIT, CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, WAIT, Cancel, Failed
 
 from .collectives import Collective
 from .look import WAITING
@@ -46,10 +46,11 @@ class Cancelling:
             return i + 1
         if word == FORGET:
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, STAMP):
+        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
-            stream.owe(self._state.work(p).segment.start + i, self._state.streams[p[i + 1]], p[i + 2])
+            work = self._state.work(p)
+            stream.owe(work.segment.start + i, self._state.streams_of(work)[p[i + 1]], p[i + 2])
         if word == WAIT:
             return i + 5
         if word == AWAIT:

@@ -29,10 +29,12 @@ from distruntime.wire.messages import (
     Goodbye,
     Hello,
     Join,
+    MeshSegment,
     Message,
     Notify,
     OpenGroup,
     OpenStream,
+    OpenTeam,
     Peers,
     Refused,
     Reply,
@@ -164,9 +166,18 @@ class _Master:
         self.executor.received = segment.seq
         if segment.templates:
             self.executor.learn(segment.templates)
-        work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        self.executor.works.append(work)
-        if segment.stretches:
+        self._run_later(Work(segment, list(payloads), 1))
+
+    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+        """As `put`, for a segment whose body is a mesh's."""
+        if message.seq != self.executor.received + 1 or len(payloads) != 1:
+            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
+        self.executor.received = message.seq
+        self._run_later(self.executor.mesh_work(message, decode(payloads[0])))
+
+    def _run_later(self, work: Work) -> None:
+        self.executor.line_up(work)
+        if work.segment.stretches:
             self.executor.divide(work)
         else:
             self._default((work, 0, 0))
@@ -255,6 +266,10 @@ class Daemon:
             match message:
                 case Segment():
                     master.put(message, buffers[1:])
+                case MeshSegment():
+                    master.put_mesh(message, buffers[1:])
+                case OpenTeam():
+                    master.executor.open_team(message)
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():

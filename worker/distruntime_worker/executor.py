@@ -13,7 +13,7 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, FIRST_TEMPLATE, WAIT, Done, OpenStream
+from distruntime.wire.messages import AWAIT, FIRST_TEMPLATE, WAIT, Done, MeshBody, MeshSegment, Message, OpenStream, OpenTeam, Segment
 from distruntime.wire.shared import Attached
 
 from .answers import MOST_FAILURES, Answers
@@ -26,9 +26,11 @@ from .joint import Joint
 from .look import Look
 from .state import Send, State, Tell
 from .streams import MOST_STREAMS, Stream, Work
+from .team import Lanes, Team
 from .template import Template, operator
 from .waits import Waits
 
+_LOOK = 0.1  # seconds between looks whether the master is gone
 _END = 1 << 62  # no log gets there
 
 
@@ -47,6 +49,7 @@ class Executor:
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.running = False  # whether stream 0 runs a segment
+        self._last_team: Any = None  # whose segment came last
         # What the reader calls and looks at; whose they are need not concern it.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
@@ -55,22 +58,62 @@ class Executor:
 
     def open(self, message: OpenStream) -> Stream:
         """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
-        if not 0 < message.stream < MOST_STREAMS or message.stream in self.state.streams:
+        team = self.state.teams.get(message.team)
+        if message.team != -1 and team is None:
+            raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
+        streams = self.state.streams if team is None else team.streams
+        if not 0 < message.stream < MOST_STREAMS or message.stream in streams:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
             stream = Stream(message.stream, self.state.devices.real(torch.device(message.device)), message.priority)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
-        self.state.streams[message.stream] = stream
+        streams[message.stream] = stream
         return stream
+
+    def open_team(self, message: OpenTeam) -> None:
+        """Take part in a mesh (the reader)."""
+        names = self.state.devices.names
+        if message.team in self.state.teams or not message.devices or not all(name in names for name in message.devices):
+            raise ProtocolError(f"mesh {message.team} of {message.devices!r:.80} cannot be opened")
+        self.state.teams[message.team] = Team(message.team, message.devices)
+
+    def mesh_work(self, message: MeshSegment, body: Message) -> Work:
+        """Return a mesh's segment as one of this worker's (the reader)."""
+        team = self.state.teams.get(body.team) if isinstance(body, MeshBody) else None
+        if team is None or not isinstance(body, MeshBody):
+            raise ProtocolError("MeshSegment without the body of a mesh that is open")
+        team.enter(body.start, len(body.words))
+        self.learn(body.templates, team)
+        return Work(Segment(message.seq, body.start, [], body.words, body.stretches), [], 1, team=team)
+
+    def line_up(self, work: Work) -> None:
+        """Add a segment to those that run. Between the logs of a worker, and of its meshes, all streams keep the order (the reader)."""
+        state = self.state
+        work.left = len(work.segment.stretches) or 1
+        with state.gate:
+            if work.team is not self._last_team and state.works and any(len(s) > 1 for s in state.all_streams()):
+                work.turn = threading.Event()
+            self._last_team = work.team
+            state.works.append(work)
+
+    def _wait_turn(self, stream: Stream, work: Work) -> None:
+        """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
+        assert work.turn is not None
+        while not work.turn.wait(_LOOK) and not self.state.closed:
+            pass
+        for streams in self.state.all_streams():
+            for other in list(streams.values()):
+                if other is not stream:
+                    stream.wait_for(other.events(_END))
 
     def divide(self, work: Work) -> None:
         """Give each stream its stretches of a segment (the reader)."""
-        i = 0
+        i, streams = 0, self.state.streams_of(work)
         for row in work.segment.stretches:
             match row:
-                case [int(number), int(words)] if number in self.state.streams and words > 0:
-                    self.state.streams[number].queue.put((work, i, i + words))
+                case [int(number), int(words)] if number in streams and words > 0:
+                    (streams[number] if number else self.default).queue.put((work, i, i + words))
                     i += words
                 case _:
                     raise ProtocolError(f"segment {work.segment.seq}: {row!r} is no stretch")
@@ -80,11 +123,14 @@ class Executor:
     def run(self, work: Work) -> None:
         """Run a segment that is all stream 0's; raise `ProtocolError` where its words make no sense."""
         self.running = True
-        state, segment, stream = self.state, work.segment, self.state.default
+        state, segment = self.state, work.segment
+        stream = state.default if work.team is None else work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, templates, waiting, start = segment.words, state.slots, state.templates, stream.waiting, segment.start
         state.under_way[id(words)] = work
         i, n = 0, len(words)
+        if work.turn is not None:
+            self._wait_turn(stream, work)
         if start < stream.cancelled:
             self.run_stretch(stream, work, 0, n)
             self.running = False
@@ -109,7 +155,7 @@ class Executor:
         stream.reached = start + n  # only now: whoever waits wants to hear of failures first
         if waiting:
             self._answers.serve(stream, start + n)
-        if len(state.streams) > 1:
+        if len(state.streams_of(work)) > 1:
             stream.mark(start + n)
         stream.publish(start + n)
         self.running = False
@@ -117,11 +163,15 @@ class Executor:
     def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
         """Run a stream's words from `i` to `stop` of a segment, while other streams run theirs."""
         state, segment = self.state, work.segment
+        if work.team is not None and stream.number == 0:
+            stream = work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, templates, waiting, start = segment.words, state.slots, state.templates, stream.waiting, segment.start
         state.under_way[id(words)] = work
         try:
             with stream.entered():
+                if work.turn is not None:
+                    self._wait_turn(stream, work)
                 while i < stop:
                     word = words[i]
                     if start + i < stream.cancelled:
@@ -155,15 +205,18 @@ class Executor:
                 done = state.works.popleft()
                 failures = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
                 state.send(Done(done.segment.seq, failures, done.corrections), None)
-                state.executed = done.segment.start + len(done.segment.words)
+                if done.team is None:
+                    state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)
+                if state.works and (turn := state.works[0].turn) is not None:
+                    turn.set()
         self._answers.executed()
 
-    def learn(self, templates: list[Any]) -> None:
-        """Compile new templates (the reader)."""
+    def learn(self, templates: list[Any], team: Team | None = None) -> None:
+        """Compile new templates, of a mesh or of this worker's own log (the reader)."""
         for fields in templates:
             try:
-                self._add(*fields)
+                self._add_to(team, *fields) if team is not None else self._add(*fields)
             except ProtocolError:
                 raise
             except Exception as error:  # whatever it is, the master sent nonsense
@@ -182,10 +235,22 @@ class Executor:
         self.state.templates[number] = template.run
         self.state.info[number] = template
 
+    def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+        if number != team.next_template:
+            raise ProtocolError(f"template {number} of mesh {team.number} came where {team.next_template} was expected")
+        team.next_template += 1
+        state, call, lanes = self.state, FUNCTIONS.get(name) or operator(name), []
+        for k in range(len(team.devices)):
+            own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
+            lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
+        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread)
+        state.templates[number], state.info[number] = found.run, found
+
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
         self.state.closed = True
         self.joint.groups.end_all("its session is over")
-        for stream in self.state.streams.values():
-            self._cancelling.cut(stream, _END)
-            stream.queue.put(None)
+        for streams in self.state.all_streams():
+            for stream in streams.values():
+                self._cancelling.cut(stream, _END)
+                stream.queue.put(None)

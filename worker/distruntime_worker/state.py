@@ -16,6 +16,7 @@ from .collectives import Collective
 from .devices import Devices
 from .objects import Poisoned, described, failure, memory_of
 from .streams import Stream, Work
+from .team import Lanes, Shards, Team
 from .template import Run, Template
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
@@ -29,7 +30,8 @@ class State:
         self.devices, self.send = devices, send
         self.slots: dict[int, Any] = {}
         self.templates: dict[int, Run] = {}  # by the first word of an instruction
-        self.info: dict[int, Template | Collective] = {}  # of those that the master has sent
+        self.info: dict[int, Template | Lanes | Collective] = {}  # of those that the master has sent
+        self.teams: dict[int, Team] = {}  # by number, the meshes with members here
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
@@ -39,6 +41,14 @@ class State:
         self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self.gate = threading.RLock()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
+
+    def streams_of(self, work: Work) -> dict[int, Stream]:
+        """Return the streams that a segment's stretches and waits name: a mesh has its own."""
+        return self.streams if work.team is None else work.team.streams  # type: ignore[no-any-return]
+
+    def all_streams(self) -> list[dict[int, Stream]]:
+        """Return the streams of this worker's own log and of each mesh's."""
+        return [self.streams, *(team.streams for team in list(self.teams.values()))]
 
     def mine(self) -> Stream:
         """Return the stream that this thread runs."""
@@ -55,7 +65,7 @@ class State:
         work.failures.append(cause)
         return cause
 
-    def fail(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+    def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
@@ -67,7 +77,7 @@ class State:
                 self.orphans.append(cause)
         self.poison(template, slots, p, i, cause)
 
-    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def poison(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
         for k in template.writes:
@@ -75,7 +85,15 @@ class State:
         for k in template.mutates:
             written = memory_of(slots.get(p[i + k]))
             if written is not None:  # its views and its base hold the same bytes
-                for ref, value in slots.copy().items():  # other streams add and free meanwhile
-                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == written._cdata:
-                        slots[ref] = Poisoned(cause)
+                self.spread(slots, written, cause)
             slots[p[i + k]] = Poisoned(cause)
+
+    def spread(self, slots: dict[int, Any], memory: torch.UntypedStorage, cause: Failure) -> None:
+        """Poison everything that is in `memory`."""
+        for ref, value in slots.copy().items():  # other streams add and free meanwhile
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == memory._cdata:
+                        value[lane] = Poisoned(cause)
+            elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
+                slots[ref] = Poisoned(cause)

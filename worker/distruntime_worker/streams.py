@@ -33,6 +33,8 @@ class Work:
     left: int  # stretches that have not run
     failures: list[Failure] = field(default_factory=list)
     corrections: list[Any] = field(default_factory=list)
+    team: Any = None  # whose segment it is, if it is a mesh's
+    turn: threading.Event | None = None  # set when everything before it has run, where the streams must wait for that
 
 
 Stretch = tuple[Work, int, int]  # the words from one index to another of a segment

@@ -57,6 +57,7 @@ class Team(Node):
         self.stir, self.parked = session.stir, session.parked
         self.place = MeshPlace(self.index, "member", self.members)
         self.forgetters.append(partial(session.places.forget, self))
+        self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
         self._next_template = self._generation = TEAM_TEMPLATES * (number + 1)
@@ -75,6 +76,13 @@ class Team(Node):
 
     def __str__(self) -> str:
         return f"the mesh of {self.place}"
+
+    def lines_of(self, rows: list[list[int]], make: Callable[[Team, int, list[list[int]]], Any]) -> Any:
+        """Return what `make` makes of these rows of members, once for all meshes of these members."""
+        key = tuple(map(tuple, rows))
+        if key not in self.along:
+            self.along[key] = make(self, len(self.along), rows)
+        return self.along[key]
 
     def residence(self) -> Residence:
         """Return where its tensors live, with a number of its own."""

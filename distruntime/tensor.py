@@ -16,7 +16,9 @@ from .errors import NotSupportedError, PlacementError, UsageError
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
+from .shards import member_of
 from .transfer import download, item
+from .wrap import wrap
 
 
 class DeviceIndex(int):
@@ -47,6 +49,16 @@ class DistributedTensor(torch.Tensor):
     def place(self) -> Place:
         """Where the tensor lives: its node's number and the device there."""
         return self._handle.place.place
+
+    def member(self, k: int) -> DistributedTensor:
+        """Return a proxy of the `k`-th member's shard of a tensor on a mesh: the same memory, at that member's place. Return at once."""
+        members = self._handle.place.node.members
+        if not members:
+            raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
+        if not -len(members) <= k < len(members):
+            raise IndexError(f"a mesh of {len(members)} members has no member {k}")
+        found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
+        return found
 
     def get_node(self) -> int:
         """Return the number of the node that the tensor lives on."""

@@ -115,6 +115,15 @@ class OpenTeam:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenLines:
+    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank], ..."""
+
+    team: int
+    number: int
+    members: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class MeshSegment:
     """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`."""
 
@@ -331,6 +340,7 @@ Message = (
     | OpenStream
     | Segment
     | OpenTeam
+    | OpenLines
     | MeshSegment
     | MeshBody
     | Done

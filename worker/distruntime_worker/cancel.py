@@ -9,10 +9,13 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import AWAIT, CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, WAIT, Cancel, Failed
 
 from .collectives import Collective
+from .lanes import LaneCollective
 from .look import WAITING
 from .objects import Poisoned
 from .state import State
 from .streams import Stream
+from .team import Lanes
+from .template import Template
 from .waits import Waits
 
 
@@ -63,11 +66,11 @@ class Cancelling:
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
-        template = self._state.info[p[first]]
+        template: Template | Lanes | Collective | LaneCollective = self._state.info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
-        if template.mutates or template.views or isinstance(template, Collective):
+        if template.mutates or template.views or isinstance(template, (Collective, LaneCollective)):
             self._waits.pay(stream, p, i)
-        if isinstance(template, Collective):  # the other members count on it, in the group's order
+        if isinstance(template, (Collective, LaneCollective)):  # the other members count on it, in the group's order
             return template.drop(slots, p, first, error)
         self._state.fail(template, slots, p, first, error)
         if word == LEARN:

@@ -148,7 +148,7 @@ class Collective:
                 else:
                     channel.receive(into.data, 1 - rank, sequence)
             case "broadcast":
-                if data is None:
+                if data is None or rank != o.root:  # along a mesh every member has an input, of which the root's counts
                     channel.broadcast(into.data, o.root)
                 else:
                     channel.broadcast(data, o.root)
@@ -160,7 +160,7 @@ class Collective:
                 assert data is not None
                 channel.gather(into.data if outputs else None, data, o.root)
             case "scatter":
-                channel.scatter(into.data, data, o.root)
+                channel.scatter(into.data, data if rank == o.root else None, o.root)
             case "all_to_all":
                 assert data is not None
                 if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:  # parts would arrive over what has yet to leave

@@ -33,6 +33,7 @@ from distruntime.wire.messages import (
     Message,
     Notify,
     OpenGroup,
+    OpenLines,
     OpenStream,
     OpenTeam,
     Peers,
@@ -270,6 +271,8 @@ class Daemon:
                     master.put_mesh(message, buffers[1:])
                 case OpenTeam():
                     master.executor.open_team(message)
+                case OpenLines():
+                    master.executor.open_lines(message)
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():

@@ -13,7 +13,19 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, FIRST_TEMPLATE, WAIT, Done, MeshBody, MeshSegment, Message, OpenStream, OpenTeam, Segment
+from distruntime.wire.messages import (
+    AWAIT,
+    FIRST_TEMPLATE,
+    WAIT,
+    Done,
+    MeshBody,
+    MeshSegment,
+    Message,
+    OpenLines,
+    OpenStream,
+    OpenTeam,
+    Segment,
+)
 from distruntime.wire.shared import Attached
 
 from .answers import MOST_FAILURES, Answers
@@ -23,6 +35,7 @@ from .devices import Devices
 from .functions import FUNCTIONS
 from .instructions import Instructions
 from .joint import Joint
+from .lanes import along
 from .look import Look
 from .state import Send, State, Tell
 from .streams import MOST_STREAMS, Stream, Work
@@ -77,6 +90,15 @@ class Executor:
         if message.team in self.state.teams or not message.devices or not all(name in names for name in message.devices):
             raise ProtocolError(f"mesh {message.team} of {message.devices!r:.80} cannot be opened")
         self.state.teams[message.team] = Team(message.team, message.devices)
+
+    def open_lines(self, message: OpenLines) -> None:
+        """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
+        team = self.state.teams.get(message.team)
+        rows = message.members
+        good = all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
+        if team is None or not good or len(rows) != len(team.devices):
+            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense")
+        team.lines[message.number] = rows
 
     def mesh_work(self, message: MeshSegment, body: Message) -> Work:
         """Return a mesh's segment as one of this worker's (the reader)."""
@@ -239,7 +261,12 @@ class Executor:
         if number != team.next_template:
             raise ProtocolError(f"template {number} of mesh {team.number} came where {team.next_template} was expected")
         team.next_template += 1
-        state, call, lanes = self.state, FUNCTIONS.get(name) or operator(name), []
+        state = self.state
+        if name.startswith(PREFIX):
+            joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
+            state.templates[number], state.info[number] = joint.run, joint
+            return
+        call, lanes = FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))

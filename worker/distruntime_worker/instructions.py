@@ -17,8 +17,8 @@ from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
 from .state import State
 from .streams import HostCopy, Stamp
-from .team import Shards
-from .template import Run
+from .team import Lanes, Shards
+from .template import Run, Template
 
 # Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
 # order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
@@ -48,7 +48,7 @@ class Instructions:
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
         number, predicted = p[i + 1], p[i + 2]
-        template = self._state.info.get(p[i + 3])
+        template: Template | Lanes | None = self._state.info.get(p[i + 3])
         after = self._state.templates[p[i + 3]](slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
@@ -101,7 +101,8 @@ class Instructions:
 
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
-        request, template = p[i + 1], self._state.info.get(p[i + 2])
+        request = p[i + 1]
+        template: Template | Lanes | None = self._state.info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2

@@ -30,7 +30,7 @@ class State:
         self.devices, self.send = devices, send
         self.slots: dict[int, Any] = {}
         self.templates: dict[int, Run] = {}  # by the first word of an instruction
-        self.info: dict[int, Template | Lanes | Collective] = {}  # of those that the master has sent
+        self.info: dict[int, Any] = {}  # of those that the master has sent
         self.teams: dict[int, Team] = {}  # by number, the meshes with members here
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
@@ -44,7 +44,7 @@ class State:
 
     def streams_of(self, work: Work) -> dict[int, Stream]:
         """Return the streams that a segment's stretches and waits name: a mesh has its own."""
-        return self.streams if work.team is None else work.team.streams  # type: ignore[no-any-return]
+        return self.streams if work.team is None else work.team.streams
 
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""

@@ -33,6 +33,7 @@ class Team:
         self.received = 0  # words
         self.first = TEAM_TEMPLATES * (number + 1)
         self.next_template = self.first
+        self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
         self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
         self.streams: dict[int, Stream] = {0: self.default}
 

@@ -1,0 +1,247 @@
+"""Meshes: members in rows and columns that run one program, each on its own shard of every tensor.
+
+A tensor on a mesh is one proxy for as many shards as there are members, all of one shape; an operator on it is one instruction, which
+every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the first member's; `shards(t)` reads all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .context import MeshContext
+from .errors import PlacementError, UsageError
+from .fetch import fetch
+from .handle import Place
+from .lines import Lines
+from .session import Session, active_session
+from .shards import member_of, mesh_of
+from .team import Team, team_of
+from .tensor import DistributedTensor
+from .transfer import upload
+from .wrap import wrap
+
+Names = tuple[str, ...]
+
+
+class DeviceMesh:
+    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names.
+
+    As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions, `mesh.select(dp=0)` a part of them.
+    Tensors of meshes with the same members combine, whatever their shapes.
+    """
+
+    def __init__(self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None) -> None:
+        self.session = session
+        self.shape = tuple(shape)
+        self.mesh_dim_names = mesh_dim_names
+        self._team: Team = team_of(self.session, places)
+        self._home = self._team.residence()  # held, so that its number stays its own
+        self._whole = self  # of which this one shows some dimensions
+        self._dims = tuple(range(len(self.shape)))  # those of `_whole` that it shows
+        self._lines: dict[tuple[int, ...], Lines] = {}
+        self._coordinates: dict[int, DistributedTensor] = {}
+        self._entered: list[MeshContext] = []
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The members' places, the last dimension's neighbours next to each other."""
+        return self._team.members
+
+    @property
+    def device(self) -> torch.device:
+        """What `torch.ones(..., device=)` takes for it, and `x.device` of its tensors gives."""
+        return self._home.device
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of members, or the size of one dimension."""
+        return prod(self.shape) if mesh_dim is None else self.shape[self._dim(mesh_dim)]
+
+    def _dim(self, dim: int | str) -> int:
+        if isinstance(dim, str):
+            names = self.mesh_dim_names or ()
+            if dim not in names:
+                raise UsageError(f"this mesh has no dimension {dim!r}: it has {', '.join(names) or 'none with names'}")
+            return names.index(dim)
+        if not -self.ndim <= dim < self.ndim:
+            raise UsageError(f"a mesh of {self.ndim} dimensions has no dimension {dim}")
+        return dim % self.ndim
+
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+        """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        dims = [self._dim(name) for name in wanted]
+        if dims != sorted(set(dims)):
+            raise UsageError(f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}")
+        part = object.__new__(DeviceMesh)
+        part.__dict__.update(self.__dict__)
+        part.shape = tuple(self.shape[d] for d in dims)
+        part.mesh_dim_names = wanted
+        part._dims = tuple(self._dims[d] for d in dims)
+        part._entered = []
+        return part
+
+    def select(self, **where: int) -> DeviceMesh:
+        """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row. Its tensors are others."""
+        if self._whole.shape != self.shape:
+            raise UsageError("select members of the whole mesh, not of one that shows some of its dimensions")
+        fixed = {self._dim(name): index for name, index in where.items()}
+        for dim, index in fixed.items():
+            if not 0 <= index < self.shape[dim]:
+                raise UsageError(f"dimension {dim} has coordinates 0 to {self.shape[dim] - 1}, got {index}")
+        kept = [d for d in range(self.ndim) if d not in fixed]
+        members = [
+            self.places[k] for k, at in enumerate(product(*map(range, self.shape))) if all(at[d] == index for d, index in fixed.items())
+        ]
+        names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[d] for d in kept)
+        return DeviceMesh(self.session, members, [self.shape[d] for d in kept] or [1], names or None)
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Return each member's coordinates in the dimensions of this mesh."""
+        return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole.shape))]
+
+    def coordinate(self, dim: int | str = 0) -> DistributedTensor:
+        """Return a tensor of one int64 that is, on each member, its coordinate along a dimension. Return at once."""
+        whole = self._dims[self._dim(dim)]
+        kept = self._whole._coordinates
+        if whole not in kept:
+            kept[whole] = from_shards([torch.tensor(at[whole]) for at in product(*map(range, self._whole.shape))], self)
+        return kept[whole].clone()  # type: ignore[return-value]
+
+    def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
+        """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
+        dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
+        wanted = tuple(sorted({self._dims[self._dim(d)] for d in dims}))
+        whole = self._whole
+        if wanted not in whole._lines:
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for k, at in enumerate(product(*map(range, whole.shape))):
+                rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
+            whole._lines[wanted] = self._team.lines_of(list(rows.values()), Lines)
+        return whole._lines[wanted]
+
+    def __enter__(self) -> DeviceMesh:
+        context = MeshContext(self._home)
+        context.__enter__()
+        self._entered.append(context)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, DeviceMesh)
+            and self._team is other._team
+            and (self.shape, self.mesh_dim_names, self._dims) == (other.shape, other.mesh_dim_names, other._dims)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self._team), self.shape, self.mesh_dim_names, self._dims))
+
+    def __repr__(self) -> str:
+        names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
+        return f"<distruntime.DeviceMesh ({', '.join(f'{n}={s}' for n, s in zip(names, self.shape))}), {self._team.place}>"
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int] | Sequence[tuple[str, int]], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """Make a mesh of the session's devices of one type, node by node.
+
+    Args:
+        device_type: "cpu" (each node's CPU) or "cuda" (all GPUs of all nodes).
+        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost.
+        mesh_dim_names: the dimensions' names.
+
+    Raises:
+        PlacementError: the mesh is larger than the cluster. UsageError: a shape that is none.
+    """
+    session = active_session()
+    sizes: list[Any] = list(mesh_shape)
+    if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
+        if mesh_dim_names is not None:
+            raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
+        mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
+    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise UsageError(f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}")
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
+        raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
+    if device_type not in ("cpu", "cuda"):
+        raise UsageError(f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh; got {device_type!r}')
+    have = [
+        Place(node.index, name)
+        for node in session.nodes
+        if node.failed is None
+        for name in session.places.devices(node.index)
+        if name.partition(":")[0] == device_type
+    ]
+    need = prod(sizes)
+    if need > len(have):
+        raise PlacementError(
+            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"
+            f"{'s' if len(have) != 1 else ''} on {len(session.nodes)} nodes"
+        )
+    return DeviceMesh(session, have[:need], sizes, names)
+
+
+def _mesh_handle(t: Any) -> Any:
+    if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
+        raise UsageError(
+            f"this takes a tensor on a mesh, got {'one on ' + str(t.place) if isinstance(t, DistributedTensor) else type(t).__name__}"
+        )
+    return t._handle
+
+
+def members(t: DistributedTensor) -> list[DistributedTensor]:
+    """Return a proxy of each member's shard, at that member's place: no copies. Return at once."""
+    handle = _mesh_handle(t)
+    return [wrap(DistributedTensor, member_of(handle, k)) for k in range(len(handle.place.node.members))]
+
+
+def shards(t: DistributedTensor) -> list[torch.Tensor]:
+    """Return every member's shard as a local tensor, by rank. Block until they are here; raise what poisoned one."""
+    found: list[torch.Tensor] = fetch(members(t))
+    return found
+
+
+def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
+    """Return a tensor on a mesh made of its members' shards: local tensors, which are sent, or proxies at the members' places, no copies.
+
+    Raises:
+        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy lives elsewhere.
+    """
+    given = list(tensors)
+    if len(given) != len(mesh.places):
+        raise UsageError(f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}")
+    for k, t in enumerate(given):
+        if not isinstance(t, torch.Tensor):
+            raise UsageError(f"shard {k} is no tensor but {type(t).__name__}")
+        if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
+            raise UsageError(
+                f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
+                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: dr.primitives works on uneven lists"
+            )
+    handles = []
+    for k, (t, place) in enumerate(zip(given, mesh.places)):
+        if isinstance(t, DistributedTensor):
+            if t.place != place:
+                raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: move it there, t.to(dr.place(...))")
+            whole: Any = t.detach().contiguous()
+            handles.append(whole._handle)
+        else:
+            home = mesh.session.places.residence(place, numbered=False)
+            handles.append(upload(t, home))
+    found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+    return found

@@ -271,7 +271,8 @@ class Node:
                 self.gone(self)
             finally:
                 self._flushing = False
-            self._let_late()
+            if self.late is not None:
+                self._let_late()
 
     def rivals(self) -> Sequence[Any]:
         """Return the other logs that go to a worker of this one."""
@@ -306,9 +307,8 @@ class Node:
                 self.meshed = False
 
     def _let_late(self) -> None:
-        if self.late is not None:
-            late, self.late = self.late, None
-            late.flush()
+        late, self.late = self.late, None
+        late.flush()
 
     def carry(self, whole: _Flight, frame: Buffer) -> None:
         """Send this worker its copy of a mesh's segment, one of its own without words of its log. Call under `lock`, in the mesh's turn."""

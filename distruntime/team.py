@@ -137,7 +137,8 @@ class Team(Node):
                     self.stir()
             finally:
                 self._flushing = False
-            self._let_late()
+            if self.late is not None:
+                self._let_late()
 
     def check(self, correct: Callable[[int | None, list[Any]], None]) -> int:
         """As a node's; the members' workers bring the corrections, the first of them counts."""

@@ -132,7 +132,7 @@ class MeshSegment:
 
 @dataclass(frozen=True, slots=True)
 class MeshBody:
-    """What `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a `Segment`.
+    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a `Segment`.
 
     `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's own too, but that stream 0
     takes turns with this worker's. An instruction runs for each member here.

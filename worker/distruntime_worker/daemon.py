@@ -167,16 +167,22 @@ class _Master:
         self.executor.received = segment.seq
         if segment.templates:
             self.executor.learn(segment.templates)
-        self._run_later(Work(segment, list(payloads), 1))
+        work = Work(segment, list(payloads), len(segment.stretches) or 1)
+        if self.executor.last_team is None:
+            self.executor.works.append(work)
+        else:
+            self.executor.line_up(work)
+        if segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
 
     def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
         if message.seq != self.executor.received + 1 or len(payloads) != 1:
             raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
         self.executor.received = message.seq
-        self._run_later(self.executor.mesh_work(message, decode(payloads[0])))
-
-    def _run_later(self, work: Work) -> None:
+        work = self.executor.mesh_work(message, decode(payloads[0]))
         self.executor.line_up(work)
         if work.segment.stretches:
             self.executor.divide(work)

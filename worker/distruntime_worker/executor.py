@@ -62,7 +62,7 @@ class Executor:
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.running = False  # whether stream 0 runs a segment
-        self._last_team: Any = None  # whose segment came last
+        self.last_team: Any = None  # whose segment came last
         # What the reader calls and looks at; whose they are need not concern it.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
@@ -107,16 +107,15 @@ class Executor:
             raise ProtocolError("MeshSegment without the body of a mesh that is open")
         team.enter(body.start, len(body.words))
         self.learn(body.templates, team)
-        return Work(Segment(message.seq, body.start, [], body.words, body.stretches), [], 1, team=team)
+        return Work(Segment(message.seq, body.start, [], body.words, body.stretches), [], len(body.stretches) or 1, team=team)
 
     def line_up(self, work: Work) -> None:
-        """Add a segment to those that run. Between the logs of a worker, and of its meshes, all streams keep the order (the reader)."""
+        """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
         state = self.state
-        work.left = len(work.segment.stretches) or 1
         with state.gate:
-            if work.team is not self._last_team and state.works and any(len(s) > 1 for s in state.all_streams()):
+            if work.team is not self.last_team and state.works and any(len(s) > 1 for s in state.all_streams()):
                 work.turn = threading.Event()
-            self._last_team = work.team
+            self.last_team = work.team
             state.works.append(work)
 
     def _wait_turn(self, stream: Stream, work: Work) -> None:
@@ -177,7 +176,7 @@ class Executor:
         stream.reached = start + n  # only now: whoever waits wants to hear of failures first
         if waiting:
             self._answers.serve(stream, start + n)
-        if len(state.streams_of(work)) > 1:
+        if len(state.streams) > 1 or work.team is not None:
             stream.mark(start + n)
         stream.publish(start + n)
         self.running = False

@@ -116,20 +116,24 @@ class MeshContext:
 
 
 def enter_stream(stream: Any) -> None:
-    """Make a stream current, and with it its node and device, until `leave_stream`."""
-    place = stream.place
-    node, device = current_node.set(place.node), current_device.set(place.device)
+    """Make a stream current, and with it its node and device, or its mesh, until `leave_stream`."""
+    place, whole = stream.place, bool(stream.residence.node.members)
+    mesh = current_mesh.set(stream.residence if whole else None)
+    node = None if whole else current_node.set(place.node)
+    device = None if whole else current_device.set(place.device)
     token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
-    _entered.set((*_entered.get(), (stream, node, device, token)))
+    _entered.set((*_entered.get(), (stream, node, device, (token, mesh))))
 
 
 def leave_stream(stream: Any) -> None:
     """Undo the last `enter_stream` of this stream."""
     stack = _entered.get()
     last = max(k for k, entry in enumerate(stack) if entry[0] is stream)
-    _, node, device, token = stack[last]
+    _, node, device, (token, mesh) = stack[last]
     _entered.set((*stack[:last], *stack[last + 1 :]))
     current_streams.reset(token)
-    assert node is not None and device is not None
-    current_device.reset(device)
-    current_node.reset(node)
+    if device is not None:
+        current_device.reset(device)
+    if node is not None:
+        current_node.reset(node)
+    current_mesh.reset(mesh)

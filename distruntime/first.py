@@ -220,6 +220,8 @@ def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _different(func: Any, one: str, here: Residence, two: str, there: Residence, moved: Spec) -> str:
+    if here.node.members or there.node.members:
+        return _different_members(func, one, here, two, there)
     apart = here.node is not there.node
     hosts = f" ({here.node.host})", f" ({there.node.host})"
     return (
@@ -227,6 +229,28 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
         f"`{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
         f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
     )
+
+
+def _different_members(func: Any, one: str, here: Residence, two: str, there: Residence) -> str:
+    """Say which members two operands do not share."""
+    sides = [list(home.node.members or [home.place]) for home in (here, there)]
+    only = [[place for place in mine if place not in other] for mine, other in (sides, sides[::-1])]
+    lines = [f"{func}: operands live on different members: `{one}` on {here.place}, `{two}` on {there.place}"]
+    for name, places in zip((one, two), only):
+        if places:
+            lines.append(
+                f"  only `{name}` is on {', '.join(map(str, places[:4]))}" + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+            )
+    if not any(only):
+        lines.append("  they are the same members in another order")
+    if here.node.members and there.node.members:
+        lines.append(
+            "  tensors of meshes combine where all members match; make one of the other's: dr.from_shards([x.member(k), ...], mesh)"
+        )
+    else:
+        mesh, plain = (one, two) if here.node.members else (two, one)
+        lines.append(f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)")
+    return "\n".join(lines)
 
 
 def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

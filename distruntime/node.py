@@ -274,6 +274,14 @@ class Node:
             if self.late is not None:
                 self._let_late()
 
+    def on_wire(self, stream: int) -> int:
+        """Return the number by which the worker knows a stream of this log; a mesh has its own."""
+        return stream
+
+    def workers(self) -> list[Node]:
+        """Return who runs this log and is there."""
+        return [self] if self.failed is None else []
+
     def rivals(self) -> Sequence[Any]:
         """Return the other logs that go to a worker of this one."""
         return self.teams

@@ -10,6 +10,7 @@ from torch import _tensor_str
 
 from .failure import remote_error
 from .handle import Handle
+from .shards import member_of
 from .spec import Spec
 from .stall import before_wait, note_wait
 from .text import size_text
@@ -26,6 +27,8 @@ def _printable(text: str) -> str:
 
 def _where(handle: Handle) -> str:
     place = handle.place
+    if place.node.members:
+        return f"device='remote:{place.number}', member 0 of {len(place.node.members)}"
     return f"device='remote:{place.number}', place=({place.place.node}, '{place.place.device}')"
 
 
@@ -52,11 +55,16 @@ def _status(handle: Handle) -> str:
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     """Return the text of a remote tensor. Block for at most `BUDGET` seconds. Never raises for what went wrong on a worker."""
-    session, node, spec = handle.place.node.session, handle.place.node, handle.spec
+    whole, session, node, spec = handle, handle.place.node.session, handle.place.node, handle.spec
+    if node.members:  # what stands for all of them is the first member's
+        team: Any = node
+        node = team.lanes[0][0]
     if session.closed is not None or session.foreign:
         return summary(spec, handle, "its session has ended")
     if node.failed is not None:
         return summary(spec, handle, f"lost, {node} {node.failed}")
+    if whole.place.node.members:
+        handle = member_of(whole, 0)
     options = _tensor_str.PRINT_OPTS
     asked = {
         "precision": options.precision,
@@ -92,7 +100,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     )
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
-    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False)
+    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False)
     return text
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, PlacementError
 from .first import call
 from .group import groups_of
 from .handle import Handle, Residence, Storage, next_ref
@@ -20,6 +20,7 @@ from .joint import Part, issue_operation, require_operation
 from .learn import learn
 from .line import user_line
 from .session import active_session
+from .shards import member_of, mesh_of
 from .spec import spec_of
 from .transfer import download, item, upload
 from .wrap import wrap
@@ -35,6 +36,8 @@ def move(proxy: Any, place: Residence) -> Any:
     """Return a copy of a proxy at another place: by the worker within a node, else from worker to worker. Return at once."""
     handle = proxy._handle
     cls = type(proxy)
+    if handle.place.node.members or place.node.members:
+        return _move_members(cls, handle, place)
     if handle.place.node is place.node:
         func = torch.ops.aten._to_copy.default
         handle.place.node.session.require_open()
@@ -44,6 +47,22 @@ def move(proxy: Any, place: Residence) -> Any:
     copy = Handle(next_ref(), spec, place, Storage(spec))
     _across(handle, copy)
     return wrap(cls, copy)
+
+
+def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
+    """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
+    team: Any = place.node
+    if not team.members or (handle.place.node.members and len(handle.place.node.members) != len(team.members)):
+        raise PlacementError(
+            f"{handle.place.place} have a shard each, which does not fit {place.place}: take a member's, x.member(k), and move that"
+        )
+    moved = []
+    for k, member in enumerate(team.members):
+        source = member_of(handle, k) if handle.place.node.members else handle
+        home = team.session.places.residence(member, numbered=False)
+        value = wrap(cls, source)
+        moved.append(value.clone() if source.place is home else move(value, home))
+    return wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
 
 
 def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
@@ -94,6 +113,8 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return NotImplemented
         if here.node is place.node:
             return call(cls, func, args, kwargs, place, None)
+        if here.node.members or place.node.members:
+            return func(target, move(source, place))
         if source.shape != target.shape or source.dtype != target.dtype or target._handle.spec.expanded:
             return func(target, move(source, place))
         _across(source._handle, target._handle, inplace=True)

@@ -17,7 +17,7 @@ from .handle import Place, Residence
 from .node import Node, _enough, _Flight
 from .session import Session
 from .wire.codec import encode
-from .wire.messages import TEAM_TEMPLATES, MeshBody, OpenTeam
+from .wire.messages import MOST_STREAMS, TEAM_TEMPLATES, MeshBody, OpenTeam
 from .wire.shield import shield
 
 WINDOW = 1 << 18  # words in flight, as a node's
@@ -88,6 +88,18 @@ class Team(Node):
         """Return where its tensors live, with a number of its own."""
         found: Residence = self.session.places.entered(self.place, self)
         return found
+
+    def on_wire(self, stream: int) -> int:
+        """Return the number by which the workers know a stream of this log."""
+        return (self.number + 1) * MOST_STREAMS + stream
+
+    def workers(self) -> list[Node]:
+        """Return the members' workers that are there."""
+        return [node for node in self.ranks if node.failed is None]
+
+    def openings(self) -> list[tuple[Node, str, int]]:
+        """Return, for each worker, the device on which a stream of this mesh is opened, and this mesh's number."""
+        return [(node, self.members[ranks[0]].device, self.number) for node, ranks in self.ranks.items() if node.failed is None]
 
     def rivals(self) -> Sequence[Node]:
         """Return the other logs that go to a worker of this one."""

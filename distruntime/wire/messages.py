@@ -27,6 +27,7 @@ HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch
 TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
 GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
 FIRST_TEMPLATE = 16
+MOST_STREAMS = 4096  # of a log; stream k of mesh t is called (t + 1) times this, plus k, where a message does not say whose it is
 TEAM_TEMPLATES = 1 << 22  # the templates of mesh k begin at (k + 1) times this
 
 

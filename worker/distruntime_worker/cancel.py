@@ -27,7 +27,7 @@ class Cancelling:
 
     def cancel(self, message: Cancel) -> None:
         """Drop what a stream has not begun (the reader)."""
-        stream = self._state.streams.get(message.stream)
+        stream = self._state.named(message.stream)
         if stream is None:
             raise ProtocolError(f"there is no stream {message.stream}")
         self.cut(stream, message.position)

@@ -16,6 +16,7 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
     FIRST_TEMPLATE,
+    MOST_STREAMS,
     WAIT,
     Done,
     MeshBody,
@@ -38,7 +39,7 @@ from .joint import Joint
 from .lanes import along
 from .look import Look
 from .state import Send, State, Tell
-from .streams import MOST_STREAMS, Stream, Work
+from .streams import Stream, Work
 from .team import Lanes, Team
 from .template import Template, operator
 from .waits import Waits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, StreamCancelled
-from distruntime.wire.messages import Failure, Message
+from distruntime.wire.messages import MOST_STREAMS, Failure, Message
 
 from .collectives import Collective
 from .devices import Devices
@@ -45,6 +45,13 @@ class State:
     def streams_of(self, work: Work) -> dict[int, Stream]:
         """Return the streams that a segment's stretches and waits name: a mesh has its own."""
         return self.streams if work.team is None else work.team.streams
+
+    def named(self, number: int) -> Stream | None:
+        """Return the stream that a message names, of this worker's own log or of a mesh's."""
+        if number < MOST_STREAMS:
+            return self.streams.get(number)
+        team = self.teams.get(number // MOST_STREAMS - 1)
+        return None if team is None else team.streams.get(number % MOST_STREAMS)
 
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""

@@ -18,7 +18,6 @@ import torch
 from distruntime.wire.codec import Buffer
 from distruntime.wire.messages import Failure, Segment
 
-MOST_STREAMS = 4096  # that a master may open; it uses 32 for each device and priority
 _MARKS = 256  # events kept; an older position waits for the oldest of them
 
 Action = Callable[[], None]

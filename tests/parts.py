@@ -1,8 +1,9 @@
-"""Partitioned tensors here, by torch's and numpy's own words, to hold `distruntime.primitives` to; and the adjoint test."""
+"""Partitioned tensors here, by torch's and numpy's own words, to hold `distruntime.primitives` to: cases of each, and the adjoint test."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -11,6 +12,7 @@ import distruntime as dr
 
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
+F = dr.primitives
 
 
 def places(*nodes: int, device: str = "cpu") -> list[dr.Place]:
@@ -77,3 +79,83 @@ def adjoint_error(xs: Tensors, fx: Tensors, y: Tensors, fy: Tensors) -> float:
     """|<Fx, y> - <x, F*y>| / max(|Fx||y|, |x||F*y|)"""
     scale = max(norm(fx) * norm(y), norm(xs) * norm(fy))
     return abs(inner(fx, y) - inner(xs, fy)) / scale if scale else 0.0
+
+
+# Cases
+
+
+class Case:
+    """A primitive on shards of these sizes, on these places (node numbers, or as `gpus` those of node 0); and the same here."""
+
+    def __init__(self, sizes: list[Shape], on: Any, run: Callable[..., Any], formula: Callable[[Tensors], Tensors]) -> None:
+        self.sizes, self.on, self.run, self.formula = sizes, on, run, formula
+
+    def partition(self) -> dr.Partition:
+        return part(*self.on)
+
+
+def part(where: Any, shape: Shape) -> dr.Partition:
+    gpus = [dr.Place(0, "cpu"), dr.Place(0, "cuda:0"), dr.Place(0, "cuda:1"), dr.Place(1, "cuda:0")]
+    return dr.Partition([gpus[k] for k in range(int(where[4:]))] if isinstance(where, str) else places(*where), shape)
+
+
+def sizes(size: Shape, shape: Shape) -> list[Shape]:
+    return [tuple(s.shape) for s in cut(torch.empty(size), shape)]
+
+
+def broadcast(x: Any, y: Any, size: Shape) -> Case:
+    n = len(x[0]) if not isinstance(x[0], str) else int(x[0][4:])
+    each = [(size[0] + k, *size[1:]) for k in range(n)] if size else [()] * n  # of any sizes
+    return Case(each, x, lambda xs, p: F.broadcast(xs, p, part(*y)), lambda xs: [xs[k] * 1 for k in sources(x[1], y[1])])
+
+
+def sum_reduce(x: Any, y: Any, size: Shape) -> Case:
+    whose = sources(x[1], y[1])
+    each = [(size[0] + k, *size[1:]) for k in whose] if size else [()] * len(whose)
+    return Case(
+        each,
+        y,
+        lambda ys, p: F.sum_reduce(ys, p, part(*x)),
+        lambda ys: [sum(t for t, s in zip(ys, whose) if s == k) for k in range(max(whose) + 1)],
+    )
+
+
+def all_sum(on: Any, axes: Any, size: Shape) -> Case:
+    row = [axes] if isinstance(axes, int) else [d % len(on[1]) for d in axes]
+    count = len(sources(on[1], on[1]))
+    return Case(
+        [size] * count,
+        on,
+        lambda xs, p: F.all_sum_reduce(xs, p, axes),
+        lambda xs: [sum(xs[m] for m in mates(k, on[1], row)) for k in range(count)],
+    )
+
+
+def all_gather(on: Any, axis: int, size: Shape) -> Case:
+    def formula(xs: Tensors) -> Tensors:
+        return [torch.cat([xs[m] for m in mates(k, on[1], [axis])], axis) for k in range(len(xs))]
+
+    return Case(sizes(size, on[1]), on, lambda xs, p: F.all_gather(xs, p, axis), formula)
+
+
+def reduce_scatter(on: Any, axis: int, size: Shape) -> Case:
+    """`size` is each shard's, whole along the axis."""
+
+    def formula(xs: Tensors) -> Tensors:
+        outs = []
+        for k in range(len(xs)):
+            row = mates(k, on[1], [axis])
+            outs.append(torch.tensor_split(sum(xs[m] for m in row), len(row), axis)[row.index(k)])
+        return outs
+
+    count = len(sources(on[1], on[1]))
+    return Case([size] * count, on, lambda xs, p: F.reduce_scatter(xs, p, axis), formula)
+
+
+def repartition(x: Any, y: Any, size: Shape) -> Case:
+    return Case(sizes(size, x[1]), x, lambda xs, p: F.repartition(xs, p, part(*y)), lambda xs: cut(whole(xs, x[1]), y[1]))
+
+
+def halo(on: Any, widths: Any, size: Shape) -> Case:
+    pairs = [(w, w) if isinstance(w, int) else w for w in widths]
+    return Case(sizes(size, on[1]), on, lambda xs, p: F.halo_exchange(xs, p, widths), lambda xs: with_halo(whole(xs, on[1]), on[1], pairs))

@@ -5,7 +5,7 @@
     halo_exchange   halos are sent back and added to where they came from
 
 A partitioned tensor is a list of shards, in the order of its partition's places. All return at once, but for the first time that places
-take part in a collective together, which makes their group. The results are new tensors, except where nothing moves at all.
+have to do with each other, which waits until their workers are connected. The results are new tensors, except where nothing moves at all.
 docs/primitives.md has pictures.
 """
 

@@ -81,6 +81,37 @@ def adjoint_error(xs: Tensors, fx: Tensors, y: Tensors, fy: Tensors) -> float:
     return abs(inner(fx, y) - inner(xs, fy)) / scale if scale else 0.0
 
 
+# On workers
+
+
+def there(xs: Tensors, partition: dr.Partition) -> Tensors:
+    return [x.detach().to(home.device).requires_grad_() for x, home in zip(xs, partition.homes, strict=True)]
+
+
+def ones(nodes: tuple[int, ...], *shapes: Shape) -> Tensors:
+    return [
+        torch.ones(size).to(home.device)
+        for size, home in zip(shapes or [(2,)] * len(nodes), dr.Partition(places(*nodes), len(nodes)).homes)
+    ]
+
+
+def failed(size: Shape, node: int) -> Any:
+    """A tensor that its worker could not make."""
+    on = dr.Partition(places(node), 1).homes[0].device
+    return torch.ones(size, device=on)[torch.full((size[0],), 9).to(on)]
+
+
+def readable(ts: Tensors) -> list[bool]:
+    found = []
+    for t in ts:
+        try:
+            t.cpu()
+            found.append(True)
+        except IndexError:
+            found.append(False)
+    return found
+
+
 # Cases
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +20,16 @@ from parts import (
     all_gather,
     all_sum,
     broadcast,
+    failed,
     halo,
     numbers,
+    ones,
     part,
-    places,
+    readable,
     reduce_scatter,
     repartition,
     sum_reduce,
+    there,
 )
 
 F = dr.primitives
@@ -97,10 +102,6 @@ CASES = {
     "halo in rows of three": halo((N3, (1, 3)), [2, 1], (4, 7, 2)),
     "halo on one node": halo(("gpus4", (2, 2)), [1, (1, 0)], (4, 5)),
 }
-
-
-def there(xs: Tensors, partition: dr.Partition) -> Tensors:
-    return [x.detach().to(home.device).requires_grad_() for x, home in zip(xs, partition.homes, strict=True)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -239,6 +240,17 @@ def test_a_result_that_nobody_uses_and_a_shard_that_wants_no_gradient() -> None:
         assert not any(t.requires_grad for t in F.halo_exchange(xs, on, [1]))
 
 
+def test_the_page_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "primitives.md"
+    names: dict[str, Any] = {"torch": torch, "dr": dr}
+    shown = 0
+    for code, text in re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page.read_text(encoding="utf-8"), flags=re.S):
+        exec(code, names)
+        assert capsys.readouterr().out == text
+        shown += bool(text)
+    assert shown == 2
+
+
 # Plans
 
 
@@ -281,23 +293,6 @@ def test_as_one_all_to_all_where_copies_would_be_more_than_places() -> None:
 # Failures
 
 
-def failed(size: Shape, node: int) -> Any:
-    """A tensor that its worker could not make."""
-    on = dr.Partition(places(node), 1).homes[0].device
-    return torch.ones(size, device=on)[torch.full((size[0],), 9).to(on)]
-
-
-def readable(ts: Tensors) -> list[bool]:
-    found = []
-    for t in ts:
-        try:
-            t.cpu()
-            found.append(True)
-        except IndexError:
-            found.append(False)
-    return found
-
-
 def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     def shards(bad: int) -> Tensors:
         return [failed((2, 2), k) if k == bad else torch.ones(2, 2).to(home.device) for k, home in enumerate(part(N4, (4,)).homes)]
@@ -306,6 +301,8 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     assert readable(F.halo_exchange(shards(3), four, [1])) == [True, True, False, False]
     assert readable(F.repartition(shards(1), four, part((2, 3, 0, 1), (4,)))) == [True, False, True, True]
     assert readable(F.repartition(shards(0), four, part(N2, (2,)))) == [False, True]
+    crossed = part((3, 2, 1, 0), (2, 2))
+    assert readable(F.repartition(shards(0), part(N4, (4, 1)), crossed)) == [False] * 4  # one all_to_all
     square = part(N4, (2, 2))
     assert readable(F.all_sum_reduce(shards(0), square, 1)) == [False, False, True, True]  # of other groups
 
@@ -390,13 +387,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a halo below zero": (lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [-1]), dr.UsageError, r"halo\[0\] must be .* got -1"),
     "a halo for other parts": (lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [[(1, 1)] * 3]), dr.UsageError, "each of the 2 parts"),
 }
-
-
-def ones(nodes: tuple[int, ...], *shapes: Shape) -> Tensors:
-    return [
-        torch.ones(size).to(home.device)
-        for size, home in zip(shapes or [(2,)] * len(nodes), dr.Partition(places(*nodes), len(nodes)).homes)
-    ]
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -5,7 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
-from . import functional
+from . import functional, primitives
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -69,6 +69,7 @@ from .group import ProcessGroup, new_group
 from .handle import Place
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
+from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
@@ -111,6 +112,7 @@ __all__ = [
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
+    "Partition",
     "Place",
     "PlacementError",
     "ProcessGroup",
@@ -164,6 +166,7 @@ __all__ = [
     "ones",
     "place",
     "premul_sum",
+    "primitives",
     "rand",
     "randint",
     "randn",

@@ -317,20 +317,20 @@ def groups_of(session: Session) -> Groups:
 Where = int | Place
 
 
-def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[Residence]:
-    """Return the places of a new group; raise `UsageError` or `PlacementError` for what cannot be."""
+def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group") -> list[Residence]:
+    """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
     if isinstance(nodes_or_places, (str, int, Place)) or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
         raise UsageError(
-            f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
         )
     homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
     if not homes:
-        raise UsageError("a group has at least one member, got an empty list")
+        raise UsageError(f"{what} has at least one member, got an empty list")
     for k, home in enumerate(homes):
         if home in homes[:k]:
-            raise UsageError(f"{home.place} was given twice: each member of a group is another place")
+            raise UsageError(f"{home.place} was given twice: each member of {what} is another place")
     return homes
 
 

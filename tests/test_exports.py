@@ -15,7 +15,7 @@ PUBLIC = {name: value for name, value in vars(dr).items() if not name.startswith
 
 def test_all_is_complete_and_has_no_strangers() -> None:
     assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional"}
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "primitives"}
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:

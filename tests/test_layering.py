@@ -83,8 +83,11 @@ MASTER = {
     "work": "context errors event handle stream tensor transfer wait",
     "collective": "errors event functional group joint line members node stream tensor wait work",
     "point_to_point": "errors group handle line members node session tensor work",
+    "plans": "errors handle",
+    "partition": "errors fetch group handle members plans session tensor",
+    "primitives": "errors functional group handle joint partition plans special tensor",
     "": "collective config connect errors event factories fetch functional group handle members "
-    "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
+    "memory partition placing point_to_point primitives random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
     "testing": "group session wire.data_channel distruntime",

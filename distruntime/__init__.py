@@ -5,7 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
-from . import functional, primitives
+from . import functional, lines, primitives
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -69,6 +69,7 @@ from .group import ProcessGroup, new_group
 from .handle import Place
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
+from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
 from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
@@ -97,6 +98,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
+    "DeviceMesh",
     "DistributedTensor",
     "DistruntimeError",
     "DoubleTensor",
@@ -147,14 +149,17 @@ __all__ = [
     "eye",
     "fetch",
     "fetch_async",
+    "from_shards",
     "full",
     "functional",
     "gather",
     "get_sync_debug_mode",
+    "init_device_mesh",
     "init_master_worker",
     "irecv",
     "is_initialized",
     "isend",
+    "lines",
     "linspace",
     "logspace",
     "manual_seed",
@@ -181,6 +186,7 @@ __all__ = [
     "set_implicit_waits",
     "set_place",
     "set_sync_debug_mode",
+    "shards",
     "shutdown",
     "stalls",
     "stream",

@@ -1,0 +1,284 @@
+"""Tensors on meshes: one instruction that every member runs, on one member a worker and on two."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from processes import slots, until
+
+Mesh = dr.DeviceMesh
+
+
+@pytest.fixture(scope="module", params=["a member a worker", "two a worker"])
+def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    dr.shutdown()
+    two = request.param == "two a worker"
+    dr.init_master_worker(world_size=2, simulate_cuda=2 if two else 0)
+    yield dr.init_device_mesh("cuda" if two else "cpu", (2, 2) if two else (2, 1), mesh_dim_names=("dp", "tp"))
+    dr.shutdown()
+
+
+def ranks(mesh: Mesh) -> torch.Tensor:
+    """A tensor that is each member's number."""
+    return mesh.coordinate("dp") * mesh.size("tp") + mesh.coordinate("tp")
+
+
+def same(t: torch.Tensor, wanted: torch.Tensor) -> None:
+    for shard in dr.shards(t):
+        assert shard.dtype == wanted.dtype and torch.equal(shard, wanted)
+
+
+def program(x: torch.Tensor) -> torch.Tensor:
+    """Views, writes, several results, reductions."""
+    y = (x @ x.T).relu() + 1
+    y[1:].add_(2.5)
+    top, where = y.max(0)
+    z = torch.cat([y, top[None]]).t().contiguous()
+    z += where[:, None]
+    z.view(-1)[::3] *= 3
+    return z.softmax(0).cumsum(1) - torch.arange(z.shape[1], device=x.device)
+
+
+def test_every_member_runs_the_program(mesh: Mesh) -> None:
+    local = torch.arange(12.0).reshape(4, 3) / 7
+    same(program(local.to(mesh.device)), program(local))
+    with mesh:
+        whole = program(torch.arange(12.0).reshape(4, 3) / 7)
+    assert whole.place.members == mesh.places
+    same(whole, program(local))
+
+
+def test_each_member_has_its_own_shard(mesh: Mesh) -> None:
+    parts = [torch.full((2, 3), float(k)) for k in range(mesh.size())]
+    t = dr.from_shards(parts, mesh)
+    found = dr.shards(program(t))
+    for part, shard in zip(parts, found):
+        assert torch.equal(shard, program(part))
+    assert [s.item() for s in dr.shards(ranks(mesh))] == list(range(mesh.size()))
+
+
+def test_a_member_is_the_same_memory(mesh: Mesh) -> None:
+    t = dr.from_shards([torch.full((3,), float(k)) for k in range(mesh.size())], mesh)
+    last = t.member(-1)
+    assert last.place == mesh.places[-1]
+    t.add_(1)
+    assert last.tolist() == [mesh.size()] * 3
+    last.mul_(10)
+    t.sub_(1)
+    assert [s.tolist() for s in dr.shards(t)] == [*([k] * 3 for k in range(mesh.size() - 1)), [10.0 * mesh.size() - 1] * 3]
+    proxies = [t.member(k) + 0 for k in range(mesh.size())]
+    again = dr.from_shards(proxies, mesh)
+    again.zero_()
+    assert proxies[0].tolist() == [0.0] * 3
+
+
+def test_a_large_tensor_goes_to_all_and_comes_back(mesh: Mesh) -> None:
+    local = torch.randn(300, 301)
+    t = local.to(mesh.device)
+    same(t, local)
+    t.copy_(local * 2)
+    same(t, local * 2)
+    assert torch.equal(t.cpu(), local * 2) and torch.equal(t.member(1).cpu(), local * 2)
+    here = torch.empty(300, 301)
+    here.copy_(t)
+    assert torch.equal(here, local * 2)
+    with dr.on(mesh.places[-1]):
+        one = torch.arange(5.0)
+    same(one.to(mesh.device), torch.arange(5.0))
+
+
+def test_a_step_of_training_is_the_serial_one(mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    here = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    there = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    there.load_state_dict(here.state_dict())
+    there.to(mesh.device)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    for model, device in ((here, "cpu"), (there, mesh.device)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+    for p, q in zip(here.parameters(), there.parameters()):
+        for shard in dr.shards(q.detach()):
+            torch.testing.assert_close(shard, p.detach())
+
+
+def test_results_whose_size_depends_on_data(mesh: Mesh) -> None:
+    t = torch.tensor([0, 1, 0, 2]).to(mesh.device)
+    same(t.nonzero(), torch.tensor([[1], [3]]))
+    same(t[t > 0], torch.tensor([1, 2]))
+    if mesh.size() > 1:
+        with pytest.raises(dr.NotSupportedError, match=r"differ from member to member \(member 0: \(0, 1\).*member 1: \(1, 1\)"):
+            ranks(mesh)[None].nonzero()
+
+
+def test_what_fails_on_one_member_is_that_members(mesh: Mesh) -> None:
+    index = dr.from_shards([torch.tensor([0 if k != 1 else 7]) for k in range(mesh.size())], mesh)
+    t = torch.arange(3.0, device=mesh.device)
+    bad = t.index_select(0, index)
+    after = bad * 2
+    t.add_(1)
+    with pytest.raises(IndexError) as caught:
+        after.member(1).tolist()
+    assert "t.index_select(0, index)" in str(caught.value)
+    for k in range(mesh.size()):
+        assert t.member(k).tolist() == [1.0, 2.0, 3.0]
+        if k != 1:
+            assert after.member(k).tolist() == [0.0]
+    assert "member 0 of" in repr(after)
+    written = torch.zeros(1, device=mesh.device)
+    view = written.view(1, 1)
+    written.add_(bad)
+    with pytest.raises(IndexError):
+        view.member(1).tolist()
+    assert view.member(0).tolist() == [[0.0]]
+
+
+def test_slices_have_the_members_and_combine(mesh: Mesh) -> None:
+    rows = mesh["tp"]
+    with rows:
+        x = torch.ones(2)
+    same(x + torch.ones(2, device=mesh.device), torch.full((2,), 2.0))
+    assert rows.size() == mesh.size("tp") and rows != mesh and mesh["dp", "tp"] == mesh
+    assert rows.coordinates() == [at[1:] for at in mesh.coordinates()]
+    again = dr.init_device_mesh("cuda" if "cuda" in mesh.places[0].device else "cpu", (mesh.size(),))
+    same(x + torch.ones(2, device=again.device), torch.full((2,), 2.0))
+    part = mesh.select(dp=1)
+    assert part.places == mesh.places[mesh.size("tp") :]
+    taken = dr.from_shards([x.member(mesh.size("tp") + k) for k in range(part.size())], part)
+    same(taken * 3, torch.full((2,), 3.0))
+
+
+def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
+    x, part = torch.ones(2, device=mesh.device), mesh.select(dp=0)
+    with pytest.raises(dr.PlacementError) as caught:
+        x + torch.ones(2, device=part.device)
+    assert "`self`" in str(caught.value) and f"only `self` is on {mesh.places[mesh.size('tp')]}" in str(caught.value)
+    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"other.to\(self.device\).*self.member\(k\)"):
+        x + torch.ones(2)
+    with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
+        x.to(dr.place(0))
+    same(x + torch.tensor(1.0), torch.full((2,), 2.0))
+
+
+def test_bad_meshes_and_shards(mesh: Mesh) -> None:
+    with pytest.raises(dr.PlacementError, match=r"a mesh of shape .* has 64 members, and this session has 2 cpu devices on 2 nodes"):
+        dr.init_device_mesh("cpu", (64,))
+    with pytest.raises(dr.UsageError, match="sizes above 0"):
+        dr.init_device_mesh("cpu", (0,))
+    with pytest.raises(dr.UsageError, match="as many names"):
+        dr.init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b"))
+    with pytest.raises(dr.UsageError, match="no dimension 'ep': it has dp, tp"):
+        mesh["ep"]
+    with pytest.raises(dr.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
+        dr.from_shards([torch.ones(1)], mesh)
+    uneven = [torch.ones(2 if k else 3) for k in range(mesh.size())]
+    with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
+        dr.from_shards(uneven, mesh)
+    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match="shard 1 lives on"):
+        dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
+    with pytest.raises(dr.UsageError, match="tensors on a mesh"):
+        torch.ones(1, device="remote").member(0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dim", ["dp", "tp", None])
+def test_collectives_along_a_dimension(mesh: Mesh, dim: str | None) -> None:
+    lines = mesh.lines(dim)
+    x = ranks(mesh).float() + torch.arange(4.0, device=mesh.device)
+    shards = dr.shards(x)
+    total, gathered = dr.shards(dr.lines.all_reduce(lines, x)), dr.shards(dr.lines.all_gather(lines, x))
+    spread, sent = dr.shards(dr.lines.reduce_scatter(lines, dr.lines.all_gather(lines, x))), dr.shards(dr.lines.broadcast(lines, x, 0))
+    for row in lines.rows:
+        for rank, k in enumerate(row):
+            assert torch.equal(total[k], sum(shards[m] for m in row))
+            assert torch.equal(gathered[k], torch.cat([shards[m] for m in row]))
+            assert torch.equal(spread[k], shards[row[rank]] * len(row))
+            assert torch.equal(sent[k], shards[row[0]])
+
+
+def test_streams_of_a_mesh(mesh: Mesh) -> None:
+    one, two = dr.Stream(mesh.device), dr.Stream(mesh.device)
+    size = 64
+    for k in range(30):
+        with dr.stream(one):
+            x = torch.full((size, size), float(k), device="remote")
+            y = x @ x
+        with dr.stream(two):
+            z = y + 1
+            event = two.record_event()
+        member = z.member(0)
+        x.add_(1)
+        w = z.sum() + x.sum()
+    event.synchronize()
+    assert event.query()
+    local = torch.full((size, size), 29.0)
+    wanted = (local @ local + 1).sum() + (local + 1).sum()
+    same(w, wanted)
+    assert member[0, 0].item() == (local @ local + 1)[0, 0].item()
+    with dr.node(1):
+        plain = dr.Stream(1, "cpu")
+    plain.wait_event(event)
+    with dr.stream(plain):
+        there = torch.ones(2, device="remote")
+    one.wait_stream(plain)
+    with dr.stream(one):
+        same(x * 2, (local + 1) * 2)
+    assert there.tolist() == [1.0, 1.0]
+
+
+def test_logs_keep_the_order_of_the_program(mesh: Mesh) -> None:
+    """A mesh, a part of it and single members, in turns, on the same memory."""
+    part = mesh.select(dp=0)
+    t = torch.zeros(3, device=mesh.device)
+    wanted = [0.0] * mesh.size()
+    for k in range(60):
+        t.mul_(2).add_(1)
+        wanted = [w * 2 + 1 for w in wanted]
+        if k % 2:
+            member = t.member(k % mesh.size())
+            member.sub_(k)
+            wanted[k % mesh.size()] -= k
+        if k % 3 == 0:
+            few = dr.from_shards([t.member(m) for m in range(part.size())], part)
+            few.div_(2)
+            wanted = [w / 2 if m < part.size() else w for m, w in enumerate(wanted)]
+        t.fmod_(1024)
+        wanted = [float(torch.tensor(w).fmod(1024)) for w in wanted]
+    assert [s.tolist() for s in dr.shards(t)] == [[w] * 3 for w in wanted]
+
+
+def test_nothing_stays_behind(mesh: Mesh) -> None:
+    mesh.coordinate("dp")
+    mesh.coordinate("tp")
+    gc.collect()
+    before = [slots(0), slots(1)]
+    t = dr.from_shards([torch.ones(40, 40) for _ in range(mesh.size())], mesh)
+    for _ in range(20):
+        t = program(t)[:, :40]
+        few = t.member(1) * 2
+    dr.shards(t)
+    del t, few
+    gc.collect()
+    until(lambda: [slots(0), slots(1)] == before)
+
+
+def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
+    session = fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    x = torch.ones(2, device=mesh.device)
+    dr.synchronize()
+    session.local_workers[1].terminate()
+    until(lambda: session.nodes[1].failed)
+    with pytest.raises(dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1"):
+        x + 1
+    assert x.member(0).tolist() == [1.0, 1.0]
+    with pytest.raises(dr.NodeFailed, match="node 1"):
+        x.member(1)

@@ -7,18 +7,21 @@ every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from functools import partial
+from itertools import count, product
 from math import prod
-from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
 
 from .context import MeshContext
 from .errors import PlacementError, UsageError
 from .fetch import fetch
 from .handle import Place
 from .lines import Lines
+from .member_ints import varying
+from .process_group import BACKEND, MeshGroup, begin, end, forget, register
 from .session import Session, active_session
 from .shards import member_of, mesh_of
 from .team import Team, team_of
@@ -29,29 +32,37 @@ from .wrap import wrap
 Names = tuple[str, ...]
 
 
-class DeviceMesh:
-    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names.
+class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
+    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names. A torch DeviceMesh, too.
 
     As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions, `mesh.select(dp=0)` a part of them.
     Tensors of meshes with the same members combine, whatever their shapes.
     """
 
     def __init__(self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None) -> None:
-        self.session = session
-        self.shape = tuple(shape)
-        self.mesh_dim_names = mesh_dim_names
-        self._team: Team = team_of(self.session, places)
+        self._team: Team = team_of(session, places)
         self._home = self._team.residence()  # held, so that its number stays its own
         self._whole = self  # of which this one shows some dimensions
-        self._dims = tuple(range(len(self.shape)))  # those of `_whole` that it shows
-        self._lines: dict[tuple[int, ...], Lines] = {}
-        self._coordinates: dict[int, DistributedTensor] = {}
-        self._entered: list[MeshContext] = []
+        self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
+        self._kept: dict[Any, Any] = {}  # coordinates and slices
+        self._contexts: list[MeshContext] = []
+        if begin(len(self.places), self.lines):
+            session.on_close.append(end)
+        ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
+        super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
+        groups: list[MeshGroup] = []
+        for dim in self._dims:
+            name = f"{BACKEND}:{next(_names)}"
+            groups.append(register(name, ranks.movedim(dim, -1).reshape(-1, shape[dim])[0].tolist(), partial(self.lines, dim)))
+        self._dim_group_names = [group.group_name for group in groups]
+        self._pg_registry = {group.group_name: group for group in groups}
+        session.on_close.append(partial(_forget_all, groups))
 
     @property
-    def ndim(self) -> int:
-        """How many dimensions it has."""
-        return len(self.shape)
+    def session(self) -> Session:
+        """The session whose devices these are."""
+        found: Session = self._team.session
+        return found
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -64,7 +75,7 @@ class DeviceMesh:
         return self._home.device
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Return the number of members, or the size of one dimension."""
+        """Return the number of members of the dimensions that it shows, or the size of one dimension."""
         return prod(self.shape) if mesh_dim is None else self.shape[self._dim(mesh_dim)]
 
     def _dim(self, dim: int | str) -> int:
@@ -77,23 +88,27 @@ class DeviceMesh:
             raise UsageError(f"a mesh of {self.ndim} dimensions has no dimension {dim}")
         return dim % self.ndim
 
-    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         dims = [self._dim(name) for name in wanted]
         if dims != sorted(set(dims)):
             raise UsageError(f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}")
-        part = object.__new__(DeviceMesh)
-        part.__dict__.update(self.__dict__)
-        part.shape = tuple(self.shape[d] for d in dims)
-        part.mesh_dim_names = wanted
-        part._dims = tuple(self._dims[d] for d in dims)
-        part._entered = []
-        return part
+        if len(dims) == self.ndim:
+            return self
+        key = tuple(self._dims[d] for d in dims)
+        kept = self._whole._kept
+        if key not in kept:
+            part: Any = super().__getitem__(wanted)
+            part.__class__ = DeviceMesh
+            part._team, part._home, part._whole, part._dims, part._contexts = self._team, self._home, self._whole, key, []
+            kept[key] = part
+        found: DeviceMesh = kept[key]
+        return found
 
     def select(self, **where: int) -> DeviceMesh:
         """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row. Its tensors are others."""
-        if self._whole.shape != self.shape:
+        if self._whole is not self:
             raise UsageError("select members of the whole mesh, not of one that shows some of its dimensions")
         fixed = {self._dim(name): index for name, index in where.items()}
         for dim, index in fixed.items():
@@ -112,46 +127,62 @@ class DeviceMesh:
 
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
         """Return a tensor of one int64 that is, on each member, its coordinate along a dimension. Return at once."""
-        whole = self._dims[self._dim(dim)]
-        kept = self._whole._coordinates
-        if whole not in kept:
-            kept[whole] = from_shards([torch.tensor(at[whole]) for at in product(*map(range, self._whole.shape))], self)
-        return kept[whole].clone()  # type: ignore[return-value]
+        k, kept = self._dim(dim), self._whole._kept
+        key = "coordinate", self._dims[k]
+        if key not in kept:
+            kept[key] = from_shards([torch.tensor(at[k]) for at in self.coordinates()], self)
+        return kept[key].clone()  # type: ignore[no-any-return]
 
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
-        dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
-        wanted = tuple(sorted({self._dims[self._dim(d)] for d in dims}))
-        whole = self._whole
-        if wanted not in whole._lines:
-            rows: dict[tuple[int, ...], list[int]] = {}
-            for k, at in enumerate(product(*map(range, whole.shape))):
-                rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
-            whole._lines[wanted] = self._team.lines_of(list(rows.values()), Lines)
-        return whole._lines[wanted]
+        dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
+        wanted = {self._dims[self._dim(d)] for d in dims}
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for k, at in enumerate(product(*map(range, self._whole.shape))):
+            rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
+        return self._team.lines_of(list(rows.values()), Lines)  # type: ignore[no-any-return]
+
+    # -- what differs from member to member, as torch asks for it -----------------------------------------------------------------------
+
+    def get_coordinate(self) -> Any:
+        """Return, for each dimension, the members' coordinates: numbers that differ from member to member, as torch's own symbolic ints."""
+        return tuple(varying([at[k] for at in self.coordinates()]) for k in range(self.ndim))
+
+    def _sym_get_coordinate(self, index: int) -> Any:
+        return varying([at[index] for at in self.coordinates()])
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the members' coordinates along one dimension; see `get_coordinate`."""
+        return self._sym_get_coordinate(self._dim(0 if mesh_dim is None else mesh_dim))
 
     def __enter__(self) -> DeviceMesh:
+        super().__enter__()
         context = MeshContext(self._home)
         context.__enter__()
-        self._entered.append(context)
+        self._contexts.append(context)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+    def __exit__(self, exc_type: Any, exc_value: Any, exc_traceback: Any) -> None:
+        self._contexts.pop().__exit__(exc_type, exc_value, exc_traceback)
+        super().__exit__(exc_type, exc_value, exc_traceback)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, DeviceMesh)
-            and self._team is other._team
-            and (self.shape, self.mesh_dim_names, self._dims) == (other.shape, other.mesh_dim_names, other._dims)
-        )
+        return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))
 
     def __hash__(self) -> int:
-        return hash((id(self._team), self.shape, self.mesh_dim_names, self._dims))
+        return hash((id(self._team), super().__hash__()))
 
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
         return f"<distruntime.DeviceMesh ({', '.join(f'{n}={s}' for n, s in zip(names, self.shape))}), {self._team.place}>"
+
+
+_names = count()
+
+
+def _forget_all(groups: list[MeshGroup]) -> None:
+    for group in groups:
+        forget(group)
 
 
 def init_device_mesh(

@@ -1,0 +1,100 @@
+"""torch's functional collectives on tensors of a mesh, as DTensor issues them: each one instruction along a dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import lines as along
+from .joint import contiguous
+from .process_group import lines_named, on_mesh, reduction
+from .spec import spec_of
+from .special import SPECIAL
+
+Arguments = Sequence[Any]
+
+
+def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    x, op, group = args
+    name, factor = reduction(op)
+    return along.all_reduce(lines_named(group), on_mesh(x), name, factor)
+
+
+def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    x, op, group = args
+    name, factor = reduction(op)
+    return lines_named(group).run("all_reduce", [on_mesh(x)], into=[on_mesh(x)], op=name, factor=factor)[0]
+
+
+def _all_gather(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    return along.all_gather(lines_named(args[2]), on_mesh(args[0]))
+
+
+def _all_gather_out(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    return lines_named(args[2]).run("all_gather", [on_mesh(args[0])], into=[on_mesh(kwargs["out"])])[0]
+
+
+def _reduce_scatter(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    return along.reduce_scatter(lines_named(args[3]), on_mesh(args[0]), reduction(args[1])[0])
+
+
+def _all_to_all(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    x, output, inputs, group = args
+    return along.all_to_all(lines_named(group), on_mesh(x), output, inputs)
+
+
+def _broadcast(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    return along.broadcast(lines_named(args[2]), on_mesh(args[0]), args[1])
+
+
+def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Shard by another dimension: each member sends part k along `shard_dim` to member k, and joins what it gets along `gather_dim`."""
+    x, gather_dim, shard_dim, group = args
+    lines = lines_named(group)
+    parts = torch.stack(x.chunk(lines.size, shard_dim))
+    got = along.all_to_all(lines, on_mesh(parts), [1] * lines.size, [1] * lines.size)
+    return torch.cat(list(got.unbind(0)), gather_dim).contiguous()
+
+
+def _wait(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _each(one: Callable[..., Any]) -> Callable[..., Any]:
+    def coalesced(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        return [one(cls, func, (x, *args[1:]), kwargs) for x in args[0]]
+
+    return coalesced
+
+
+def _all_gather_copy_in(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """FSDP2's: lay a member's shards one after the other; here at the start of the output, from where all_gather takes them."""
+    shards, output, sizes, numel = args[:4]
+    into = output.new_empty((int(numel),))
+    torch._foreach_copy_(list(torch.split(into, [int(n) for n in sizes])), list(shards))
+    return into, output
+
+
+for _namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+    SPECIAL.update(
+        {
+            f"{_namespace}::all_reduce": _all_reduce,
+            f"{_namespace}::all_reduce_": _all_reduce_,
+            f"{_namespace}::all_reduce_coalesced": _each(_all_reduce),
+            f"{_namespace}::all_gather_into_tensor": _all_gather,
+            f"{_namespace}::all_gather_into_tensor_out": _all_gather_out,
+            f"{_namespace}::all_gather_into_tensor_coalesced": _each(_all_gather),
+            f"{_namespace}::reduce_scatter_tensor": _reduce_scatter,
+            f"{_namespace}::reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
+            f"{_namespace}::all_to_all_single": _all_to_all,
+            f"{_namespace}::broadcast": _broadcast,
+            f"{_namespace}::wait_tensor": _wait,
+            f"{_namespace}::_wrap_tensor_autograd": _wait,
+        }
+    )
+SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
+SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
+
+__all__ = ["contiguous", "spec_of"]

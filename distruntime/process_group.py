@@ -1,0 +1,210 @@
+"""The master's stand-in for a process group along a dimension of a mesh: what torch.distributed calls, all members do.
+
+DTensor, tensor parallelism and FSDP2 ask a mesh for process groups. These have a name, a size and rank 0, as the master speaks for all
+members at once; what is called on them with a mesh's tensors becomes one instruction, in which every line of members does its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .errors import NotSupportedError, UsageError
+from .lines import Lines
+from .tensor import DistributedTensor
+
+BACKEND = "distruntime"
+_c10d: Any = distributed_c10d
+
+_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+
+
+class Issued(dist.Work):
+    """What torch waits for after it has asked for an operation: what follows on the members comes after it by itself."""
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._results = list(results)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the results."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that has the results."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+class MeshGroup(dist.ProcessGroup):
+    """The process group of a dimension of a mesh. `lines` opens the members' own groups, at the first use."""
+
+    def __init__(self, name: str, size: int, lines: Callable[[], Lines]) -> None:
+        super().__init__(0, size)
+        self._name, self._lines = name, lines
+        self._desc = "a dimension of a distruntime mesh"
+
+    @property
+    def lines(self) -> Lines:
+        """The members' groups."""
+        return self._lines()
+
+    def getBackendName(self) -> str:  # torch's name
+        """Return "distruntime"."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def __repr__(self) -> str:
+        return f"<distruntime process group {self._name}, {self.size()} members in a line>"
+
+    # -- what torch.distributed calls, by the names of the c10d operators -------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
+        """Reduce each member's tensor in place."""
+        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        for t in given:
+            x = on_mesh(t)
+            self.lines.run("all_reduce", [x], into=[x], op=op, factor=factor)
+        return Issued(given)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Issued:
+        """Overwrite each member's tensor by the root's."""
+        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        for t in given:
+            x = on_mesh(t)
+            self.lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
+        return Issued(given)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Give each member its part of the root's list."""
+        whole = torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]])
+        self.lines.run("scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank))
+        return Issued(outputs)
+
+    def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Issued:
+        self.lines.run("all_gather", [on_mesh(given)], into=[on_mesh(output)])
+        return Issued([output])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
+        """Fill each member's list with all members' tensors."""
+        self.lines.run("all_gather", [on_mesh(inputs[0])], into=[on_mesh(t) for t in outputs[0]])
+        return Issued(outputs[0])
+
+    def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
+        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        self.lines.run("reduce_scatter", [on_mesh(given)], into=[on_mesh(output)], op=op, factor=factor)
+        return Issued([output])
+
+    allgather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.14 on
+
+    def barrier(self, opts: Any = None) -> Issued:
+        """Return at once: the logs keep all members in step."""
+        return Issued([])
+
+
+def reduction(op: Any) -> tuple[str, float | None]:
+    """Return a reduction's name, and the factor of a PREMUL_SUM, of what torch passes: "avg", a ReduceOp or its options."""
+    if isinstance(op, str):
+        if op.lower() not in _REDUCTIONS:
+            raise NotSupportedError(f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}")
+        return _REDUCTIONS[op.lower()], None
+    kind = getattr(op, "op", op)
+    name = str(kind).rpartition(".")[2]
+    if name == "PREMUL_SUM":
+        return name, float(op.__getstate__()[1])
+    return name, None
+
+
+def on_mesh(t: Any) -> DistributedTensor:
+    """Return a tensor that is on a mesh; raise `UsageError` for another."""
+    if isinstance(t, DistributedTensor) and t._handle.place.node.members:
+        return t
+    where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
+    raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
+
+
+def register(name: str, ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
+    """Make a group known to torch.distributed by its name. `ranks` are the members in the first member's line."""
+    group = MeshGroup(name, len(ranks), lines)
+    _c10d._register_process_group(name, group)
+    _c10d._world.pg_map[group] = (BACKEND, None)
+    _c10d._world.pg_names[group] = name
+    _c10d._world.pg_group_ranks[group] = {rank: k for k, rank in enumerate(ranks)}
+    return group
+
+
+def forget(group: MeshGroup) -> None:
+    """Undo `register`."""
+    _c10d._unregister_process_group(group.group_name)
+    for table in (_c10d._world.pg_map, _c10d._world.pg_names, _c10d._world.pg_group_ranks):
+        table.pop(group, None)
+
+
+def begin(size: int, lines: Callable[[], Lines]) -> bool:
+    """Initialise torch.distributed in this process, as rank 0, unless it is. Return whether it was done here.
+
+    Raises `UsageError` in a process that is another rank of its own job: the master speaks for every member, and so as their first.
+    """
+    if dist.is_initialized():
+        if dist.get_rank() != 0:
+            raise UsageError(
+                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes need a master of its own, or rank 0"
+            )
+        return False
+    if BACKEND.upper() not in _c10d.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["remote"])
+    _world[:] = [lines]
+    dist.init_process_group(BACKEND, rank=0, world_size=size, store=dist.HashStore())
+    return True
+
+
+_world: list[Callable[[], Lines]] = []
+
+
+def _made(opts: Any, backend_options: Any) -> MeshGroup:
+    return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _world[0])
+
+
+def end() -> None:
+    """Undo `begin`."""
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        dist.destroy_process_group()
+
+
+def lines_named(group: Any) -> Lines:
+    """Return the lines of what a functional collective names: a group's name, or the group itself."""
+    found = group
+    if isinstance(group, str):
+        found = _c10d._resolve_process_group(group)
+    if not isinstance(found, MeshGroup):
+        raise UsageError(f"this collective names the process group {group!r}, which is not of a mesh: mesh.get_group(dim)")
+    return found.lines

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from . import lines as along
-from .joint import contiguous
 from .process_group import lines_named, on_mesh, reduction
-from .spec import spec_of
 from .special import SPECIAL
 
 Arguments = Sequence[Any]
@@ -77,24 +75,25 @@ def _all_gather_copy_in(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     return into, output
 
 
-for _namespace in ("_c10d_functional", "_c10d_functional_autograd"):
-    SPECIAL.update(
-        {
-            f"{_namespace}::all_reduce": _all_reduce,
-            f"{_namespace}::all_reduce_": _all_reduce_,
-            f"{_namespace}::all_reduce_coalesced": _each(_all_reduce),
-            f"{_namespace}::all_gather_into_tensor": _all_gather,
-            f"{_namespace}::all_gather_into_tensor_out": _all_gather_out,
-            f"{_namespace}::all_gather_into_tensor_coalesced": _each(_all_gather),
-            f"{_namespace}::reduce_scatter_tensor": _reduce_scatter,
-            f"{_namespace}::reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
-            f"{_namespace}::all_to_all_single": _all_to_all,
-            f"{_namespace}::broadcast": _broadcast,
-            f"{_namespace}::wait_tensor": _wait,
-            f"{_namespace}::_wrap_tensor_autograd": _wait,
-        }
-    )
-SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
-SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
+def prepare() -> None:
+    """Let these operators come here, from wherever they are called."""
+    for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+        SPECIAL.update({f"{namespace}::{name}": special for name, special in _TABLE.items()})
+    SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
+    SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
 
-__all__ = ["contiguous", "spec_of"]
+
+_TABLE: dict[str, Any] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_,
+    "all_reduce_coalesced": _each(_all_reduce),
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_out": _all_gather_out,
+    "all_gather_into_tensor_coalesced": _each(_all_gather),
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _each(_reduce_scatter),
+    "all_to_all_single": _all_to_all,
+    "broadcast": _broadcast,
+    "wait_tensor": _wait,
+    "_wrap_tensor_autograd": _wait,
+}

@@ -64,7 +64,7 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
                 f"{name}: the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
                 "of the number of members, or use lists of tensors, which may be uneven: distruntime.primitives"
             )
-        handles = [t.contiguous()._handle for t in found]  # type: ignore[attr-defined]
+        handles = [t.contiguous()._handle for t in found]
         return wrap(DistributedTensor, mesh_of(home.node, home, handles))
     if isinstance(first, int) and not isinstance(first, bool):
         return varying(found)

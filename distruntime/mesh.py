@@ -16,6 +16,7 @@ import torch
 import torch.distributed.device_mesh
 
 from .context import MeshContext
+from .dtensor import prepare
 from .errors import PlacementError, UsageError
 from .fetch import fetch
 from .handle import Place
@@ -44,8 +45,10 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._home = self._team.residence()  # held, so that its number stays its own
         self._whole = self  # of which this one shows some dimensions
         self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
+        self._sizes = tuple(shape)
         self._kept: dict[Any, Any] = {}  # coordinates and slices
         self._contexts: list[MeshContext] = []
+        prepare()
         if begin(len(self.places), self.lines):
             session.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
@@ -53,8 +56,10 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         groups: list[MeshGroup] = []
         for dim in self._dims:
             name = f"{BACKEND}:{next(_names)}"
-            groups.append(register(name, ranks.movedim(dim, -1).reshape(-1, shape[dim])[0].tolist(), partial(self.lines, dim)))
-        self._dim_group_names = [group.group_name for group in groups]
+            first = ranks.movedim(dim, -1).reshape(-1, shape[dim])[0].tolist()
+            groups.append(register(name, first, [at[dim] for at in self.coordinates()], partial(self.lines, dim)))
+        torch_mesh: Any = self
+        torch_mesh._dim_group_names = [group.group_name for group in groups]
         self._pg_registry = {group.group_name: group for group in groups}
         session.on_close.append(partial(_forget_all, groups))
 
@@ -123,7 +128,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """Return each member's coordinates in the dimensions of this mesh."""
-        return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole.shape))]
+        return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole._sizes))]
 
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
         """Return a tensor of one int64 that is, on each member, its coordinate along a dimension. Return at once."""
@@ -138,7 +143,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted = {self._dims[self._dim(d)] for d in dims}
         rows: dict[tuple[int, ...], list[int]] = {}
-        for k, at in enumerate(product(*map(range, self._whole.shape))):
+        for k, at in enumerate(product(*map(range, self._whole._sizes))):
             rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
         return self._team.lines_of(list(rows.values()), Lines)  # type: ignore[no-any-return]
 
@@ -170,7 +175,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))
 
     def __hash__(self) -> int:
-        return hash((id(self._team), super().__hash__()))
+        return hash((id(self._team), super().__hash__()))  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]

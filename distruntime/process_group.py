@@ -19,6 +19,7 @@ from .tensor import DistributedTensor
 
 BACKEND = "distruntime"
 _c10d: Any = distributed_c10d
+_dist: Any = dist
 
 _REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 
@@ -49,12 +50,16 @@ class Issued(dist.Work):
         return future
 
 
-class MeshGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs have one signature of several
+
+
+class MeshGroup(_ProcessGroup):  # type: ignore[misc]
     """The process group of a dimension of a mesh. `lines` opens the members' own groups, at the first use."""
 
-    def __init__(self, name: str, size: int, lines: Callable[[], Lines]) -> None:
+    def __init__(self, name: str, size: int, lines: Callable[[], Lines], ranks: Sequence[int] = ()) -> None:
         super().__init__(0, size)
         self._name, self._lines = name, lines
+        self.ranks = list(ranks)  # each member's, in its line
         self._desc = "a dimension of a distruntime mesh"
 
     @property
@@ -100,6 +105,8 @@ class MeshGroup(dist.ProcessGroup):
         """Overwrite each member's tensor by the root's."""
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
+            if is_local(t):  # an object of torch's own: this process speaks for all members
+                continue
             x = on_mesh(t)
             self.lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
         return Issued(given)
@@ -116,6 +123,10 @@ class MeshGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
         """Fill each member's list with all members' tensors."""
+        if is_local(inputs[0]):  # of an object (`all_gather_object`), which is the same for all members
+            for t in outputs[0]:
+                t.copy_(inputs[0])
+            return Issued(outputs[0])
         self.lines.run("all_gather", [on_mesh(inputs[0])], into=[on_mesh(t) for t in outputs[0]])
         return Issued(outputs[0])
 
@@ -144,6 +155,11 @@ def reduction(op: Any) -> tuple[str, float | None]:
     return name, None
 
 
+def is_local(t: Any) -> bool:
+    """Whether a tensor is this process's own."""
+    return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
+
+
 def on_mesh(t: Any) -> DistributedTensor:
     """Return a tensor that is on a mesh; raise `UsageError` for another."""
     if isinstance(t, DistributedTensor) and t._handle.place.node.members:
@@ -152,13 +168,13 @@ def on_mesh(t: Any) -> DistributedTensor:
     raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
 
 
-def register(name: str, ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
-    """Make a group known to torch.distributed by its name. `ranks` are the members in the first member's line."""
-    group = MeshGroup(name, len(ranks), lines)
+def register(name: str, first: Sequence[int], ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
+    """Make a group known to torch.distributed by its name. `first` are the members in the first one's line, `ranks` each one's rank."""
+    group = MeshGroup(name, len(first), lines, ranks)
     _c10d._register_process_group(name, group)
     _c10d._world.pg_map[group] = (BACKEND, None)
     _c10d._world.pg_names[group] = name
-    _c10d._world.pg_group_ranks[group] = {rank: k for k, rank in enumerate(ranks)}
+    _c10d._world.pg_group_ranks[group] = {rank: k for k, rank in enumerate(first)}
     return group
 
 
@@ -177,13 +193,13 @@ def begin(size: int, lines: Callable[[], Lines]) -> bool:
     if dist.is_initialized():
         if dist.get_rank() != 0:
             raise UsageError(
-                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes need a master of its own, or rank 0"
+                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes are for rank 0, or for a process of its own"
             )
         return False
     if BACKEND.upper() not in _c10d.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["remote"])
     _world[:] = [lines]
-    dist.init_process_group(BACKEND, rank=0, world_size=size, store=dist.HashStore())
+    dist.init_process_group(BACKEND, rank=0, world_size=size, store=_dist.HashStore())
     return True
 
 

@@ -1,0 +1,116 @@
+"""PyTorch's DTensor, tensor parallelism and FSDP2 on a mesh's tensors: the few steps of theirs that depend on the rank.
+
+Everything else of them runs as it is: their operators are operators, their collectives are in functional_collectives.py and
+process_group.py. `prepare` changes torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md
+says what of torch's own is touched here, for which versions it is tested, and what happens when torch changes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+import torch.distributed.tensor._random
+from torch.distributed import _local_tensor
+from torch.distributed.fsdp import _fully_shard
+from torch.distributed.tensor import _collective_utils, _utils, placement_types
+
+from . import functional_collectives
+from .member_ints import per_member, run_for_each, varies, varying
+from .process_group import MeshGroup
+from .tensor import DistributedTensor
+
+_tensor: Any = torch.distributed.tensor
+_fsdp: Any = _fully_shard  # whose private parts have no stubs
+_MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
+_done: list[bool] = []
+
+
+def prepare() -> None:
+    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once."""
+    if _done:
+        return
+    _done.append(True)
+    functional_collectives.prepare()
+    owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
+    owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
+    for owner in owners:
+        _wrap_marked(owner)
+    _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
+    for module in (_fsdp._fsdp_init, _fsdp._fully_shard):
+        if hasattr(module, "_get_device_from_mesh"):
+            module._get_device_from_mesh = _device_of(module._get_device_from_mesh)
+    distribute = _tensor.distribute_tensor
+    for module in list(sys.modules.values()):
+        if getattr(module, "distribute_tensor", None) is distribute:  # which torch's modules have imported by name
+            module.distribute_tensor = _distribute(distribute)  # type: ignore[attr-defined]
+    info = _fsdp._fsdp_common.FSDPMeshInfo
+    info.__post_init__ = _with_ranks(info.__post_init__)
+
+
+def _wrap_marked(owner: ModuleType | type) -> None:
+    for name, value in list(vars(owner).items()):
+        function: Any = value.__func__ if isinstance(value, staticmethod) else value
+        if getattr(function, "__code__", None) is _MARK:
+            wrapped = per_member(function.__wrapped__)
+            setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+
+
+class _Chunks(list[Any]):
+    """The chunks of a parameter, of which each member keeps its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if varies(index):
+            return run_for_each(list.__getitem__, [list(self), index], {})
+        return super().__getitem__(index)
+
+
+def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(chunk)
+    def choose(tensor: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return _Chunks(chunk(tensor, *args, **kwargs))
+
+    return choose
+
+
+def _distribute(distribute: Callable[..., Any]) -> Callable[..., Any]:
+    """`distribute_tensor` moves a tensor of this process to the mesh's device type, which is any place: to its members, then."""
+
+    @functools.wraps(distribute)
+    def choose(tensor: torch.Tensor, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        home = getattr(device_mesh, "_home", None)
+        if home is not None and not getattr(tensor, "_handle", None) and tensor.device.type == "cpu":
+            tensor = torch.nn.Parameter(tensor.to(home.device)) if isinstance(tensor, torch.nn.Parameter) else tensor.to(home.device)
+        return distribute(tensor, device_mesh, *args, **kwargs)
+
+    return choose
+
+
+def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:
+    @functools.wraps(device)
+    def choose(mesh: Any) -> torch.device:
+        home = getattr(mesh, "_home", None)  # of our meshes; of others what torch finds
+        return device(mesh) if home is None else home.device
+
+    return choose
+
+
+def _with_ranks(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 takes its rank from the process group, which has one for all members."""
+
+    @functools.wraps(post_init)
+    def choose(info: Any) -> None:
+        post_init(info)
+        group = getattr(info, "shard_process_group", None)
+        if isinstance(group, MeshGroup):
+            info.shard_mesh_rank = varying(group.ranks)
+
+    return choose
+
+
+__all__ = ["DistributedTensor", "prepare"]

@@ -70,12 +70,13 @@ class Storage:
     `order` says which streams used it, once there are several: see order.py.
     """
 
-    __slots__ = ("order", "spec", "written")
+    __slots__ = ("order", "resized", "spec", "written")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.written = 0
         self.order: Any = None
+        self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
 
 
 class Handle:

@@ -135,7 +135,22 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self.lines.run("reduce_scatter", [on_mesh(given)], into=[on_mesh(output)], op=op, factor=factor)
         return Issued([output])
 
-    allgather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.14 on
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.13 on
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
+        """Gather several tensors."""
+        for output, given in zip(outputs, inputs):
+            self._allgather_base(output, given)
+        return Issued(outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Reduce and scatter several tensors."""
+        for output, given in zip(outputs, inputs):
+            self._reduce_scatter_base(output, given, opts)
+        return Issued(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def barrier(self, opts: Any = None) -> Issued:
         """Return at once: the logs keep all members in step."""

@@ -17,6 +17,7 @@ from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
 from .shards import member_of
+from .storage import MeshStorage
 from .transfer import download, item
 from .wrap import wrap
 
@@ -214,14 +215,17 @@ class DistributedTensor(torch.Tensor):
             f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
-    def untyped_storage(self) -> NoReturn:
+    def untyped_storage(self) -> Any:
+        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it: its size."""
+        if self._handle.place.node.members:
+            return MeshStorage(self)
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def storage(self) -> NoReturn:
-        self.untyped_storage()
+        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def _typed_storage(self) -> NoReturn:
-        self.untyped_storage()
+        self.storage()
 
     def share_memory_(self) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")

@@ -38,6 +38,11 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
 
 
+def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Give a tensor's memory back, or take it again."""
+    tensor.untyped_storage().resize_(nbytes)
+
+
 class Tape:
     """A recorded composite: what its backward needs. Lives in a slot like any value, freed like any value."""
 
@@ -94,6 +99,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "distruntime::manual_seed": manual_seed,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,
+    "distruntime::resize_storage": resize_storage,
     "distruntime::record": record,
     "distruntime::record_autocast": record_autocast,
     "distruntime::replay_backward": replay_backward,

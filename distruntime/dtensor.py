@@ -45,10 +45,11 @@ def prepare() -> None:
     for module in (_fsdp._fsdp_init, _fsdp._fully_shard):
         if hasattr(module, "_get_device_from_mesh"):
             module._get_device_from_mesh = _device_of(module._get_device_from_mesh)
+    _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
     distribute = _tensor.distribute_tensor
     for module in list(sys.modules.values()):
         if getattr(module, "distribute_tensor", None) is distribute:  # which torch's modules have imported by name
-            module.distribute_tensor = _distribute(distribute)  # type: ignore[attr-defined]
+            module.distribute_tensor = _distribute(distribute)
     info = _fsdp._fsdp_common.FSDPMeshInfo
     info.__post_init__ = _with_ranks(info.__post_init__)
 
@@ -89,6 +90,14 @@ def _distribute(distribute: Callable[..., Any]) -> Callable[..., Any]:
         return distribute(tensor, device_mesh, *args, **kwargs)
 
     return choose
+
+
+def _device(dtensor: Any) -> torch.device:
+    """The device of a DTensor: as its local tensor says, where that is a proxy."""
+    local = dtensor._local_tensor
+    own: Any = torch.Tensor.device
+    found: torch.device = local.device if isinstance(local, DistributedTensor) else own.__get__(dtensor)
+    return found
 
 
 def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:

@@ -5,7 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
-from . import functional, lines, primitives
+from . import functional, primitives
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -159,7 +159,6 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
-    "lines",
     "linspace",
     "logspace",
     "manual_seed",

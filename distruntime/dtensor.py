@@ -48,9 +48,10 @@ def prepare() -> None:
             module._get_device_from_mesh = _device_of(module._get_device_from_mesh)
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
     distribute = _tensor.distribute_tensor
+    wrapped = _at_members(distribute)
     for module in list(sys.modules.values()):  # whoever has imported it by name, as programs do at their top
         if vars(module).get("distribute_tensor") is distribute:
-            vars(module)["distribute_tensor"] = _at_members(distribute)
+            vars(module)["distribute_tensor"] = wrapped
     _tensor._api._dtensor_init_helper = _at_members(_tensor._api._dtensor_init_helper)
     info = _fsdp._fsdp_common.FSDPMeshInfo
     info.__post_init__ = _with_ranks(info.__post_init__)

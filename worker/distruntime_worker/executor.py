@@ -16,7 +16,6 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
     FIRST_TEMPLATE,
-    MOST_STREAMS,
     WAIT,
     Done,
     MeshBody,
@@ -76,7 +75,7 @@ class Executor:
         if message.team != -1 and team is None:
             raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
         streams = self.state.streams if team is None else team.streams
-        if not 0 < message.stream < MOST_STREAMS or message.stream in streams:
+        if not 0 < message.stream < 4096 or message.stream in streams:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
             stream = Stream(message.stream, self.state.devices.real(torch.device(message.device)), message.priority)

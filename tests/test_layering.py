@@ -24,6 +24,7 @@ MASTER = {
     "wire.shield": "",
     "stretches": "",
     "text": "",
+    "layout": "errors",
     "context": "errors",
     "wire.address": "errors",
     "wire.keys": "errors wire.address",
@@ -80,7 +81,7 @@ MASTER = {
     "work": "context errors event handle stream tensor transfer wait",
     "collective": "errors event functional group joint line members node stream tensor wait work",
     "point_to_point": "errors group handle line members node session tensor work",
-    "": "collective config connect errors event factories fetch functional group handle members "
+    "": "collective config connect errors event factories fetch functional group handle layout members "
     "memory placing point_to_point random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",

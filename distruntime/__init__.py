@@ -67,6 +67,7 @@ from .factories import (
 from .fetch import Fetched, fetch, fetch_async
 from .group import ProcessGroup, new_group
 from .handle import Place
+from .layout import Layout
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
@@ -108,6 +109,7 @@ __all__ = [
     "HalfTensor",
     "IntTensor",
     "InternalError",
+    "Layout",
     "LongTensor",
     "Membership",
     "Memory",

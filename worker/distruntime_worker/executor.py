@@ -269,7 +269,10 @@ class Executor:
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
-        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread)
+        # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
+        shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
+        generators = team.generators if shared and _draws(name, call) else None
+        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
         state.templates[number], state.info[number] = found.run, found
 
     def close(self) -> None:
@@ -280,3 +283,9 @@ class Executor:
             for stream in streams.values():
                 self._cancelling.cut(stream, _END)
                 stream.queue.put(None)
+
+
+def _draws(name: str, call: Any) -> bool:
+    """Whether a call may draw random numbers."""
+    composite = name.startswith(("distruntime::record", "distruntime::seed_member"))
+    return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from mesh_programs import Program
 from processes import slots, until
 
 Mesh = dr.DeviceMesh
@@ -318,3 +319,8 @@ def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> 
     assert [s.item() for s in dr.shards(dr.lines.all_reduce(experts.lines("moe_ep"), ranks))] == [
         sum(group) for k in range(8) for group in experts.lines("moe_ep").rows if k in group
     ]
+
+
+def test_random_programs(mesh: Mesh) -> None:
+    assert sum(Program(seed, mesh).run() for seed in range(6)) > 60
+    dr.synchronize()

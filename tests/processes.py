@@ -64,14 +64,41 @@ def slots(node: int = 0) -> int:
     return held[0]
 
 
+def stop(pid: int) -> None:
+    """Hold a process still (SIGSTOP). When this returns, none of its threads runs: on a busy machine the signal takes its time."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _stands(pid))
+
+
+def _stands(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task")
+    if not tasks.exists():  # macOS, where a process stops as a whole
+        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.startswith("T")
+    try:
+        return all((task / "stat").read_text().rpartition(") ")[2][:1] in ("T", "t") for task in tasks.iterdir())
+    except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        return False
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Hold a process still (SIGSTOP) for the length of a `with` block."""
-    os.kill(pid, signal.SIGSTOP)
     try:
+        stop(pid)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def blocked(stream: dr.Stream) -> Iterator[None]:
+    """Keep a stream of node 0 from getting any further for the length of a `with` block; the node's others, and the node, go on.
+
+    It waits for an event of node 1, which is stopped: nothing in the block may wait for node 1.
+    """
+    with stopped(dr.nodes()[1].pid):
+        dr.default_stream(1).record_event().wait(stream)
+        yield
 
 
 class Child:

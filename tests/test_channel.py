@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _signal
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import zmq
@@ -16,6 +20,7 @@ import zmq
 from distruntime.errors import ConfigurationError
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.keys import KeyPair
+from distruntime.wire.shield import shield
 
 DEADLINE = 20.0
 KEYS = KeyPair.generate()
@@ -455,6 +460,27 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
     numbers = list(dict.fromkeys(got))[:-1]
     assert numbers == [b"%d" % number for number in range(len(numbers))]
     assert len(numbers) - sent in (0, 1)  # one may have gone although the interrupt kept it from being counted
+
+
+def test_control_c_that_comes_just_before_the_shield_is_up_leaves_it_whole() -> None:
+    """Before `signal.signal` sets a handler, it runs those of signals that have come."""
+
+    def strike(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called is _signal.signal and frame.f_code.co_name == "__enter__":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(strike)
+        with shield:
+            said.append("never here")
+    with pytest.raises(KeyboardInterrupt):
+        with shield:
+            signal.raise_signal(signal.SIGINT)
+            said.append("still in")
+    assert said == ["still in"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPair | None) -> None:

@@ -26,7 +26,7 @@ def pause(seconds: float) -> None:
     _never.wait(seconds)
 
 
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Block until `condition()` holds; fail past the deadline."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -99,6 +99,24 @@ def blocked(stream: dr.Stream) -> Iterator[None]:
     with stopped(dr.nodes()[1].pid):
         dr.default_stream(1).record_event().wait(stream)
         yield
+
+
+class StruckWhileWaiting:
+    """A context in which Ctrl-C is pressed as soon as the main thread sleeps in a wait for a worker."""
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread(target=self._strike)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _strike(self) -> None:
+        main = threading.main_thread().ident
+        until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_polled")
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 class Child:

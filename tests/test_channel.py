@@ -56,14 +56,24 @@ def keys(request: pytest.FixtureRequest) -> KeyPair | None:
     return found
 
 
-def receive(channel: Channel, count: int = 1) -> list[tuple[bytes, Frames]]:
-    """Return `count` messages."""
-    deadline = time.monotonic() + DEADLINE
+def receive(channel: Channel, count: int = 1, wait: float = 1.0) -> list[tuple[bytes, Frames]]:
+    """Return `count` messages, waiting for so many seconds at a time."""
+    deadline = time.monotonic() + max(DEADLINE, 2 * wait)
     messages: list[tuple[bytes, Frames]] = []
     while len(messages) < count:
         assert time.monotonic() < deadline, f"{len(messages)} of {count} messages came"
-        messages += channel.receive(1.0)
+        messages += channel.receive(wait)
     return messages
+
+
+def unknown(channel: Channel, peer: bytes) -> bool:
+    """Whether the channel says that it has no such peer (any more): it may hear of a hang-up before its socket has let go of the peer."""
+    channel.receive(0)
+    try:
+        channel.send(peer, [b"x"])
+    except PeerGone:
+        return True
+    return False
 
 
 def content(frame: bytes | zmq.Frame) -> bytes:
@@ -158,8 +168,7 @@ def test_a_lost_dialler_is_named(make: Make, address: str, keys: KeyPair | None)
     assert event(listener, "disconnected").peer == b"ann"
     bob.close()
     assert event(listener, "disconnected").peer == b"bob"
-    with pytest.raises(PeerGone):
-        listener.send(b"ann", [b"x"])
+    wait_for(lambda: unknown(listener, b"ann"))
 
 
 def test_a_peer_that_left_before_its_message_was_read_is_reported_gone(make: Make, address: str) -> None:
@@ -227,8 +236,7 @@ def test_after_hanging_up_the_peer_is_unknown(make: Make, address: str) -> None:
         return PeerEvent("disconnected", b"bob", listener.address) in listener.events()
 
     wait_for(gone)
-    with pytest.raises(PeerGone):
-        dialler.send(b"listener", [b"x"])
+    wait_for(lambda: unknown(dialler, b"listener"))
 
 
 @pytest.mark.parametrize("held", [(KEYS, None), (None, KEYS), (KEYS, KeyPair.generate())], ids=["no key", "needless key", "wrong key"])
@@ -352,13 +360,11 @@ def test_no_message_is_lost_when_others_send_while_one_waits(make: Make, address
     for thread in threads:
         thread.start()
     try:
-        slow = 0
         for number in range(rounds):
             dialler.send(b"listener", [b"%d" % number])
             start = time.monotonic()
-            assert receive(dialler) == [(b"listener", [b"%d" % number])]
-            slow += time.monotonic() - start > 0.9  # found only because the wait of 1 s ran out
-        assert slow == 0
+            assert receive(dialler, wait=DEADLINE) == [(b"listener", [b"%d" % number])]
+            assert time.monotonic() - start < DEADLINE, "found only because the wait ran out"
     finally:
         stop.set()
         for thread in threads:
@@ -407,8 +413,8 @@ def test_a_wait_ends_with_its_time(make: Make, address: str) -> None:
 
 def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str) -> None:
     listener, dialler = pair(make, address)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         listener.receive(None)
     dialler.send(b"listener", [b"after"])
     assert receive(listener) == [(b"bob", [b"after"])]
@@ -501,7 +507,7 @@ def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPa
     dialler.close()
     dialler.close()
     thread.join(DEADLINE)
-    assert raised and time.monotonic() - start < 5
+    assert raised and time.monotonic() - start < DEADLINE
     for use in (lambda: dialler.receive(0), lambda: dialler.send(b"listener", [b"x"]), dialler.events):
         with pytest.raises(ChannelClosed):
             use()
@@ -514,7 +520,7 @@ def test_closing_with_unsent_messages_to_nobody_is_prompt(make: Make) -> None:
     channel.send(b"nobody", [b"x" * 1_000_000])
     start = time.monotonic()
     channel.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < DEADLINE
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python >= 3.12 warns; forking is the point here

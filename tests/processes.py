@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import distruntime as dr
+from distruntime.line import user_line
 from distruntime.session import active_session
+from distruntime.wire.messages import AWAIT, Signal
 
 _TESTS = Path(__file__).resolve().parent
 _PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
@@ -80,6 +84,17 @@ def _stands(pid: int) -> bool:
         return False
 
 
+def asleep(pid: int) -> bool:
+    """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on its way there."""
+
+    def state() -> str:
+        if (stat := Path(f"/proc/{pid}/stat")).exists():
+            return stat.read_text().rpartition(") ")[2][:1]
+        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout[:1]
+
+    return all(state() == "S" for _ in range(50))
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Hold a process still (SIGSTOP) for the length of a `with` block."""
@@ -92,13 +107,31 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def blocked(stream: dr.Stream) -> Iterator[None]:
-    """Keep a stream of node 0 from getting any further for the length of a `with` block; the node's others, and the node, go on.
+    """Keep a stream from getting any further for the length of a `with` block; its worker and its node's other streams go on.
 
-    It waits for an event of node 1, which is stopped: nothing in the block may wait for node 1.
+    It stands in a wait for a signal, as for another node's event, which this process sends at the end.
     """
-    with stopped(dr.nodes()[1].pid):
-        dr.default_stream(1).record_event().wait(stream)
+    node, session = stream.check(), active_session()
+    number = session.signals()
+    words, line = [AWAIT, number, None, ""], user_line()
+    with node.lock:
+        if node.order is None:
+            node.append(words, line)
+        else:
+            node.order.put(stream.number, words, line)
+    try:
         yield
+    finally:
+        session.post(node, Signal(number, ""))
+
+
+def free_port() -> int:
+    """Return a port of this machine that a process started later can listen at: the system gives it to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)  # below what Linux and macOS give out by themselves
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class StruckWhileWaiting:

@@ -443,7 +443,8 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(fresh_sessi
     assert not worker.is_alive()
 
 
-def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[..., Any]) -> None:
+def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.node"], "WINDOW", 4_000)
     fresh_session(world_size=2)
     x = torch.ones(3, device=REMOTE)
     x.sum().item()

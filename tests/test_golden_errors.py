@@ -19,7 +19,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import Child, StruckWhileWaiting, stopped
+from processes import Child, StruckWhileWaiting, free_port, stopped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -347,9 +347,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], text: str) -> None
 
 def find_nobody(folder: str) -> None:
     """The child: dial an address where nothing listens, one where something else does, and wait for workers that never come."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
+    free = free_port()
     deaf = socket.socket()
     deaf.bind(("127.0.0.1", 0))
     deaf.listen()

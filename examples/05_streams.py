@@ -48,7 +48,7 @@ with dr.init_master_worker(backend="zmq"):
     # An event of node 0 holds a stream of node 1. The lines below return at once; `item` at the end is what waits.
     begin, end = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
     begin.record(first)
-    chain(first, matrix, 2000)
+    chain(first, matrix, 1000)
     end.record(first)
     there = dr.Stream(1, "cpu")
     end.wait(there)

@@ -55,7 +55,7 @@ def _collectives_under_interrupts(seed: int) -> None:
         if armed[0]:
             raise KeyboardInterrupt
 
-    with dr.init_master_worker(world_size=3):
+    with dr.init_master_worker(world_size=3, timeout=90):
         signal.signal(signal.SIGINT, interrupt)
         group, struck, rounds = dr.new_group(), 0, 0
         values = [there(torch.ones(4, dtype=torch.int64), node) for node in range(3)]

@@ -1,11 +1,11 @@
 """Streams and events: work side by side on one worker, and in order across two.
 
     $ python examples/05_streams.py
-    two chains on one stream  0.168 s
-    the same on two streams   0.092 s
+    two chains on one stream  0.126 s
+    the same on two streams   0.079 s
     equal results: True
     issued, and still computing: True
-    node 1 went on after node 0's 53 ms: 256
+    node 1 went on after node 0's 343 ms: 256
 
 A stream of a CPU is a thread of the worker, so the second line is shorter where two cores are free.
 """

@@ -43,7 +43,9 @@ def held(nodes: Collection[Node], *, before: int | None = None, poisoned: Collec
     """
     storages: dict[int, _Held] = {}
     values: Counter[Place] = Counter()
-    found = [thing for thing in gc.get_objects() if type(thing) is Handle]  # all at once, so that a storage's id stays its own
+    # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that another thread is just building
+    # cannot be finished while there is a second reference to it. All at once, so that a storage's id stays its own.
+    found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
     handle = None
     try:
         for handle in found:

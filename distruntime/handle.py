@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -70,12 +71,15 @@ class Storage:
     `order` says which streams used it, once there are several: see order.py.
     """
 
-    __slots__ = ("order", "resized", "spec", "written")
+    __slots__ = ("__weakref__", "order", "parts", "resized", "spec", "whole", "written")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.written = 0
         self.order: Any = None
+        self.parts: dict[int, Storage] | None = None  # of a mesh's: those of its members that somebody has named
+        # Of a member's: those of the meshes' tensors that it is a shard of, by the mesh's log.
+        self.whole: dict[Any, weakref.ref[Storage]] | None = None
         self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
 
 

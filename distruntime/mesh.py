@@ -28,7 +28,7 @@ from .lines import Lines
 from .member_ints import varying
 from .process_group import BACKEND, MeshGroup, begin, end, forget, register
 from .session import Session, active_session
-from .shards import member_of, mesh_of
+from .shards import belongs, member_of, mesh_of, whole_of
 from .team import Team, team_of
 from .tensor import DistributedTensor
 from .transfer import upload
@@ -277,7 +277,8 @@ def shards(t: DistributedTensor) -> list[torch.Tensor]:
 
 
 def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
-    """Return a tensor on a mesh made of its members' shards: local tensors, which are sent, or proxies at the members' places, no copies.
+    """Return a tensor on a mesh made of its members' shards: local tensors, which are sent, or proxies at the members' places: no copies,
+    unless some of them are shards of another tensor on this mesh.
 
     Raises:
         UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy lives elsewhere.
@@ -298,10 +299,12 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
         if isinstance(t, DistributedTensor):
             if t.place != place:
                 raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: move it there, t.to(dr.place(...))")
-            whole: Any = t.detach().contiguous()
-            handles.append(whole._handle)
+            own: Any = t.detach().contiguous()
+            handles.append(own._handle)
         else:
             home = mesh.session.places.residence(place, numbered=False)
             handles.append(upload(t, home))
+    if whole_of(mesh._team, handles) is None:  # two tensors of one log do not share memory unknown to it: the second is a copy
+        handles = [wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles]
     found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
     return found

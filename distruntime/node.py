@@ -99,7 +99,7 @@ class Node:
         self._send = send
         self.lock = threading.RLock() if lock is None else lock
         self.teams: list[Any] = []  # the logs of meshes that this worker is in
-        self.meshed = False  # whether a mesh's segment was sent after the last words of this log
+        self.meshed = False  # whether a mesh's segment was sent since reads last waited for one: see `settle`
         self.late: Any = None  # the log that wanted its turn while this one was being sent
         self.log: list[Any] = []
         self.lines: list[Line] = []
@@ -260,7 +260,8 @@ class Node:
                 self.flights.append(flight)
                 self._words += taken
                 self._bytes += flight.nbytes
-                self.meshed = False
+                if self.meshed and order is None:  # what is read from now on comes after these words, and so after the mesh's
+                    self.checked, self.meshed = self.base, False
                 self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
                 self.enough = _enough(len(self.flights))
                 self.sent = self._send(self.peer, frames, copy=len(frames) == 1)

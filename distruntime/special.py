@@ -136,6 +136,8 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _owns_whole(proxy: Any) -> bool:
     """Whether nobody else can see a proxy's storage, so that its slot may take a new tensor instead of new bytes."""
     handle = proxy._handle
+    if handle.storage.parts or handle.storage.whole:  # a mesh's tensor and its members' are one memory
+        return False
     # Of a storage with one handle: the handle's slot and getrefcount's argument.
     return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
 

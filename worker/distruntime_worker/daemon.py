@@ -168,7 +168,7 @@ class _Master:
         if segment.templates:
             self.executor.learn(segment.templates)
         work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        if self.executor.last_team is None:
+        if not self.executor.state.teams:
             self.executor.works.append(work)
         else:
             self.executor.line_up(work)

@@ -62,7 +62,8 @@ class Executor:
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.running = False  # whether stream 0 runs a segment
-        self.last_team: Any = None  # whose segment came last
+        self._last_team: Any = None  # whose segment came last
+        self._turn: threading.Event | None = None  # set when what came before the last change of logs has run
         # What the reader calls and looks at; whose they are need not concern it.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
@@ -113,9 +114,10 @@ class Executor:
         """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
         state = self.state
         with state.gate:
-            if work.team is not self.last_team and state.works and any(len(s) > 1 for s in state.all_streams()):
-                work.turn = threading.Event()
-            self.last_team = work.team
+            if work.team is not self._last_team:
+                self._last_team, self._turn = work.team, threading.Event() if state.works else None
+            if self._turn is not None and not self._turn.is_set():  # the next of the same log must not overtake it on another stream
+                work.turn = self._turn
             state.works.append(work)
 
     def _wait_turn(self, stream: Stream, work: Work) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import distruntime as dr
 from agree import REMOTE, agrees, check, is_remote, tensor
+from distruntime import composite
 
 # Checkpointing and random state
 
@@ -319,6 +320,20 @@ def test_deepcopy_of_a_part(device: str) -> Any:
     part = copy.deepcopy(x[1:3, 1:])
     x.zero_()
     return part.contiguous()  # torch would copy the whole storage and keep the part's strides
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_that_travels_whole_as_for_a_gpu(session: object, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """A GPU chooses its kernel itself: one instruction forward, recorded, and one backward. Here a CPU takes its place."""
+    monkeypatch.setattr(composite, "_is_cpu", lambda place: False)
+
+    def attend(device: str) -> Any:
+        q, k, v = (tensor(device, 2, 3, 5, 4).requires_grad_() for _ in range(3))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+        out.square().sum().backward()
+        return out, q.grad, k.grad, v.grad
+
+    check(lambda: attend("cpu"), lambda: attend(REMOTE), must_work=True)
 
 
 # autocast, compile

@@ -72,8 +72,11 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
+    arguments = call._schema.arguments
+    fixed = sum(not a.kwarg_only for a in arguments)
     with torch.set_grad_enabled(any(differentiable)):
-        results = call(*[_leaf(a, wanted, inputs) for a in args])
+        values = [_leaf(a, wanted, inputs) for a in args]
+        results = call(*values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])})
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]

@@ -73,6 +73,9 @@ def attention(
 
 
 def _is_cpu(place: Residence) -> bool:
+    node: Any = place.node
+    if node.members:
+        return bool(node.on_cpus)
     welcome = place.node.welcome
     return place.place.device == "cpu" or (welcome is not None and welcome.simulated)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .context import node_context
+from .context import MeshContext, node_context
+from .errors import UsageError
 from .event import Event
 from .handle import Residence
 from .random import get_rng_state, manual_seed, set_rng_state
@@ -57,12 +58,17 @@ class RemoteModule:
 
     def device(self, device: Where) -> Any:
         """Return the context that makes a place current."""
-        place = _residence(device).place
-        return node_context(place.node, place.device)
+        residence = _residence(device)
+        if residence.node.members:
+            return MeshContext(residence, default=False)
+        return node_context(residence.place.node, residence.place.device)
 
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
-        place = _residence(device).place
+        residence = _residence(device)
+        place = residence.place
+        if residence.node.members:
+            raise UsageError("a mesh is made current for a `with` block: with mesh: ...")
         active_session().places.default = (place.node, place.device)
 
     def synchronize(self, device: Where = None) -> None:

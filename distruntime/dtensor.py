@@ -7,6 +7,7 @@ says what of torch's own is touched here, for which versions it is tested, and w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed._state_dict_utils
+import torch.distributed.device_mesh
 import torch.distributed.tensor
 import torch.distributed.tensor._random
 from torch.distributed import _local_tensor
@@ -22,11 +25,14 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
 from .context import current_mesh
+from .first import for_each_member
 from .member_ints import per_member, run_for_each, varies, varying
-from .process_group import MeshGroup
+from .process_group import MeshGroup, noting, placing, speaking_for
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
+_state_dict: Any = torch.distributed._state_dict_utils
+_device_mesh: Any = torch.distributed.device_mesh
 _fsdp: Any = _fully_shard  # whose private parts have no stubs
 _MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
 _done: list[bool] = []
@@ -38,6 +44,8 @@ def prepare() -> None:
         return
     _done.append(True)
     functional_collectives.prepare()
+    for_each_member.append(run_for_each)
+    _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
     owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
     for owner in owners:
@@ -53,6 +61,12 @@ def prepare() -> None:
         if vars(module).get("distribute_tensor") is distribute:
             vars(module)["distribute_tensor"] = wrapped
     _tensor._api._dtensor_init_helper = _at_members(_tensor._api._dtensor_init_helper)
+    _device_mesh.new_group = noting(_device_mesh.new_group)
+    _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
+    for module in (_fsdp._fsdp_init, _fsdp._fully_shard):
+        module._get_post_forward_mesh_info = _of_members(module._get_post_forward_mesh_info)
+    if _tensor._random._rng_tracker is None:
+        _tensor._random._rng_tracker = _Draws()
     info = _fsdp._fsdp_common.FSDPMeshInfo
     info.__post_init__ = _with_ranks(info.__post_init__)
 
@@ -99,6 +113,23 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
+def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
+    """torch moves what it gathers for a state dict to the mesh's device type; of a mesh's tensors that is where they are."""
+
+    @functools.wraps(iterate)
+    def choose(value: Any, *args: Any, **kwargs: Any) -> Any:
+        local = getattr(value, "_local_tensor", None)
+        if not isinstance(local, DistributedTensor) or not local._handle.place.node.members:
+            return iterate(value, *args, **kwargs)
+        token = current_mesh.set(local._handle.place)
+        try:
+            return iterate(value, *args, **kwargs)
+        finally:
+            current_mesh.reset(token)
+
+    return choose
+
+
 def _device(dtensor: Any) -> torch.device:
     """The device of a DTensor: as its local tensor says, where that is a proxy."""
     local = dtensor._local_tensor
@@ -114,6 +145,30 @@ def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.devic
         return device(mesh) if home is None else home.device
 
     return choose
+
+
+def _of_members(make: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 makes a smaller mesh to reshard to, of the members of the one that it was given."""
+
+    @functools.wraps(make)
+    def choose(reshard: Any, mesh_info: Any) -> Any:
+        team = getattr(mesh_info.mesh, "_team", None)
+        if team is None:
+            return make(reshard, mesh_info)
+        with speaking_for(team):
+            return make(reshard, mesh_info)
+
+    return choose
+
+
+class _Draws:
+    """What DTensor calls around an operator that draws random numbers."""
+
+    distribute_region_enabled = True
+
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Any:
+        drawing = getattr(spec.mesh, "drawing", None)
+        return contextlib.nullcontext() if drawing is None else drawing(spec.placements, generator)
 
 
 def _with_ranks(post_init: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -6,7 +6,8 @@ every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, product
 from math import prod
@@ -26,7 +27,7 @@ from .layout import Layout
 from .line import user_line
 from .lines import Lines
 from .member_ints import varying
-from .process_group import BACKEND, MeshGroup, begin, end, forget, register
+from .process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
 from .session import Session, active_session
 from .shards import belongs, member_of, mesh_of, whole_of
 from .team import Team, team_of
@@ -149,12 +150,38 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
         `torch.manual_seed` seeds them all alike, too.
         """
-        seeds = [seed + (k if distinct else 0) for k in range(len(self.places))]
+        self._seed([seed + (k if distinct else 0) for k in range(len(self.places))])
+
+    def _seed(self, seeds: Sequence[int]) -> None:
         value = from_shards([torch.tensor(n) for n in seeds], self)
         node = self._team
         with node.lock:
             number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
             issue_default([number, *words], (), [value._handle], node, user_line())
+
+    @contextmanager
+    def drawing(self, placements: Sequence[Any], generator: torch.Generator | None) -> Iterator[None]:
+        """Let a DTensor's random operator draw as on one device: shards draw distinct numbers, replicas equal ones; alike afterwards.
+
+        What they draw follows this process's own generator, which `torch.manual_seed` seeds.
+        """
+        base = int(torch.randint(1 << 62, (1,), generator=generator, device="cpu"))
+        seeds = []
+        for at in self.coordinates():
+            shard = 0
+            for k, placement in enumerate(placements):
+                shard = shard * self.shape[k] + at[k] if placement.is_shard() else shard
+            seeds.append(base + shard)
+        self._seed(seeds)
+        try:
+            yield
+        finally:
+            self._seed([base + len(seeds)] * len(seeds))
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
+        """Return the members along several dimensions as one dimension, as torch does."""
+        with speaking_for(self._team):
+            return super()._flatten(mesh_dim_name) if backend_override is None else super()._flatten(mesh_dim_name, backend_override)
 
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all. Block until they are open, the first time."""

@@ -6,7 +6,10 @@ members at once; what is called on them with a mesh's tensors becomes one instru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from .errors import NotSupportedError, UsageError
 from .lines import Lines
+from .team import Team
 from .tensor import DistributedTensor
 
 BACKEND = "distruntime"
@@ -225,7 +229,63 @@ _world: list[Callable[[], Lines]] = []
 
 
 def _made(opts: Any, backend_options: Any) -> MeshGroup:
-    return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _world[0])
+    return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _unplaced if opts.global_ranks_in_group else _world[0])
+
+
+def _unplaced() -> Lines:
+    raise UsageError("this process group is of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh")
+
+
+# -- groups that torch makes itself, of a mesh that it flattens or cuts up --------------------------------------------------------------
+
+_numbers = itertools.count()
+_speaking: list[Team] = []  # whose members the ranks are, innermost last
+_rows: list[list[int]] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
+
+
+@contextmanager
+def speaking_for(team: Team) -> Iterator[None]:
+    """Let the groups that torch makes meanwhile be of this mesh's members."""
+    _speaking.append(team)
+    try:
+        yield
+    finally:
+        _speaking.pop()
+
+
+def noting(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `new_group`, which notes the ranks of each group."""
+
+    @functools.wraps(new_group)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        ranks = kwargs.get("ranks", args[0] if args else None)
+        if ranks is not None:
+            _rows.append(list(ranks))
+        return new_group(*args, **kwargs)
+
+    return choose
+
+
+def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's making of the groups along a dimension, which gives ours to all members in lines, not only to the first one's."""
+
+    @functools.wraps(init_one)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        _rows.clear()
+        name = init_one(*args, **kwargs)
+        if not _speaking:
+            return name
+        team, rows = _speaking[-1], [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))]
+        at = {k: rank for row in rows for rank, k in enumerate(row)}
+        ranks = [at[k] for k in range(len(team.members))]
+        group = _c10d._resolve_process_group(name)
+        lines = functools.partial(team.lines_of, rows, Lines)
+        if isinstance(group, MeshGroup) and _rows:
+            group.ranks, group._lines = ranks, lines
+            return name
+        return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name  # of all: torch gives its default group for them
+
+    return choose
 
 
 def end() -> None:

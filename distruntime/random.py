@@ -6,6 +6,8 @@ one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .functions import issue_function
@@ -35,6 +37,9 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
 
 
 def _state_bytes(place: Residence) -> int:
+    node: Any = place.node
+    if node.members:
+        return torch.get_rng_state().numel() if node.on_cpus else _CUDA_STATE_BYTES
     welcome = place.node.welcome
     assert welcome is not None
     if place.place.device == "cpu" or welcome.simulated:
@@ -48,7 +53,9 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     session.require_open()
     place.node.require_alive()
     size = _state_bytes(place)
-    home = session.places.residence(Place(place.place.node, "cpu")) if "cpu" in session.places.devices(place.place.node) else place
+    home = place
+    if not place.node.members and "cpu" in session.places.devices(place.place.node):
+        home = session.places.residence(Place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
     handle = Handle(next_ref(), state, home, Storage(state))
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)

@@ -92,7 +92,9 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if k != "layout"
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
-    there = here if target is None else active_session().places.numbered(target.index)
+    # A bare "remote" is the current place; of what is on a mesh already, DTensor means by it that it stays there.
+    stays = target is None or (target.index is None and bool(here.node.members))
+    there = here if stays else active_session().places.numbered(target.index)  # type: ignore[union-attr]
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)

@@ -52,6 +52,9 @@ class Team(Node):
             mine = self.ranks.setdefault(node, [])
             self.lanes.append((node, len(mine)))
             mine.append(k)
+        self.on_cpus = all(
+            place.device == "cpu" or (node.welcome is not None and node.welcome.simulated) for place, (node, _) in zip(places, self.lanes)
+        )
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.throttle = session.throttle
         self.stir, self.parked = session.stir, session.parked

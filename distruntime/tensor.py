@@ -222,6 +222,11 @@ class DistributedTensor(torch.Tensor):
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def storage(self) -> NoReturn:
+        if self._handle.place.node.members:
+            raise NotSupportedError(
+                f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel needs one: use fully_shard "
+                "(torch.distributed.fsdp), which shards over a mesh"
+            )
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def _typed_storage(self) -> NoReturn:

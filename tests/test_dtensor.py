@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, zeros
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, rand, zeros
 
 import distruntime as dr
 from meshes import make, mesh, same, two_workers
@@ -120,3 +120,25 @@ def test_two_meshes_do_not_mix(two_workers: None) -> None:
     a, b = (distribute_tensor(X.to(m.device), m, [Shard(0)]) for m in (one, other))
     with pytest.raises((RuntimeError, ValueError, dr.PlacementError)):
         a + b
+
+
+def test_flattened_dimensions(two_workers: None) -> None:
+    mesh = make("2x2")
+    for name in ("all", "again"):
+        flat = mesh["dp", "tp"]._flatten(name)
+        same(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]), X)
+        assert len(dr.shards(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]).to_local())[3]) == 2  # type: ignore[arg-type]
+
+
+def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: None) -> None:
+    mesh = make("2x2")
+    torch.manual_seed(3)
+    drawn = rand(8, 16, device_mesh=mesh, placements=[Shard(0), Replicate()])
+    first, replica, second, _ = dr.shards(drawn.to_local())  # type: ignore[arg-type]
+    assert torch.equal(first, replica) and not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(dr.fetch(rand(8, 16, device_mesh=mesh, placements=[Shard(0), Replicate()])), dr.fetch(drawn))
+    kept = dr.fetch(F.dropout(distribute_tensor(torch.ones(64, 16).to(mesh.device), mesh, [Shard(0), Shard(0)]), 0.5)) != 0
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(kept.chunk(4), 2))
+    alike = dr.shards(torch.rand(3, device=mesh.device))
+    assert all(torch.equal(shard, alike[0]) for shard in alike)

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
 from meshes import MLP, SHAPES, copied, make, same, same_gradients, same_parameters, two_workers
@@ -122,3 +125,56 @@ def test_memory_of_gathered_parameters_is_given_back(two_workers: None) -> None:
     del model, x
     gc.collect()
     until(lambda: max(a - b for a, b in zip([slots(0), slots(1)], before)) <= 2)  # what the mesh itself keeps: coordinates
+
+
+def test_resharding_to_a_part(two_workers: None) -> None:
+    mesh, serial = make("4"), MLP()
+    train(mesh, sharded(copied(serial, mesh), mesh, reshard_after_forward=2), serial)
+
+
+def test_replicas(two_workers: None) -> None:
+    mesh, serial = make("4"), MLP()
+    model = copied(serial, mesh)
+    replicate(model, mesh=mesh)
+    train(mesh, model, serial)
+
+
+def test_distributed_data_parallel(two_workers: None) -> None:
+    mesh, serial = make("2"), MLP()
+    model = nn.parallel.DistributedDataParallel(copied(serial, mesh), process_group=mesh.get_group())
+    train(mesh, model, serial)
+
+
+def test_state_dicts(two_workers: None) -> None:
+    mesh, serial = make("4"), MLP()
+    model = sharded(copied(serial, mesh), mesh)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    for name, value in serial.state_dict().items():
+        assert whole[name].device.type == "cpu" and torch.equal(whole[name], value)
+        assert torch.equal(dr.fetch(model.state_dict())[name], value)
+    doubled = {name: value.to(mesh.device) * 2 for name, value in serial.state_dict().items()}
+    set_model_state_dict(model, doubled, options=StateDictOptions(full_state_dict=True))
+    for p, q in zip(model.parameters(), serial.parameters()):
+        same(p, q * 2)
+
+
+def test_activation_checkpointing_draws_the_same_numbers_again(two_workers: None) -> None:
+    mesh = make("2")
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+    found = []
+    for saved in (True, False):
+        model = copied(layers, mesh)
+        fully_shard(model, mesh=mesh)
+        x, _ = batches(mesh, 0, True)
+        torch.manual_seed(5)
+        out = checkpoint(model, x, use_reentrant=False) if saved else model(x)
+        out.square().sum().backward()
+        found.append([dr.fetch(p.grad) for p in model.parameters()])
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two)
+
+
+def test_what_there_is_not(two_workers: None) -> None:
+    mesh = make("2")
+    with pytest.raises(dr.NotSupportedError, match="use fully_shard"):
+        FullyShardedDataParallel(copied(MLP(), mesh), device_mesh=mesh)

@@ -289,5 +289,5 @@ class Executor:
 
 def _draws(name: str, call: Any) -> bool:
     """Whether a call may draw random numbers."""
-    composite = name.startswith(("distruntime::record", "distruntime::seed_member"))
+    composite = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng", "distruntime::set_rng"))
     return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -51,24 +51,24 @@ def prepare() -> None:
     for owner in owners:
         _wrap_marked(owner)
     _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
-    for module in (_fsdp._fsdp_init, _fsdp._fully_shard):
-        if hasattr(module, "_get_device_from_mesh"):
-            module._get_device_from_mesh = _device_of(module._get_device_from_mesh)
+    _replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
+    _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
-    distribute = _tensor.distribute_tensor
-    wrapped = _at_members(distribute)
-    for module in list(sys.modules.values()):  # whoever has imported it by name, as programs do at their top
-        if vars(module).get("distribute_tensor") is distribute:
-            vars(module)["distribute_tensor"] = wrapped
+    _replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
     _tensor._api._dtensor_init_helper = _at_members(_tensor._api._dtensor_init_helper)
     _device_mesh.new_group = noting(_device_mesh.new_group)
     _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
-    for module in (_fsdp._fsdp_init, _fsdp._fully_shard):
-        module._get_post_forward_mesh_info = _of_members(module._get_post_forward_mesh_info)
     if _tensor._random._rng_tracker is None:
         _tensor._random._rng_tracker = _Draws()
     info = _fsdp._fsdp_common.FSDPMeshInfo
     info.__post_init__ = _with_ranks(info.__post_init__)
+
+
+def _replace(name: str, wrapper: Any) -> None:
+    """Put a wrapper in the place of what it wraps, wherever that has been imported by name, as programs do at their top."""
+    for module in list(sys.modules.values()):
+        if vars(module).get(name) is wrapper.__wrapped__:
+            vars(module)[name] = wrapper
 
 
 def _wrap_marked(owner: ModuleType | type) -> None:

@@ -55,7 +55,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._contexts: list[MeshContext] = []
         self._layout_of: Layout | None = None  # which other groups of members there are
         prepare()
-        if begin(len(self.places), self.lines):
+        if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
             session.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)

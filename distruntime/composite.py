@@ -73,8 +73,8 @@ def attention(
 
 
 def _is_cpu(place: Residence) -> bool:
-    welcome = place.node.welcome
-    return place.place.device == "cpu" or (welcome is not None and welcome.simulated)
+    node: Any = place.node
+    return place.on_cpu or all(worker.welcome.simulated for worker in (node.ranks if node.members else [node]))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -47,6 +47,11 @@ class Residence:
         self.unproven: dict[tuple[Any, ...], Any] = {}
         self._released = released
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
+        return bool((self.node.members or (self.place,))[0].device == "cpu")
+
     def forget(self) -> None:
         """Send every call down the slow path."""
         self.known.clear()

@@ -63,7 +63,9 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
     with torch.set_grad_enabled(any(differentiable)):
-        results = call(*[_leaf(a, wanted, inputs) for a in args])
+        values = [_leaf(a, wanted, inputs) for a in args]  # in the schema's order, those that it takes by keyword last
+        named = {a.name: value for a, value in zip(call._schema.arguments, values) if a.kwarg_only}
+        results = call(*values[: len(values) - len(named)], **named)
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]

@@ -32,7 +32,7 @@ class MeshPlace(Place):
 
     def __str__(self) -> str:
         nodes = list(dict.fromkeys(place.node for place in self.members))
-        return f"{len(self.members)} members on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+        return f"{len(self.members)} member{'s' if len(self.members) > 1 else ''} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
 
 
 class Team(Node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,3 +283,44 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)
+
+
+def test_attention_and_autocast_know_what_the_members_are(mesh: Mesh) -> None:
+    """A mesh of CPUs computes as a CPU does: its fused attention, its list of autocast; simulated GPUs have the GPU's list."""
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    found = []
+    for device in ("cpu", mesh.device):
+        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        out.square().sum().backward()
+        found.append([out.detach(), *(t.grad for t in leaves)])
+    for here, there in zip(*found):
+        same(there, here)
+    x = torch.randn(3, 4).to(mesh.device)
+    with torch.autocast("remote", dtype=torch.bfloat16):
+        dtype = torch.nn.functional.layer_norm(x @ x.T, (3,)).dtype
+    assert dtype == (torch.float32 if "cuda" in mesh.places[0].device else torch.bfloat16)
+
+
+def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
+    """What lives elsewhere once went to the workers, which took it for a broken protocol and left."""
+    lines, part = mesh.lines("dp"), mesh.select(dp=0)
+    with dr.on(mesh.places[0]):
+        one = torch.ones(2)
+    for wrong, said in ((torch.ones(2), "is a local tensor"), (one, "lives on node 0"), (torch.ones(2, device=part.device), "lives on")):
+        for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
+            with pytest.raises(dr.PlacementError, match=rf"takes tensors on it; this one {said}.*x.to\(mesh.device\)"):
+                call(lines, wrong)
+    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
+        dr.lines.all_reduce(lines, x, "median")
+    with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
+        dr.lines.all_reduce(lines, x.long(), "AVG")
+    with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
+        dr.lines.broadcast(lines, x, lines.size)
+    for op in ("SUM", "sum", dr.ReduceOp.SUM):
+        same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
+
+
+def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
+    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"  # which writes "[rank0]: " before every line

@@ -5,7 +5,7 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
-from . import functional, lines, primitives
+from . import functional, primitives
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -67,6 +67,7 @@ from .factories import (
 from .fetch import Fetched, fetch, fetch_async
 from .group import ProcessGroup, new_group
 from .handle import Place
+from .layout import Layout
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
@@ -108,6 +109,7 @@ __all__ = [
     "HalfTensor",
     "IntTensor",
     "InternalError",
+    "Layout",
     "LongTensor",
     "Membership",
     "Memory",
@@ -159,7 +161,6 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
-    "lines",
     "linspace",
     "logspace",
     "manual_seed",

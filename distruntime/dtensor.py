@@ -21,6 +21,7 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
+from .context import current_mesh
 from .member_ints import per_member, run_for_each, varies, varying
 from .process_group import MeshGroup
 from .tensor import DistributedTensor
@@ -47,9 +48,11 @@ def prepare() -> None:
             module._get_device_from_mesh = _device_of(module._get_device_from_mesh)
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
     distribute = _tensor.distribute_tensor
-    for module in list(sys.modules.values()):
-        if getattr(module, "distribute_tensor", None) is distribute:  # which torch's modules have imported by name
-            module.distribute_tensor = _distribute(distribute)
+    wrapped = _at_members(distribute)
+    for module in list(sys.modules.values()):  # whoever has imported it by name, as programs do at their top
+        if vars(module).get("distribute_tensor") is distribute:
+            vars(module)["distribute_tensor"] = wrapped
+    _tensor._api._dtensor_init_helper = _at_members(_tensor._api._dtensor_init_helper)
     info = _fsdp._fsdp_common.FSDPMeshInfo
     info.__post_init__ = _with_ranks(info.__post_init__)
 
@@ -79,15 +82,19 @@ def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return choose
 
 
-def _distribute(distribute: Callable[..., Any]) -> Callable[..., Any]:
-    """`distribute_tensor` moves a tensor of this process to the mesh's device type, which is any place: to its members, then."""
+def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what a function of torch puts on the mesh's device type, "remote", go to the members of the mesh that it is called with."""
 
-    @functools.wraps(distribute)
-    def choose(tensor: torch.Tensor, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
-        home = getattr(device_mesh, "_home", None)
-        if home is not None and not getattr(tensor, "_handle", None) and tensor.device.type == "cpu":
-            tensor = torch.nn.Parameter(tensor.to(home.device)) if isinstance(tensor, torch.nn.Parameter) else tensor.to(home.device)
-        return distribute(tensor, device_mesh, *args, **kwargs)
+    @functools.wraps(function)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        home = next((found for value in (*args, *kwargs.values()) if (found := getattr(value, "_home", None)) is not None), None)
+        if home is None:
+            return function(*args, **kwargs)
+        token = current_mesh.set(home)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            current_mesh.reset(token)
 
     return choose
 

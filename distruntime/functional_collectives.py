@@ -74,12 +74,17 @@ def _all_gather_copy_in(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     return into, output
 
 
+def _nothing(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
+    """For CUDA's allocator: here the log says which streams have used a value."""
+
+
 def prepare() -> None:
     """Let these operators come here, from wherever they are called."""
     for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
         SPECIAL.update({f"{namespace}::{name}": special for name, special in _TABLE.items()})
     SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
     SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
+    SPECIAL["fsdp::record_grad_output_stream"] = _nothing
 
 
 _TABLE: dict[str, Any] = {

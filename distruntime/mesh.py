@@ -18,9 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from .context import MeshContext
 from .dtensor import prepare
+from .entries import template
 from .errors import PlacementError, UsageError
 from .fetch import fetch
 from .handle import Place
+from .issue import issue_default
+from .layout import Layout
+from .line import user_line
 from .lines import Lines
 from .member_ints import varying
 from .process_group import BACKEND, MeshGroup, begin, end, forget, register
@@ -49,6 +53,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._sizes = tuple(shape)
         self._kept: dict[Any, Any] = {}  # coordinates and slices
         self._contexts: list[MeshContext] = []
+        self._layout_of: Layout | None = None  # which other groups of members there are
         prepare()
         if begin(len(self.places), self.lines):
             session.on_close.append(end)
@@ -108,6 +113,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
             part._team, part._home, part._whole, part._dims, part._contexts = self._team, self._home, self._whole, key, []
+            part._layout_of = None
             kept[key] = part
         found: DeviceMesh = kept[key]
         return found
@@ -139,8 +145,22 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             kept[key] = from_shards([torch.tensor(at[k]) for at in self.coordinates()], self)
         return kept[key].clone()  # type: ignore[no-any-return]
 
+    def manual_seed(self, seed: int, distinct: bool = False) -> None:
+        """Seed the members' generators, after what has been issued: all alike, or with `distinct` member k with `seed` + k. Return at once.
+
+        `torch.manual_seed` seeds them all alike, too.
+        """
+        seeds = [seed + (k if distinct else 0) for k in range(len(self.places))]
+        value = from_shards([torch.tensor(n) for n in seeds], self)
+        node = self._team
+        with node.lock:
+            number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
+            issue_default([number, *words], (), [value._handle], node, user_line())
+
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
+        if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
+            return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted = {self._dims[self._dim(d)] for d in dims}
         rows: dict[tuple[int, ...], list[int]] = {}
@@ -192,20 +212,22 @@ def _forget_all(groups: list[MeshGroup]) -> None:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int] | Sequence[tuple[str, int]], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str, mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout, *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
     """Make a mesh of the session's devices of one type, node by node.
 
     Args:
         device_type: "cpu" (each node's CPU) or "cuda" (all GPUs of all nodes).
-        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost.
+        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost. Of a
+            `Layout` the mesh also has its other groups: `mesh.lines("model")`, `mesh.lines("moe_ep")`.
         mesh_dim_names: the dimensions' names.
 
     Raises:
         PlacementError: the mesh is larger than the cluster. UsageError: a shape that is none.
     """
     session = active_session()
-    sizes: list[Any] = list(mesh_shape)
+    layout = mesh_shape if isinstance(mesh_shape, Layout) else None
+    sizes: list[Any] = list(mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape)
     if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
         if mesh_dim_names is not None:
             raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
@@ -230,7 +252,9 @@ def init_device_mesh(
             f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"
             f"{'s' if len(have) != 1 else ''} on {len(session.nodes)} nodes"
         )
-    return DeviceMesh(session, have[:need], sizes, names)
+    mesh = DeviceMesh(session, have[:need], sizes, names)
+    mesh._layout_of = layout
+    return mesh
 
 
 def _mesh_handle(t: Any) -> Any:

@@ -17,7 +17,7 @@ from .handle import Place, Residence
 from .node import Node, _enough, _Flight
 from .session import Session
 from .wire.codec import encode
-from .wire.messages import MOST_STREAMS, TEAM_TEMPLATES, MeshBody, OpenTeam
+from .wire.messages import TEAM_TEMPLATES, MeshBody, OpenTeam, stream_number
 from .wire.shield import shield
 
 WINDOW = 1 << 18  # words in flight, as a node's
@@ -91,7 +91,7 @@ class Team(Node):
 
     def on_wire(self, stream: int) -> int:
         """Return the number by which the workers know a stream of this log."""
-        return (self.number + 1) * MOST_STREAMS + stream
+        return stream_number(self.number, stream)
 
     def workers(self) -> list[Node]:
         """Return the members' workers that are there."""

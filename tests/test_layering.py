@@ -91,9 +91,10 @@ MASTER = {
     "member_ints": "errors shards tensor wrap",
     "process_group": "errors lines tensor",
     "functional_collectives": "lines process_group special",
-    "dtensor": "functional_collectives member_ints process_group tensor",
+    "dtensor": "context functional_collectives member_ints process_group tensor",
     "mesh": "context dtensor errors fetch handle lines member_ints process_group session shards team tensor transfer wrap",
-    "": "collective config connect errors event factories fetch functional group handle lines members memory "
+    "layout": "errors",
+    "": "collective config connect errors event factories fetch functional group handle layout members memory "
     "mesh partition placing point_to_point primitives random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",

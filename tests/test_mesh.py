@@ -324,3 +324,39 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
 
 def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
     assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"  # which writes "[rank0]: " before every line
+
+
+def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
+    torch.manual_seed(7)
+    first = dr.shards(torch.rand(3, device=mesh.device))
+    assert all(torch.equal(shard, first[0]) for shard in first)
+    x = torch.ones(50, device=mesh.device)
+    masks = dr.shards(torch.nn.functional.dropout(x, 0.5))
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    mesh.manual_seed(7)
+    for shard in dr.shards(torch.rand(3, device=mesh.device)):
+        assert torch.equal(shard, first[0])
+    mesh.manual_seed(7, distinct=True)
+    drawn, then = dr.shards(torch.rand(3, device=mesh.device)), dr.shards(torch.rand(3, device=mesh.device))
+    assert torch.equal(drawn[0], first[0])
+    for k, (one, two) in enumerate(zip(drawn, then)):
+        generator = torch.Generator().manual_seed(7 + k)
+        assert torch.equal(one, torch.rand(3, generator=generator)) and torch.equal(two, torch.rand(3, generator=generator))
+    torch.manual_seed(7)
+    for shard in dr.shards(torch.rand(3, device=mesh.device)):
+        assert torch.equal(shard, first[0])
+
+
+def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=2, simulate_cuda=4)
+    layout = dr.Layout([("data", 2), ("pipe", 2), ("tensor", 2)], world=8)
+    mesh = dr.init_device_mesh("cuda", layout)
+    assert mesh.shape == (2, 2, 2) and mesh.mesh_dim_names == ("data", "pipe", "tensor")
+    for mode in ("data", "pipe", "tensor", "model"):
+        assert sorted(mesh.lines(mode).rows) == sorted(layout.groups(mode))
+    ranks = dr.from_shards([torch.tensor([float(k)]) for k in range(8)], mesh)
+    assert [s.item() for s in dr.shards(dr.lines.all_reduce(mesh.lines("model"), ranks))] == [6.0] * 4 + [22.0] * 4
+    experts = dr.init_device_mesh("cuda", layout.with_experts(ep=2))
+    assert [s.item() for s in dr.shards(dr.lines.all_reduce(experts.lines("moe_ep"), ranks))] == [
+        sum(group) for k in range(8) for group in experts.lines("moe_ep").rows if k in group
+    ]

@@ -27,8 +27,17 @@ HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch
 TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
 GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
 FIRST_TEMPLATE = 16
-MOST_STREAMS = 4096  # of a log; stream k of mesh t is called (t + 1) times this, plus k, where a message does not say whose it is
 TEAM_TEMPLATES = 1 << 22  # the templates of mesh k begin at (k + 1) times this
+
+
+def stream_number(team: int, stream: int) -> int:
+    """Return the number by which messages name a stream of a mesh; a worker's own (`team` -1) keep theirs, which are below 4096."""
+    return (team + 1) << 12 | stream
+
+
+def team_and_stream(number: int) -> tuple[int, int]:
+    """Return whose stream a message names (-1: the worker's own), and its number there."""
+    return (number >> 12) - 1, number & 4095
 
 
 @dataclass(frozen=True, slots=True)

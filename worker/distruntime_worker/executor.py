@@ -16,7 +16,6 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
     FIRST_TEMPLATE,
-    MOST_STREAMS,
     WAIT,
     Done,
     MeshBody,
@@ -76,7 +75,7 @@ class Executor:
         if message.team != -1 and team is None:
             raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
         streams = self.state.streams if team is None else team.streams
-        if not 0 < message.stream < MOST_STREAMS or message.stream in streams:
+        if not 0 < message.stream < 4096 or message.stream in streams:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
             stream = Stream(message.stream, self.state.devices.real(torch.device(message.device)), message.priority)
@@ -270,7 +269,10 @@ class Executor:
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
-        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread)
+        # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
+        shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
+        generators = team.generators if shared and _draws(name, call) else None
+        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
         state.templates[number], state.info[number] = found.run, found
 
     def close(self) -> None:
@@ -281,3 +283,9 @@ class Executor:
             for stream in streams.values():
                 self._cancelling.cut(stream, _END)
                 stream.queue.put(None)
+
+
+def _draws(name: str, call: Any) -> bool:
+    """Whether a call may draw random numbers."""
+    composite = name.startswith(("distruntime::record", "distruntime::seed_member"))
+    return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

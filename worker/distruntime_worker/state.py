@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, StreamCancelled
-from distruntime.wire.messages import MOST_STREAMS, Failure, Message
+from distruntime.wire.messages import Failure, Message, team_and_stream
 
 from .collectives import Collective
 from .devices import Devices
@@ -48,10 +48,11 @@ class State:
 
     def named(self, number: int) -> Stream | None:
         """Return the stream that a message names, of this worker's own log or of a mesh's."""
-        if number < MOST_STREAMS:
-            return self.streams.get(number)
-        team = self.teams.get(number // MOST_STREAMS - 1)
-        return None if team is None else team.streams.get(number % MOST_STREAMS)
+        whose, stream = team_and_stream(number)
+        if whose == -1:
+            return self.streams.get(stream)
+        team = self.teams.get(whose)
+        return None if team is None else team.streams.get(stream)
 
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""

@@ -7,6 +7,7 @@ With one member here, a mesh's value stands in its slot as any other. With sever
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from distruntime.errors import ProtocolError
 from distruntime.wire.messages import TEAM_TEMPLATES, Failure
 
+from .functions import seedings
 from .objects import Poisoned
 from .streams import Stream
 from .template import Run, Slots, Template
@@ -34,6 +36,7 @@ class Team:
         self.first = TEAM_TEMPLATES * (number + 1)
         self.next_template = self.first
         self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
+        self.generators = Generators(len(devices))
         self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
         self.streams: dict[int, Stream] = {0: self.default}
 
@@ -52,18 +55,54 @@ class Team:
         return pattern
 
 
+class Generators:
+    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU of its own.
+
+    Until members are seeded one by one they draw from equal states; see `DeviceMesh.manual_seed`.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._states: list[torch.Tensor | None] = [None] * count
+        self._seeded = seedings[0]
+        self._base = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        self._base = torch.get_rng_state()
+        if self._seeded != seedings[0]:  # the worker's own generator was seeded: so are all that stand for it
+            self._states = [None] * len(self._states)
+
+    def draw(self, lane: int, run: Run, slots: Slots, p: list[Any], i: int) -> int:
+        """Run one member's instruction with its generator."""
+        state = self._states[lane]
+        torch.set_rng_state(self._base if state is None else state)
+        after = run(slots, p, i)
+        if state is not None or self._seeded != seedings[0]:
+            self._states[lane] = torch.get_rng_state()
+        return after
+
+    def __exit__(self, *_: object) -> None:
+        self._seeded = seedings[0]
+        if all(state is not None for state in self._states):
+            torch.set_rng_state(self._base)
+
+
 class Lanes:
     """The templates of one instruction, one for each member here; stands where a `Template` stands."""
 
-    def __init__(self, templates: list[Template], spread: Callable[[Slots, torch.UntypedStorage, Failure], None]) -> None:
+    def __init__(
+        self, templates: list[Template], spread: Callable[[Slots, torch.UntypedStorage, Failure], None], generators: Generators | None
+    ) -> None:
         first = templates[0]
-        self.templates, self._spread = templates, spread
+        self.templates, self._spread, self._generators = templates, spread, generators
         self.name, self.reads, self.writes, self.mutates = first.name, first.reads, first.writes, first.mutates
         self.views, self.length = first.views, first.length
 
     def run(self, slots: Slots, p: list[Any], i: int) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""
-        return self.each(slots, p, i, [template.run for template in self.templates])
+        if self._generators is None:
+            return self.each(slots, p, i, [template.run for template in self.templates])
+        with self._generators:
+            return self.each(slots, p, i, [partial(self._generators.draw, k, t.run) for k, t in enumerate(self.templates)])
 
     def each(self, slots: Slots, p: list[Any], i: int, runs: list[Run]) -> int:
         """Let each of `runs` act on its member's values."""

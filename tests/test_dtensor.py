@@ -1,0 +1,122 @@
+"""torch's DTensor over a mesh's tensors: every way from one layout to another, its operators, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, zeros
+
+import distruntime as dr
+from meshes import make, mesh, same, two_workers
+
+__all__ = ["mesh", "two_workers"]
+
+X = torch.arange(128.0).reshape(8, 16) / 9 - 3
+LAYOUTS = [Replicate(), Shard(0), Shard(1)]
+
+
+def laid_out(mesh: dr.DeviceMesh, layout: tuple[object, ...]) -> DTensor:
+    """Return a DTensor whose whole is X; of a partial one each member has its share."""
+    kept = [Replicate() if isinstance(p, Partial) else p for p in layout]
+    local = distribute_tensor(X.to(mesh.device), mesh, kept).to_local()  # type: ignore[arg-type]
+    for dim, p in enumerate(layout):
+        if isinstance(p, Partial):
+            local = local / mesh.size(dim)
+    return DTensor.from_local(local, mesh, layout, run_check=False)  # type: ignore[arg-type]
+
+
+def test_every_layout_and_back(mesh: dr.DeviceMesh) -> None:
+    for layout in itertools.product(LAYOUTS, repeat=mesh.ndim):
+        same(distribute_tensor(X.to(mesh.device), mesh, layout), X)
+        same(distribute_tensor(X.to(mesh.device), mesh, layout, src_data_rank=None), X)
+    same(distribute_tensor(X, mesh, [Shard(0)] * mesh.ndim), X)
+
+
+def test_every_redistribution(mesh: dr.DeviceMesh) -> None:
+    sources = itertools.product([*LAYOUTS, Partial()], repeat=mesh.ndim)
+    for source in sources if mesh.ndim == 1 else itertools.islice(sources, 0, None, 2):
+        given = laid_out(mesh, source)
+        for target in itertools.product(LAYOUTS, repeat=mesh.ndim):
+            found = given.redistribute(mesh, target)
+            same(found, X)
+            for dim, p in enumerate(target):
+                if isinstance(p, Shard) and len({q for q in target if isinstance(q, Shard)}) == mesh.ndim:
+                    assert found.to_local().shape[p.dim] == X.shape[p.dim] // mesh.size(dim)
+
+
+def test_each_member_has_the_part_that_is_its_own(mesh: dr.DeviceMesh) -> None:
+    parts = dr.shards(distribute_tensor(X.to(mesh.device), mesh, [Shard(0)] * mesh.ndim).to_local())  # type: ignore[arg-type]
+    for part, wanted in zip(parts, X.chunk(mesh.size())):
+        assert torch.equal(part, wanted)
+
+
+def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
+    for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
+        t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()
+        (t.redistribute(mesh, [target] * mesh.ndim) ** 2).sum().backward()
+        assert t.grad is not None
+        same(t.grad, 2 * X)
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda t: t.sum(),
+    "mean": lambda t: t.mean(0),
+    "amax": lambda t: t.amax(0),
+    "var": lambda t: t.var(0),
+    "norm": lambda t: t.norm(),
+    "softmax over shards": lambda t: t.softmax(0),
+    "softmax": lambda t: t.softmax(1),
+    "sort": lambda t: t.sort(0)[0],
+    "cumsum": lambda t: t.cumsum(0),
+    "mm": lambda t: t @ t.t(),
+    "slice": lambda t: t[2:4],
+    "select": lambda t: t[3],
+    "reshape": lambda t: t.reshape(4, 2, 16),
+    "cat": lambda t: torch.cat([t, t]),
+    "topk": lambda t: t.topk(2, 0)[0],
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+    "layer_norm": lambda t: F.layer_norm(t, (16,)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_on_shards(two_workers: None, name: str) -> None:
+    mesh, operator = make("2"), OPERATORS[name]
+    same(operator(distribute_tensor(X.to(mesh.device), mesh, [Shard(0)])), operator(X))
+
+
+def test_factories_and_metadata(mesh: dr.DeviceMesh) -> None:
+    shard = [Shard(0)] * mesh.ndim
+    same(ones(8, 16, device_mesh=mesh, placements=shard), torch.ones(8, 16))
+    same(zeros(8, 16, device_mesh=mesh, placements=shard), torch.zeros(8, 16))
+    t = distribute_tensor(X.to(mesh.device), mesh, shard)
+    assert t.device == mesh.device and t.shape == X.shape and t.to_local().device == mesh.device
+    assert "DTensor" in repr(t) and f"member 0 of {mesh.size()}" in repr(t)
+    same(DTensor.from_local(X.to(mesh.device), mesh, [Replicate()] * mesh.ndim, run_check=True), X)
+
+
+def test_uneven_shards_are_refused_and_say_where_they_are_not(two_workers: None) -> None:
+    mesh = make("2")
+    with pytest.raises(dr.NotSupportedError, match=r"member 0: \(4, 3\), member 1: \(3, 3\).*multiple.*distruntime.primitives"):
+        distribute_tensor(torch.ones(7, 3), mesh, [Shard(0)])
+    with pytest.raises(dr.NotSupportedError, match="different shapes"):
+        DTensor.from_local(torch.ones(7, 3, device=mesh.device), mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+
+
+def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None:
+    mesh = make("2")
+    local = DTensor.from_local(torch.ones(2, device="remote"), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(dr.UsageError, match=r"lives on node 0 .*x.to\(mesh.device\)"):
+        local.full_tensor()
+
+
+def test_two_meshes_do_not_mix(two_workers: None) -> None:
+    one, other = make("2"), dr.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
+    assert one != other and hash(one) == hash(make("2")) and one == make("2")
+    a, b = (distribute_tensor(X.to(m.device), m, [Shard(0)]) for m in (one, other))
+    with pytest.raises((RuntimeError, ValueError, dr.PlacementError)):
+        a + b

@@ -1,0 +1,124 @@
+"""torch's own FSDP2 on a mesh: different data on each member, gradients and steps as in serial data parallelism."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import clip_grad_norm_
+
+import distruntime as dr
+from meshes import MLP, SHAPES, copied, make, same, same_gradients, same_parameters, two_workers
+from processes import slots, until
+
+__all__ = ["two_workers"]
+
+
+def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the parts, one of each."""
+    count = mesh.size() if whole else mesh.size(0)
+    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k)) for k in range(count)]
+    ranks = range(mesh.size()) if whole else [at[0] for at in mesh.coordinates()]
+    return dr.from_shards([parts[k] for k in ranks], mesh), parts
+
+
+def train(mesh: dr.DeviceMesh, sharded: nn.Module, serial: nn.Module, whole: bool = True, clip: bool = False, steps: int = 2) -> None:
+    ours, theirs = torch.optim.AdamW(sharded.parameters(), 1e-2), torch.optim.AdamW(serial.parameters(), 1e-2)
+    for step in range(steps):
+        x, parts = batches(mesh, step, whole)
+        (sharded(x) ** 2).mean().backward()
+        for part in parts:
+            ((serial(part) ** 2).mean() / len(parts)).backward()
+        same_gradients(sharded, serial)
+        if clip:
+            same(clip_grad_norm_(sharded.parameters(), 0.1), clip_grad_norm_(serial.parameters(), 0.1))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    same_parameters(sharded, serial)
+
+
+def sharded(model: nn.Module, mesh: dr.DeviceMesh, **options: Any) -> nn.Module:
+    for part in (model[0], model[2], model):  # type: ignore[index]
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_by_layer(two_workers: None, shape: str, reshard: bool) -> None:
+    """On two dimensions this is HSDP: replicas along the first, shards along the last."""
+    mesh, serial = make(shape), MLP()
+    model = sharded(copied(serial, mesh), mesh, reshard_after_forward=reshard)
+    weight: Any = model[0].weight  # type: ignore[index]
+    assert isinstance(weight, DTensor) and weight.to_local().shape == (32 // mesh.size(-1 if mesh.ndim > 1 else 0), 16)
+    train(mesh, model, serial, clip=reshard)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # torch's own advice about views, of what RowwiseParallel returns
+def test_with_tensor_parallelism(two_workers: None) -> None:
+    mesh, serial = make("2x2"), MLP()
+    model = copied(serial, mesh)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    train(mesh, sharded(model, mesh["dp"]), serial, whole=False)
+
+
+def test_mixed_precision(two_workers: None) -> None:
+    mesh, serial = make("2"), MLP()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model = copied(serial, mesh)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    x, parts = batches(mesh, 0, True)
+    out = model(x)
+    assert out.dtype == torch.float32
+    (out**2).mean().backward()
+    low = MLP().to(torch.bfloat16)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in low.parameters()]
+    for part in parts:
+        (low(part.bfloat16()).float() ** 2).mean().backward()
+        for total, p in zip(sums, low.parameters()):
+            assert p.grad is not None
+            total += p.grad.float() / len(parts)
+            p.grad = None
+    for p, wanted in zip(model.parameters(), sums):
+        assert p.grad is not None and p.dtype == torch.float32
+        same(p.grad, wanted, atol=2e-3)
+
+
+def test_accumulation_without_synchronisation(two_workers: None) -> None:
+    mesh, serial = make("2"), MLP()
+    model: Any = copied(serial, mesh)
+    fully_shard(model, mesh=mesh)
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        x, parts = batches(mesh, step, True)
+        (model(x) ** 2).mean().backward()
+        for part in parts:
+            ((serial(part) ** 2).mean() / len(parts)).backward()
+    same_gradients(model, serial)
+
+
+def test_uneven_parameters_are_refused(two_workers: None) -> None:
+    mesh = make("2")
+    with pytest.raises(dr.NotSupportedError, match="multiple"):
+        fully_shard(nn.Linear(4, 7).to(mesh.device), mesh=mesh)
+
+
+def test_memory_of_gathered_parameters_is_given_back(two_workers: None) -> None:
+    mesh = make("2")
+    dr.synchronize()
+    gc.collect()
+    before = [slots(0), slots(1)]
+    model = sharded(copied(MLP(), mesh), mesh)
+    x, _ = batches(mesh, 0, True)
+    for _ in range(3):
+        (model(x) ** 2).mean().backward()
+    del model, x
+    gc.collect()
+    until(lambda: max(a - b for a, b in zip([slots(0), slots(1)], before)) <= 2)  # what the mesh itself keeps: coordinates

@@ -96,14 +96,15 @@ def device_context(device: str) -> _Set:
 
 
 class MeshContext:
-    """Makes a mesh's place, and torch's default device with it, current for the length of a `with` block."""
+    """Makes a mesh's place, and with `default` torch's default device too, current for the length of a `with` block."""
 
-    def __init__(self, residence: Any) -> None:
-        self._residence = residence
+    def __init__(self, residence: Any, default: bool = True) -> None:
+        self._residence, self._default = residence, default
 
     def __enter__(self) -> None:
-        mode = torch.device("remote")
-        mode.__enter__()
+        mode = torch.device("remote") if self._default else None
+        if mode is not None:
+            mode.__enter__()
         _entered.set((*_entered.get(), (self, None, None, (mode, current_mesh.set(self._residence)))))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -111,7 +112,8 @@ class MeshContext:
         last = max(k for k, entry in enumerate(stack) if entry[0] is self)
         mode, mesh = stack[last][3]
         _entered.set((*stack[:last], *stack[last + 1 :]))
-        mode.__exit__(kind, error, trace)
+        if mode is not None:
+            mode.__exit__(kind, error, trace)
         current_mesh.reset(mesh)
 
 

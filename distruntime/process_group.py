@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import UsageError
+from .errors import NotSupportedError, UsageError
 from .lines import Lines, reduction
 from .tensor import DistributedTensor
 
@@ -213,6 +213,11 @@ _world: list[Callable[[], Lines]] = []
 
 
 def _made(opts: Any, backend_options: Any) -> MeshGroup:
+    if dist.is_initialized() and opts.group_size != dist.get_world_size():  # whose lines would be those of all members
+        raise NotSupportedError(
+            f"torch.distributed makes no group of {opts.group_size} of a mesh's {dist.get_world_size()} members: take the groups of a "
+            'dimension, mesh.get_group("dp"), or make a mesh of these members, mesh.select(dp=0)'
+        )
     return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _world[0])
 
 

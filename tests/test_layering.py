@@ -77,7 +77,7 @@ MASTER = {
     "autocast": "composite first handle propagate tensor wrap",
     "event": "entries errors group handle issue line node queues requests session spec stall tensor transfer wait wire.messages wrap",
     "stream": "context errors event handle line node queues session wait wire.messages",
-    "device_module": "context event handle random session stream tensor",
+    "device_module": "context event handle placing random session stream tensor",
     "install": "autocast composite context device_module dispatch errors first handle load opaque session tensor uninitialized",
     "connect": "errors group install launch node session table wait wire.channel wire.codec wire.keys wire.messages wire.shared",
     "members": "errors group handle session spec tensor",

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
 from processes import slots, until
@@ -360,3 +363,48 @@ def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> 
     assert [s.item() for s in dr.shards(dr.lines.all_reduce(experts.lines("moe_ep"), ranks))] == [
         sum(group) for k in range(8) for group in experts.lines("moe_ep").rows if k in group
     ]
+
+
+def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
+    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+        dr.on(x.place)
+    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+        torch.remote.set_device(mesh.device)  # type: ignore[attr-defined]
+    with pytest.raises(dr.PlacementError, match="a node is named by its number, 0 to 1, or by a place"):
+        dr.on(mesh)  # type: ignore[arg-type]
+    for move in (lambda: x.cuda(), lambda: x.to("cuda:0"), lambda: x.to(0)):
+        with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
+            move()
+    with pytest.raises(dr.PlacementError, match=r"are a mesh, which is no member of a group"):
+        dr.all_reduce([x])
+    with pytest.raises(dr.UsageError, match=r"got a DTensor: t.to_local\(\)"):
+        dr.shards(DTensor.from_local(x, mesh["dp"], [Shard(0)], run_check=False))
+
+
+def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
+    """One of some members was taken for one of all, and its sums were."""
+    with pytest.raises(dr.NotSupportedError, match="makes no group of 1 of a mesh's"):
+        dist.new_group([0])
+    x = torch.ones(2, device=mesh.device)
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    same(x, torch.full((2,), float(mesh.size("dp"))))
+
+
+def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
+    torch.remote.synchronize(mesh.device)  # type: ignore[attr-defined]
+    for distinct in (False, True):
+        found = []
+        for again in (False, True):
+            mesh.manual_seed(3, distinct=distinct)
+            x = torch.ones(4, 8, device=mesh.device, requires_grad=True)
+
+            def drop(t: torch.Tensor) -> torch.Tensor:
+                return torch.nn.functional.dropout(t * 2) ** 2
+
+            out = checkpoint(drop, x, use_reentrant=False) if again else drop(x)
+            out.sum().backward()
+            assert x.grad is not None
+            found.append(dr.shards(out.detach()) + dr.shards(x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+        assert torch.equal(found[0][0], found[0][1]) != distinct

@@ -287,5 +287,5 @@ class Executor:
 
 def _draws(name: str, call: Any) -> bool:
     """Whether a call may draw random numbers."""
-    composite = name.startswith(("distruntime::record", "distruntime::seed_member"))
-    return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())
+    own = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng_state", "distruntime::set_rng_state"))
+    return own or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -91,7 +91,7 @@ class Places:
         if found is None:
             self._require_open()
             if number == _UNNUMBERED:
-                raise PlacementError("this tensor's place has no number, as too many are in use: name it, device=x.place or dr.on(x.place)")
+                raise PlacementError('"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)')
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(
                 f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -408,3 +410,14 @@ def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
             found.append(dr.shards(out.detach()) + dr.shards(x.grad))
         assert all(torch.equal(a, b) for a, b in zip(*found))
         assert torch.equal(found[0][0], found[0][1]) != distinct
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
+def test_the_page_shows_what_happens(fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)
+    assert len(shown) == page.count("```python") == 6
+    for code, text in shown:
+        exec(code, names)
+        assert capsys.readouterr().out == text

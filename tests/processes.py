@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import distruntime as dr
+from distruntime.line import user_line
 from distruntime.session import active_session
+from distruntime.wire.messages import AWAIT, Signal
 
 _TESTS = Path(__file__).resolve().parent
 _PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
@@ -26,7 +30,7 @@ def pause(seconds: float) -> None:
     _never.wait(seconds)
 
 
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Block until `condition()` holds; fail past the deadline."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -64,14 +68,88 @@ def slots(node: int = 0) -> int:
     return held[0]
 
 
+def stop(pid: int) -> None:
+    """Hold a process still (SIGSTOP). When this returns, none of its threads runs: on a busy machine the signal takes its time."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _stands(pid))
+
+
+def _stands(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task")
+    if not tasks.exists():  # macOS, where a process stops as a whole
+        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.startswith("T")
+    try:
+        return all((task / "stat").read_text().rpartition(") ")[2][:1] in ("T", "t") for task in tasks.iterdir())
+    except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        return False
+
+
+def asleep(pid: int) -> bool:
+    """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on its way there."""
+
+    def state() -> str:
+        if (stat := Path(f"/proc/{pid}/stat")).exists():
+            return stat.read_text().rpartition(") ")[2][:1]
+        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout[:1]
+
+    return all(state() == "S" for _ in range(50))
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Hold a process still (SIGSTOP) for the length of a `with` block."""
-    os.kill(pid, signal.SIGSTOP)
     try:
+        stop(pid)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def blocked(stream: dr.Stream) -> Iterator[None]:
+    """Keep a stream from getting any further for the length of a `with` block; its worker and its node's other streams go on.
+
+    It stands in a wait for a signal, as for another node's event, which this process sends at the end.
+    """
+    node, session = stream.check(), active_session()
+    number = session.signals()
+    words, line = [AWAIT, number, None, ""], user_line()
+    with node.lock:
+        if node.order is None:
+            node.append(words, line)
+        else:
+            node.order.put(stream.number, words, line)
+    try:
+        yield
+    finally:
+        session.post(node, Signal(number, ""))
+
+
+def free_port() -> int:
+    """Return a port of this machine that a process started later can listen at: the system gives it to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)  # below what Linux and macOS give out by themselves
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class StruckWhileWaiting:
+    """A context in which Ctrl-C is pressed as soon as the main thread sleeps in a wait for a worker."""
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread(target=self._strike)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _strike(self) -> None:
+        main = threading.main_thread().ident
+        until(lambda: sys._current_frames()[main or 0].f_code.co_name == "_polled")
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 class Child:

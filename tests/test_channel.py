@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _signal
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import zmq
@@ -16,6 +20,7 @@ import zmq
 from distruntime.errors import ConfigurationError
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.keys import KeyPair
+from distruntime.wire.shield import shield
 
 DEADLINE = 20.0
 KEYS = KeyPair.generate()
@@ -51,14 +56,24 @@ def keys(request: pytest.FixtureRequest) -> KeyPair | None:
     return found
 
 
-def receive(channel: Channel, count: int = 1) -> list[tuple[bytes, Frames]]:
-    """Return `count` messages."""
-    deadline = time.monotonic() + DEADLINE
+def receive(channel: Channel, count: int = 1, wait: float = 1.0) -> list[tuple[bytes, Frames]]:
+    """Return `count` messages, waiting for so many seconds at a time."""
+    deadline = time.monotonic() + max(DEADLINE, 2 * wait)
     messages: list[tuple[bytes, Frames]] = []
     while len(messages) < count:
         assert time.monotonic() < deadline, f"{len(messages)} of {count} messages came"
-        messages += channel.receive(1.0)
+        messages += channel.receive(wait)
     return messages
+
+
+def unknown(channel: Channel, peer: bytes) -> bool:
+    """Whether the channel says that it has no such peer (any more): it may hear of a hang-up before its socket has let go of the peer."""
+    channel.receive(0)
+    try:
+        channel.send(peer, [b"x"])
+    except PeerGone:
+        return True
+    return False
 
 
 def content(frame: bytes | zmq.Frame) -> bytes:
@@ -153,8 +168,7 @@ def test_a_lost_dialler_is_named(make: Make, address: str, keys: KeyPair | None)
     assert event(listener, "disconnected").peer == b"ann"
     bob.close()
     assert event(listener, "disconnected").peer == b"bob"
-    with pytest.raises(PeerGone):
-        listener.send(b"ann", [b"x"])
+    wait_for(lambda: unknown(listener, b"ann"))
 
 
 def test_a_peer_that_left_before_its_message_was_read_is_reported_gone(make: Make, address: str) -> None:
@@ -222,8 +236,7 @@ def test_after_hanging_up_the_peer_is_unknown(make: Make, address: str) -> None:
         return PeerEvent("disconnected", b"bob", listener.address) in listener.events()
 
     wait_for(gone)
-    with pytest.raises(PeerGone):
-        dialler.send(b"listener", [b"x"])
+    wait_for(lambda: unknown(dialler, b"listener"))
 
 
 @pytest.mark.parametrize("held", [(KEYS, None), (None, KEYS), (KEYS, KeyPair.generate())], ids=["no key", "needless key", "wrong key"])
@@ -347,13 +360,11 @@ def test_no_message_is_lost_when_others_send_while_one_waits(make: Make, address
     for thread in threads:
         thread.start()
     try:
-        slow = 0
         for number in range(rounds):
             dialler.send(b"listener", [b"%d" % number])
             start = time.monotonic()
-            assert receive(dialler) == [(b"listener", [b"%d" % number])]
-            slow += time.monotonic() - start > 0.9  # found only because the wait of 1 s ran out
-        assert slow == 0
+            assert receive(dialler, wait=DEADLINE) == [(b"listener", [b"%d" % number])]
+            assert time.monotonic() - start < DEADLINE, "found only because the wait ran out"
     finally:
         stop.set()
         for thread in threads:
@@ -402,8 +413,8 @@ def test_a_wait_ends_with_its_time(make: Make, address: str) -> None:
 
 def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str) -> None:
     listener, dialler = pair(make, address)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         listener.receive(None)
     dialler.send(b"listener", [b"after"])
     assert receive(listener) == [(b"bob", [b"after"])]
@@ -412,7 +423,7 @@ def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str)
 def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> None:
     listener, dialler = pair(make, address)
     stop = threading.Event()
-    count = 1000
+    count, armed = 1000, False
 
     def interrupt() -> None:
         while not stop.wait(0.005):
@@ -422,7 +433,10 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
         pass
 
     def handler(number: int, frame: object) -> None:
-        raise Interrupted
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupted
 
     sent = interrupted = 0
     got: list[bytes] = []
@@ -433,18 +447,17 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
         deadline = time.monotonic() + 3 * DEADLINE
         while (sent < count or not interrupted) and time.monotonic() < deadline:
             try:
+                armed = True
                 while sent < count or not interrupted:
                     dialler.send(b"listener", [b"head", b"%d" % sent, b"tail"])
                     sent += 1
+                armed = False
             except Interrupted:
                 interrupted += 1  # the message may or may not have gone: it is sent again under the same number
     finally:
+        armed = False
         stop.set()
-        while thread.is_alive():
-            try:
-                thread.join()
-            except Interrupted:
-                continue
+        thread.join()
         signal.signal(signal.SIGINT, before)
     dialler.send(b"listener", [b"head", b"last", b"tail"])
     while not got or got[-1] != b"last":
@@ -455,6 +468,27 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
     numbers = list(dict.fromkeys(got))[:-1]
     assert numbers == [b"%d" % number for number in range(len(numbers))]
     assert len(numbers) - sent in (0, 1)  # one may have gone although the interrupt kept it from being counted
+
+
+def test_control_c_that_comes_just_before_the_shield_is_up_leaves_it_whole() -> None:
+    """Before `signal.signal` sets a handler, it runs those of signals that have come."""
+
+    def strike(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called is _signal.signal and frame.f_code.co_name == "__enter__":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(strike)
+        with shield:
+            said.append("never here")
+    with pytest.raises(KeyboardInterrupt):
+        with shield:
+            signal.raise_signal(signal.SIGINT)
+            said.append("still in")
+    assert said == ["still in"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPair | None) -> None:
@@ -475,7 +509,7 @@ def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPa
     dialler.close()
     dialler.close()
     thread.join(DEADLINE)
-    assert raised and time.monotonic() - start < 5
+    assert raised and time.monotonic() - start < DEADLINE
     for use in (lambda: dialler.receive(0), lambda: dialler.send(b"listener", [b"x"]), dialler.events):
         with pytest.raises(ChannelClosed):
             use()
@@ -488,7 +522,7 @@ def test_closing_with_unsent_messages_to_nobody_is_prompt(make: Make) -> None:
     channel.send(b"nobody", [b"x" * 1_000_000])
     start = time.monotonic()
     channel.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < DEADLINE
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python >= 3.12 warns; forking is the point here

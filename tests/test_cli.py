@@ -154,7 +154,7 @@ def test_a_signal_stops_it_with_code_0_and_no_traceback(worker: Worker, tmp_path
     process = worker("--listen", f"ipc://{tmp_path}/s")
     until(lambda: (tmp_path / "s").exists())
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors and "listening on ipc://" in errors
 
 
@@ -162,7 +162,7 @@ def test_an_address_in_use_is_one_line(worker: Worker) -> None:
     taken = Channel(listen="tcp://127.0.0.1:*")
     try:
         process = worker("--listen", taken.address)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         taken.close()
     assert process.returncode == 2 and "in use" in errors and "Traceback" not in errors
@@ -181,6 +181,6 @@ def test_two_workers_on_one_key_one_master_each(worker: Worker, tmp_path: Path) 
             joined.extend(peer for peer, _ in master.receive(0.1))
             return len(set(joined)) == 2
 
-        until(both, 30)
+        until(both)
     finally:
         master.close()

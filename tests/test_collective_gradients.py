@@ -19,7 +19,7 @@ SHAPE = (6, 2)
 @pytest.fixture(scope="module")
 def three() -> Any:
     dr.shutdown()
-    with dr.init_master_worker(world_size=3):
+    with dr.init_master_worker(world_size=3, timeout=90):
         yield dr.new_group()
 
 

@@ -18,7 +18,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.errors import RemoteError
-from processes import Child, slots, until, window_is_full
+from processes import Child, asleep, slots, until, window_is_full
 
 
 def here(offset: int = 0) -> str:
@@ -411,8 +411,8 @@ def test_a_pending_fetch_wakes_when_its_worker_dies(fresh_session: Callable[...,
     waiter.start()
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed, match="SIGKILL"):
-        pending.result(timeout=10)
-    waiter.join(10)
+        pending.result(timeout=60)
+    waiter.join(60)
     assert len(caught) == 1
     assert torch.ones(2, device=REMOTE).sum().item() == 2
 
@@ -435,15 +435,16 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(fresh_sessi
     pending = dr.fetch_async(there + 1)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed):
-        pending.result(timeout=10)
+        pending.result(timeout=60)
     seen = rounds[0]
     until(lambda: rounds[0] > seen + 10)
     stop.set()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive()
 
 
-def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[..., Any]) -> None:
+def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.node"], "WINDOW", 4_000)
     fresh_session(world_size=2)
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
@@ -462,7 +463,7 @@ def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[
     filler.start()
     until(window_is_full)
     os.kill(victim, signal.SIGKILL)
-    filler.join(10)
+    filler.join(60)
     assert len(caught) == 1
 
 
@@ -526,8 +527,8 @@ def wait_for_a_stopped_worker() -> None:
     for name, way in ways.items():
         os.kill(worker, signal.SIGSTOP)
         future = dr.fetch_async(x + 4)
-        print("waiting", name)
         try:
+            print("waiting", name)
             way()
             print("no interrupt")
         except KeyboardInterrupt:
@@ -538,8 +539,8 @@ def wait_for_a_stopped_worker() -> None:
         assert x.to(node=1).tolist() == [1, 1, 1]
     os.kill(worker, signal.SIGSTOP)
     future = dr.fetch_async(x * 7)
-    print("waiting again")
     try:
+        print("waiting again")
         future.result()
     except KeyboardInterrupt:
         pass
@@ -555,19 +556,8 @@ def test_ctrl_c_during_a_wait_leaves_the_session_usable() -> None:
         waits = 0
         while (line := child.line()).startswith("waiting"):
             waits += 1
-            until(lambda: _sleeps(child.pid))
+            until(lambda: asleep(child.pid))
             child.interrupt()
         assert line == "usable True"
         assert waits == 9
         child.finish()
-
-
-def _sleeps(pid: int) -> bool:
-    """Whether a process has waited for a moment without running: it is in a system call that blocks, not on its way there."""
-
-    def ticks() -> str:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0]
-
-    return all(ticks() == "S" for _ in range(50))

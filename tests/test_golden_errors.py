@@ -19,7 +19,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import Child, stopped
+from processes import Child, StruckWhileWaiting, free_port, stopped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -347,9 +347,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], text: str) -> None
 
 def find_nobody(folder: str) -> None:
     """The child: dial an address where nothing listens, one where something else does, and wait for workers that never come."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
+    free = free_port()
     deaf = socket.socket()
     deaf.bind(("127.0.0.1", 0))
     deaf.listen()
@@ -422,17 +420,8 @@ def test_a_mistake_shows_the_callers_line_and_hardly_any_of_ours(mistake: Callab
 def test_control_c_shows_where_it_waits_and_not_how() -> None:
     x = at(0)
     x.sum().item()
-
-    def strike(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        with stopped(dr.nodes()[0].pid), pytest.raises(KeyboardInterrupt) as caught:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            (x + 1).sum().item()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with stopped(dr.nodes()[0].pid), pytest.raises(KeyboardInterrupt) as caught, StruckWhileWaiting():
+        (x + 1).sum().item()
     frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "tensor.py" in frames and "channel.py" not in frames and len(frames) <= 7, frames
     assert (x + 1).sum().item() == 6

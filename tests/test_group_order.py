@@ -17,7 +17,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import Child, slots, stopped, until, window_is_full
+from processes import Child, slots, stop, stopped, until, window_is_full
 
 
 def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
@@ -55,7 +55,7 @@ def _collectives_under_interrupts(seed: int) -> None:
         if armed[0]:
             raise KeyboardInterrupt
 
-    with dr.init_master_worker(world_size=3):
+    with dr.init_master_worker(world_size=3, timeout=90):
         signal.signal(signal.SIGINT, interrupt)
         group, struck, rounds = dr.new_group(), 0, 0
         values = [there(torch.ones(4, dtype=torch.int64), node) for node in range(3)]
@@ -143,7 +143,7 @@ def test_collectives_leave_nothing_behind(session: object) -> None:
 
 
 def _waits_across() -> None:
-    """Child: node 1 has much to do once an event of node 0 has come, and prints where the two are when it has issued all."""
+    """Child: node 1 has much to do once an event of node 0 has come, which it cannot before all is issued: node 0 is held still."""
     session = dr.init_master_worker()
     dr.all_reduce([there(torch.ones(2), node) for node in (0, 1)])  # they have met
     with dr.node(0):
@@ -151,18 +151,18 @@ def _waits_across() -> None:
     with dr.node(1):
         work = torch.ones(1200, 1200, device=REMOTE)
     dr.synchronize()
-    for _ in range(8):
-        gate = gate @ gate / 1200
+    stop(session.local_workers[0].pid)
+    gate = gate @ gate / 1200
     event, side = dr.current_stream(0, "cpu").record_event(), dr.Stream(1)
     side.wait_event(event)
     with dr.stream(side):
-        for _ in range(40):
+        for _ in range(400):
             work = work @ work / 1200
     for node in session.nodes:
         node.flush()
-    print("passed", event.query(), flush=True)
-    print("pid", session.local_workers[1].pid, flush=True)
+    print("pids", *(worker.pid for worker in session.local_workers), flush=True)
     sys.stdin.readline()
+    side.cancel()
     session.shutdown(raise_unread=False)
 
 
@@ -175,10 +175,10 @@ def processor_seconds(pid: int) -> float:
 def test_an_event_goes_from_worker_to_worker() -> None:
     """It comes while the master is stopped, and what waits for it begins."""
     with Child(_waits_across) as child:
-        assert child.expect("passed") == "False"
-        pid = int(child.expect("pid"))
+        waited_for, pid = map(int, child.expect("pids").split())
         with stopped(child.pid):
             before = processor_seconds(pid)
-            until(lambda: processor_seconds(pid) >= before + 1, 60.0)
+            os.kill(waited_for, signal.SIGCONT)
+            until(lambda: processor_seconds(pid) >= before + 1)
         child.tell()
         child.finish()

@@ -10,7 +10,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import stopped, until
+from processes import blocked, stopped, until
 
 
 def each(*values: float, size: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -132,11 +132,12 @@ def test_what_is_dropped_keeps_its_place_among_the_groups_operations(session: ob
     """Else one member would be at the second operation while the other is at the first."""
     group, first, second = dr.new_group([0, 1]), each(A, B), each(5.0, 6.0)
     side = dr.Stream(1)
-    late = [first[0], first[1] + keep_busy(1)]
-    first = dr.functional.all_reduce(late, group=group)
-    with dr.stream(side):
-        second = dr.functional.all_reduce(second, group=group)
-    side.cancel()
+    with blocked(dr.default_stream(1, "cpu")):
+        late = [first[0], first[1] + 0]
+        first = dr.functional.all_reduce(late, group=group)
+        with dr.stream(side):
+            second = dr.functional.all_reduce(second, group=group)
+        side.cancel()
     assert [t.tolist() for t in first] == [[3.0] * 3] * 2
     for tensor in second:
         with pytest.raises(dr.StreamCancelled):
@@ -215,13 +216,14 @@ def test_a_negative_view_is_reduced_by_its_value(session: object) -> None:
 
 def test_each_method_of_work(session: object) -> None:
     values = each(A, B)
-    keep_busy(1)
-    work = dr.all_reduce(values, async_op=True)
-    assert work is not None and repr(work).startswith("<distruntime.Work of <distruntime.ProcessGroup")
-    assert not work.is_completed() and not work.is_success() and work.exception() is None
-    future = work.get_future()
-    with pytest.raises(dr.WaitTimeout):
-        work.synchronize(0.0)
+    with blocked(dr.default_stream(1, "cpu")):
+        values[1].mul_(1)
+        work = dr.all_reduce(values, async_op=True)
+        assert work is not None and repr(work).startswith("<distruntime.Work of <distruntime.ProcessGroup")
+        assert not work.is_completed() and not work.is_success() and work.exception() is None
+        future = work.get_future()
+        with pytest.raises(dr.WaitTimeout):
+            work.synchronize(0.0)
     assert work.wait() is True
     work.block_current_stream()
     work.synchronize(30.0)
@@ -275,7 +277,7 @@ def test_a_wait_that_takes_too_long_lets_the_stream_go_on(session: object) -> No
 def test_a_late_barrier_names_the_member_and_what_it_does(fresh_session: Any) -> None:
     session = fresh_session()
     group = dr.new_group([0, 1])
-    keep_busy(1, 300)
+    keep_busy(1, 600)
     with pytest.raises(dr.WaitTimeout) as caught:
         dr.barrier(group, timeout=0.05)
     text = str(caught.value)
@@ -381,10 +383,10 @@ def test_a_cancelled_stream_with_a_collective_on_it(session: object) -> None:
     group, side = dr.new_group([0, 1]), dr.Stream(1)
     for name in ("all_reduce", "broadcast"):
         values, late = each(A, B), each(A, B)
-        with dr.stream(side):
-            keep_busy(1)
-            getattr(dr, name)(values, group=group)
-        side.cancel()
+        with blocked(side):
+            with dr.stream(side):
+                getattr(dr, name)(values, group=group)
+            side.cancel()
         with pytest.raises(dr.StreamCancelled):
             values[1].cpu()
         if name == "all_reduce":

@@ -16,7 +16,7 @@ from hostile import check
 @pytest.fixture(scope="module", autouse=True)
 def four_workers() -> Iterator[None]:
     dr.shutdown()
-    with dr.init_master_worker(world_size=4):
+    with dr.init_master_worker(world_size=4, timeout=90):
         yield
 
 

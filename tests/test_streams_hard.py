@@ -16,7 +16,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session import active_session
-from processes import slots, steady, stopped, until
+from processes import blocked, slots, steady, stopped, until
 from test_security import ListeningWorker
 
 N = 64
@@ -61,7 +61,7 @@ def test_two_streams_that_waited_for_each_other_in_turn_do_not_stop_when_one_is_
     three: tuple[dr.Stream, dr.Stream, dr.Stream],
 ) -> None:
     cancelled, other, _ = three
-    slow(cancelled)
+    slow(cancelled, 1000)
     other.wait_stream(cancelled)
     with dr.stream(other):
         kept = torch.ones(N, device="remote")
@@ -74,16 +74,17 @@ def test_two_streams_that_waited_for_each_other_in_turn_do_not_stop_when_one_is_
 def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     first, cancelled, last = three
     x = settled(torch.zeros(N, device=first.device))
-    slow(first)
-    with dr.stream(first):
-        made = torch.ones(N, device="remote")
-        x.add_(1)
-    with dr.stream(cancelled):
-        dropped = x + made
-    last.wait_stream(cancelled)
-    with dr.stream(last):
-        total, both = x.sum(), made + 1  # known to come after `first`, by way of `cancelled`
-    cancelled.cancel()
+    with blocked(first):
+        with dr.stream(first):
+            made = torch.ones(N, device="remote")
+            x.add_(1)
+        with dr.stream(cancelled):
+            dropped = x + made
+        last.wait_stream(cancelled)
+        with dr.stream(last):
+            total, both = x.sum(), made + 1  # known to come after `first`, by way of `cancelled`
+        cancelled.cancel()
+        cancelled.synchronize(30)
     assert total.item() == N
     assert both.sum().item() == 2 * N
     with pytest.raises(dr.StreamCancelled):
@@ -92,25 +93,27 @@ def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tu
 
 def test_a_cancelled_stream_does_not_count_on_the_waits_that_it_dropped(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     first, cancelled, _ = three
-    slow(first)
-    with dr.stream(first):
-        made = torch.ones(N, device="remote")
-    with dr.stream(cancelled):
-        made + 1
-    cancelled.cancel()
-    with dr.stream(cancelled):
-        assert (made + 2).sum().item() == 3 * N
+    with blocked(first):
+        with dr.stream(first):
+            made = torch.ones(N, device="remote")
+        with dr.stream(cancelled):
+            made + 1
+        cancelled.cancel()
+        with dr.stream(cancelled):
+            total = (made + 2).sum()
+    assert total.item() == 3 * N
 
 
 def test_a_write_that_is_cancelled_spares_the_reads_before_it(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     reads, writes, _ = three
     x = settled(torch.zeros(N, device=reads.device))
-    slow(reads)
-    with dr.stream(reads):
-        y = x + 1
-    with dr.stream(writes):
-        x.add_(1)
-    writes.cancel()
+    with blocked(reads):
+        with dr.stream(reads):
+            y = x + 1
+        with dr.stream(writes):
+            x.add_(1)
+        writes.cancel()
+        assert not writes.query()  # what is dropped poisons `x`, and that must wait for who reads it
     assert y.sum().item() == N
     with pytest.raises(dr.StreamCancelled):
         x.cpu()
@@ -118,7 +121,7 @@ def test_a_write_that_is_cancelled_spares_the_reads_before_it(three: tuple[dr.St
 
 def test_a_check_that_is_cancelled_is_no_failure_of_the_next_read(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     true = settled(torch.ones((), device=three[0].device))
-    slow(three[0])
+    slow(three[0], 1000)
     with dr.stream(three[0]):
         torch._assert_async(true)
     three[0].cancel()
@@ -129,15 +132,16 @@ def test_a_check_that_is_cancelled_is_no_failure_of_the_next_read(three: tuple[d
 def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     first, late, _ = three
     x = settled(torch.zeros(N, device=first.device))
-    slow(first)
-    with dr.stream(first):
-        made = torch.ones(N, device="remote")
-        x.add_(1)
-    first.record_event().wait(late, timeout=0.0)
-    with dr.stream(late):
-        total, more = x.sum(), made + 1
-    with pytest.raises(dr.WaitTimeout):
-        late.synchronize()
+    with blocked(first):
+        with dr.stream(first):
+            made = torch.ones(N, device="remote")
+            x.add_(1)
+        first.record_event().wait(late, timeout=0.0)
+        passed = late.record_event()
+        with dr.stream(late):
+            total, more = x.sum(), made + 1
+        with pytest.raises(dr.WaitTimeout):
+            passed.synchronize(30)
     assert total.item() == N
     assert more.sum().item() == 2 * N
 
@@ -145,7 +149,7 @@ def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, d
 def test_a_write_to_a_view_that_was_dropped_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     cancelled, other, _ = three
     x = settled(torch.zeros(N, device=cancelled.device))
-    slow(cancelled)
+    slow(cancelled, 1000)
     with dr.stream(cancelled):
         part = x[1:4]
         deeper = part[1:]
@@ -159,7 +163,7 @@ def test_a_write_to_a_view_that_was_dropped_is_not_lost(three: tuple[dr.Stream, 
 def test_a_view_that_was_dropped_takes_nothing_along(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     cancelled, other, _ = three
     x, y = settled(torch.zeros(N, device=cancelled.device)), settled(torch.zeros(3, device=cancelled.device))
-    slow(cancelled)
+    slow(cancelled, 1000)
     with dr.stream(cancelled):
         part = x[1:4]
     cancelled.cancel()
@@ -172,12 +176,12 @@ def test_a_view_that_was_dropped_takes_nothing_along(three: tuple[dr.Stream, dr.
 
 def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
     makes, uploads, _ = three
-    slow(makes)
-    with dr.stream(makes):
-        x = torch.zeros(N, device="remote") + 1
-    with dr.stream(uploads):
-        x.copy_(torch.arange(N, dtype=torch.float32))
-    uploads.cancel()
+    with blocked(makes):
+        with dr.stream(makes):
+            x = torch.zeros(N, device="remote") + 1
+        with dr.stream(uploads):
+            x.copy_(torch.arange(N, dtype=torch.float32))
+        uploads.cancel()
     with pytest.raises(dr.StreamCancelled):
         x.cpu()
 
@@ -254,26 +258,25 @@ def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.St
 
 
 def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Callable[..., Any]) -> None:
-    fresh_session(world_size=1)
+    fresh_session(world_size=2)
     node, default = active_session().nodes[0], dr.default_stream(0, "cpu")
     x = torch.ones(N, device=default.device)
     for _ in range(3):
         settled(x + 1)  # the signature is known
-    slow(default, 400)
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(x + 1))
-    with node.lock:
-        thread.start()
-        until(lambda: thread.ident in sys._current_frames() and sys._current_frames()[thread.ident].f_code.co_name == "dispatch")
-        steady(lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1)  # at the lock, past the look into the cache
-        stream = dr.Stream(0, "cpu")
+    with blocked(default):
+        with node.lock:
+            thread.start()
+            until(lambda: thread.ident in sys._current_frames() and sys._current_frames()[thread.ident].f_code.co_name == "dispatch")
+            steady(lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1)  # at the lock, past the look into the cache
+            stream = dr.Stream(0, "cpu")
+            with dr.stream(stream):
+                x.sum()
+        thread.join()
+        assert not default.record_event().query()
         with dr.stream(stream):
-            x.sum()
-    thread.join()
-    event = default.record_event()
-    assert not event.query()
-    with dr.stream(stream):
-        x.zero_()
+            x.zero_()
     assert made[0].sum().item() == 2 * N
 
 

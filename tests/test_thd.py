@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("ranks", [WORLD, GROUP], ids=["world", "group"])
 @pytest.fixture(scope="module", autouse=True)
 def three_workers() -> Iterator[None]:
     dr.shutdown()
-    with dr.init_master_worker(world_size=3, simulate_cuda=1):
+    with dr.init_master_worker(world_size=3, simulate_cuda=1, timeout=90):
         yield
 
 

@@ -21,9 +21,10 @@ class Shield:
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN:
-            self._depth += 1
-            if self._depth == 1:
+            if self._depth == 0:
+                # It first runs the handlers of signals that have come: what Ctrl-C's raises must find nothing begun.
                 self._handler = set_handler(_SIGINT, self._note)
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == _MAIN:

@@ -62,6 +62,9 @@ class Lines:
         for node, ranks in team.ranks.items():
             session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
 
+    def __repr__(self) -> str:
+        return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+
     def on_mesh(self, t: Any) -> DistributedTensor:
         """Return `t`; raise `PlacementError` unless it lives on this mesh."""
         if isinstance(t, DistributedTensor):

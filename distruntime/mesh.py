@@ -182,6 +182,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return self._sym_get_coordinate(self._dim(0 if mesh_dim is None else mesh_dim))
 
     def __enter__(self) -> DeviceMesh:
+        self.session.require_open()  # in another session new tensors would go to a place of that one
         super().__enter__()
         context = MeshContext(self._home)
         context.__enter__()

@@ -129,6 +129,16 @@ def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
     assert not any("kept = torch.ones(1 << 18" in h.line for h in dr.memory().lines)
 
 
+def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    mesh = dr.init_device_mesh("cpu", (1,))
+    dr.shutdown()
+    fresh_session(world_size=1)
+    with pytest.raises(dr.SessionClosed), mesh:
+        pass
+    assert repr(dr.init_device_mesh("cpu", (1,)).lines()) == "<1 line of 1 in the mesh of 1 member on node 0>"
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
 def test_the_page_shows_what_happens(fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text(encoding="utf-8")

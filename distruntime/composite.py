@@ -51,7 +51,7 @@ def attention(
     if not all(type(t) is DistributedTensor for t in given):
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     place = common_place(DistributedTensor, op, (query, key, value), {})
-    if _is_cpu(place):
+    if place.has_cpu_kernels:
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
         enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
@@ -70,14 +70,6 @@ def attention(
             return result.squeeze(0) if single else result
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
-
-
-def _is_cpu(place: Residence) -> bool:
-    node: Any = place.node
-    if node.members:
-        return bool(node.on_cpus)
-    welcome = place.node.welcome
-    return place.place.device == "cpu" or (welcome is not None and welcome.simulated)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -96,7 +96,7 @@ def device_context(device: str) -> _Set:
 
 
 class MeshContext:
-    """Makes a mesh's place, and with `default` torch's default device, current for the length of a `with` block."""
+    """Makes a mesh's place, and with `default` torch's default device too, current for the length of a `with` block."""
 
     def __init__(self, residence: Any, default: bool = True) -> None:
         self._residence, self._default = residence, default

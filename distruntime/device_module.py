@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from .context import MeshContext, node_context
-from .errors import UsageError
 from .event import Event
 from .handle import Residence
+from .placing import set_place
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
-from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize
+from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize_device
 from .tensor import DeviceIndex, DistributedTensor
 
 Where = int | str | torch.device | None
@@ -65,16 +65,11 @@ class RemoteModule:
 
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
-        residence = _residence(device)
-        place = residence.place
-        if residence.node.members:
-            raise UsageError("a mesh is made current for a `with` block: with mesh: ...")
-        active_session().places.default = (place.node, place.device)
+        set_place(_residence(device).place)
 
     def synchronize(self, device: Where = None) -> None:
         """Block until a device has done everything issued to it so far."""
-        place = _residence(device).place
-        synchronize(place.node, place.device)
+        synchronize_device(_residence(device), None)
 
     def stream(self, stream_: Stream | None) -> StreamContext:
         """Return the context in which a stream is current."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import lines as along
-from .process_group import lines_named, on_mesh, reduction
+from .process_group import lines_named
 from .special import SPECIAL
 
 Arguments = Sequence[Any]
@@ -16,35 +16,34 @@ Arguments = Sequence[Any]
 
 def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    name, factor = reduction(op)
-    return along.all_reduce(lines_named(group), on_mesh(x), name, factor)
+    return along.all_reduce(lines_named(group), x, op)
 
 
 def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    name, factor = reduction(op)
-    return lines_named(group).run("all_reduce", [on_mesh(x)], into=[on_mesh(x)], op=name, factor=factor)[0]
+    name, factor = along.reduction(op)
+    return lines_named(group).run("all_reduce", [x], into=[x], op=name, factor=factor)[0]
 
 
 def _all_gather(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.all_gather(lines_named(args[2]), on_mesh(args[0]))
+    return along.all_gather(lines_named(args[2]), args[0])
 
 
 def _all_gather_out(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return lines_named(args[2]).run("all_gather", [on_mesh(args[0])], into=[on_mesh(kwargs["out"])])[0]
+    return lines_named(args[2]).run("all_gather", [args[0]], into=[kwargs["out"]])[0]
 
 
 def _reduce_scatter(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.reduce_scatter(lines_named(args[3]), on_mesh(args[0]), reduction(args[1])[0])
+    return along.reduce_scatter(lines_named(args[3]), args[0], args[1])
 
 
 def _all_to_all(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, output, inputs, group = args
-    return along.all_to_all(lines_named(group), on_mesh(x), output, inputs)
+    return along.all_to_all(lines_named(group), x, output, inputs)
 
 
 def _broadcast(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.broadcast(lines_named(args[2]), on_mesh(args[0]), args[1])
+    return along.broadcast(lines_named(args[2]), args[0], args[1])
 
 
 def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -52,7 +51,7 @@ def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     x, gather_dim, shard_dim, group = args
     lines = lines_named(group)
     parts = torch.stack(x.chunk(lines.size, shard_dim))
-    got = along.all_to_all(lines, on_mesh(parts), [1] * lines.size, [1] * lines.size)
+    got = along.all_to_all(lines, parts, [1] * lines.size, [1] * lines.size)
     return torch.cat(list(got.unbind(0)), gather_dim).contiguous()
 
 

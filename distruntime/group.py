@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import msgpack
 
-from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, ProtocolError, UsageError
+from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError
 from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
@@ -140,6 +140,11 @@ class Groups:
         session, limit = self.session, TIMEOUT if timeout is None else timeout
         session.require_open()
         for home in homes:
+            if home.node.members:
+                raise PlacementError(
+                    f"{home.place} are a mesh, which is no member of a group: what its members do together runs along its lines, "
+                    "dr.lines.all_reduce(mesh.lines(), x)"
+                )
             home.node.require_alive()
         name = self.backend_for(homes, backend)
         capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))

@@ -48,6 +48,17 @@ class Residence:
         self.unproven: dict[tuple[Any, ...], Any] = {}
         self._released = released
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
+        return bool((self.node.members or (self.place,))[0].device == "cpu")
+
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
+        node: Any = self.node
+        return self.on_cpu or all(worker.welcome.simulated for worker in (node.ranks if node.members else [node]))
+
     def forget(self) -> None:
         """Send every call down the slow path."""
         self.known.clear()

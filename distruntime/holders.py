@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from .handle import Handle, Place
 from .node import Node, line_text
@@ -41,7 +42,7 @@ def held(nodes: Collection[Node], *, before: int | None = None, poisoned: Collec
 
     `before` leaves out what was issued behind that position of the log, `poisoned` the refs that are known to hold nothing.
     """
-    storages: dict[int, _Held] = {}
+    storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
     # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that another thread is just building
     # cannot be finished while there is a second reference to it. All at once, so that a storage's id stays its own.
@@ -50,17 +51,27 @@ def held(nodes: Collection[Node], *, before: int | None = None, poisoned: Collec
     try:
         for handle in found:
             born = getattr(handle, "born", None)  # not there yet where another thread is just making one
-            if born is None or handle.place.node not in nodes or handle.ref in poisoned or (before is not None and born[0] > before):
+            if born is None or handle.ref in poisoned:
                 continue
-            values[handle.place.place] += 1
-            nbytes = max(handle.spec.extent, handle.storage.spec.extent)
-            known = storages.setdefault(id(handle.storage), _Held(nbytes, born[0], handle.place.place, born[1:]))
-            known.nbytes = max(known.nbytes, nbytes)
-            if born[0] < known.position:
-                known.position, known.line = born[0], born[1:]
+            for place in _places(handle, nodes, before):
+                values[place] += 1
+                resized = handle.storage.resized  # as FSDP2 does, which gives a parameter's memory back between uses
+                nbytes = max(handle.spec.extent, handle.storage.spec.extent) if resized is None else resized
+                known = storages.setdefault((id(handle.storage), place), _Held(nbytes, born[0], place, born[1:]))
+                known.nbytes = max(known.nbytes, nbytes)
+                if born[0] < known.position:
+                    known.position, known.line = born[0], born[1:]
     finally:
         del handle, found  # Ctrl-C would keep this frame
     return _by_line(storages.values()), values
+
+
+def _places(handle: Handle, nodes: Collection[Node], before: int | None) -> list[Place]:
+    """Return where on these nodes a value lives: of a mesh, each member's place there."""
+    node: Any = handle.place.node
+    if node.members:  # whose positions are its own: what it holds counts whenever it was issued
+        return [place for place, (worker, _) in zip(node.members, node.lanes) if worker in nodes]
+    return [handle.place.place] if node in nodes and (before is None or handle.born[0] <= before) else []
 
 
 def _by_line(storages: Collection[_Held]) -> list[Holder]:

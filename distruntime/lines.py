@@ -11,19 +11,36 @@ from itertools import count
 from typing import Any
 
 import msgpack
+import torch
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, PlacementError, UsageError
 from .first import relieve
 from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue_joint
 from .joint import contiguous, layout, require_operation
 from .line import user_line
+from .members import require_reduction
 from .spec import NO_TENSOR, Spec
 from .team import Team
 from .tensor import DistributedTensor
 from .wire.messages import OpenLines
 from .wrap import wrap
+
+_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+
+
+def reduction(op: Any) -> tuple[str, float | None]:
+    """Return a reduction's name, and the factor of a PREMUL_SUM, of what torch passes: "avg", a ReduceOp or its options."""
+    if isinstance(op, str):
+        if op.lower() not in _REDUCTIONS:
+            raise NotSupportedError(f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}")
+        return _REDUCTIONS[op.lower()], None
+    kind = getattr(op, "op", op)
+    name = str(kind).rpartition(".")[2]
+    if name == "PREMUL_SUM":
+        return name, float(op.__getstate__()[1])
+    return name, None
 
 
 class Lines:
@@ -45,12 +62,27 @@ class Lines:
         for node, ranks in team.ranks.items():
             session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
 
+    def __repr__(self) -> str:
+        return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+
+    def on_mesh(self, t: Any) -> DistributedTensor:
+        """Return `t`; raise `PlacementError` unless it lives on this mesh."""
+        if isinstance(t, DistributedTensor):
+            if t._handle.place.node is self.team:
+                return t
+            where = f"lives on {t.place}"
+        else:
+            where = "is a local tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else f"is a {type(t).__name__}"
+        raise PlacementError(
+            f"what runs along {self.team} takes tensors on it; this one {where}. Send it to all members: x.to(mesh.device)"
+        )
+
     def run(
         self,
         operation: str,
-        inputs: Sequence[DistributedTensor],
+        inputs: Sequence[torch.Tensor],
         specs: Sequence[Spec] = (),
-        into: Sequence[DistributedTensor] = (),
+        into: Sequence[torch.Tensor] = (),
         *,
         root: int = -1,
         op: str | None = None,
@@ -61,13 +93,16 @@ class Lines:
         team = self.team
         team.session.require_open()
         team.require_alive()
+        given, written_to = [self.on_mesh(t) for t in inputs], [self.on_mesh(t) for t in into]
         for group in self.groups:
             group.require()
+        if op is not None:
+            require_reduction(self.groups[0], op, (given or written_to)[0].dtype)
         if operation != "copy":
             require_operation(self.groups[0], operation)
-        home: Residence = inputs[0]._handle.place if inputs else into[0]._handle.place
+        home: Residence = (given or written_to)[0]._handle.place
         made = [Handle(next_ref(), spec, home, Storage(spec)) for spec in specs]
-        ins, outs = [t._handle for t in inputs], made or [t._handle for t in into]
+        ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
         for handle in outs if not made else ():
             if handle.spec.expanded:
                 raise NotSupportedError(f"{operation} into {handle.spec} that is expanded: several elements share memory; clone it first")
@@ -89,32 +124,38 @@ def longer(spec: Spec, times: int) -> Spec:
     return contiguous(spec, (spec.size[0] * times, *spec.size[1:]) if spec.size else (times,))
 
 
-def all_reduce(lines: Lines, x: DistributedTensor, op: str = "SUM", factor: float | None = None) -> Any:
-    """Return the sum, or another reduction, of each line's tensors, at each of its members."""
-    return lines.run("all_reduce", [x], [contiguous(x._handle.spec)], op=op, factor=factor)[0]
+def all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
+    """Return the sum, or another reduction ("AVG", a ReduceOp), of each line's tensors, at each of its members."""
+    name, factor = reduction(op)
+    return lines.run("all_reduce", [x], [contiguous(lines.on_mesh(x)._handle.spec)], op=name, factor=factor)[0]
 
 
-def all_gather(lines: Lines, x: DistributedTensor) -> Any:
+def all_gather(lines: Lines, x: torch.Tensor) -> Any:
     """Return each line's tensors one after the other along the first dimension, at each of its members."""
-    return lines.run("all_gather", [x], [longer(x._handle.spec, lines.size)])[0]
+    return lines.run("all_gather", [x], [longer(lines.on_mesh(x)._handle.spec, lines.size)])[0]
 
 
-def reduce_scatter(lines: Lines, x: DistributedTensor, op: str = "SUM") -> Any:
+def reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return each member's part of the reduction of its line's tensors, cut along the first dimension."""
-    size = x.shape[0]
-    if size % lines.size:
-        raise NotSupportedError(f"reduce_scatter cuts the first dimension into {lines.size} equal parts, got size {size}")
-    return lines.run("reduce_scatter", [x], [contiguous(x._handle.spec, (size // lines.size, *x.shape[1:]))], op=op)[0]
+    spec, (name, factor) = lines.on_mesh(x)._handle.spec, reduction(op)
+    size = spec.size[0] if spec.size else 0
+    if not spec.size or size % lines.size:
+        raise NotSupportedError(f"reduce_scatter cuts the first dimension into {lines.size} equal parts, got {tuple(spec.size)}")
+    part = contiguous(spec, (size // lines.size, *spec.size[1:]))
+    return lines.run("reduce_scatter", [x], [part], op=name, factor=factor)[0]
 
 
-def all_to_all(lines: Lines, x: DistributedTensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
+def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
     """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
-    spec = contiguous(x._handle.spec, (sum(output), *x.shape[1:]))
-    row = spec.nbytes // max(1, spec.size[0]) if spec.size[0] else x._handle.spec.nbytes // max(1, x.shape[0])
+    own: Spec = lines.on_mesh(x)._handle.spec
+    spec = contiguous(own, (sum(output), *own.size[1:]))
+    row = spec.nbytes // max(1, spec.size[0]) if spec.size[0] else own.nbytes // max(1, own.size[0])
     table = [[n * row for n in inputs]] * lines.size, [[n * row for n in output]] * lines.size
     return lines.run("all_to_all", [x], [spec], splits=table)[0]
 
 
-def broadcast(lines: Lines, x: DistributedTensor, root: int) -> Any:
+def broadcast(lines: Lines, x: torch.Tensor, root: int) -> Any:
     """Return the tensor of each line's member of rank `root`, at each of its members."""
-    return lines.run("broadcast", [x], [contiguous(x._handle.spec)], root=root)[0]
+    if not 0 <= root < lines.size:
+        raise UsageError(f"root is a rank in a line of {lines.size} members, got {root!r}")
+    return lines.run("broadcast", [x], [contiguous(lines.on_mesh(x)._handle.spec)], root=root)[0]

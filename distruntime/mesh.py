@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.device_mesh
+from torch.distributed.tensor import DTensor
 
 from .context import MeshContext
 from .dtensor import prepare
@@ -208,6 +209,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return self._sym_get_coordinate(self._dim(0 if mesh_dim is None else mesh_dim))
 
     def __enter__(self) -> DeviceMesh:
+        self.session.require_open()  # in another session new tensors would go to a place of that one
         super().__enter__()
         context = MeshContext(self._home)
         context.__enter__()
@@ -284,6 +286,10 @@ def init_device_mesh(
 
 
 def _mesh_handle(t: Any) -> Any:
+    if isinstance(t, DTensor):
+        raise UsageError(
+            "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, t.full_tensor() one of the whole"
+        )
     if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
         raise UsageError(
             f"this takes a tensor on a mesh, got {'one on ' + str(t.place) if isinstance(t, DistributedTensor) else type(t).__name__}"
@@ -291,13 +297,13 @@ def _mesh_handle(t: Any) -> Any:
     return t._handle
 
 
-def members(t: DistributedTensor) -> list[DistributedTensor]:
+def members(t: torch.Tensor) -> list[DistributedTensor]:
     """Return a proxy of each member's shard, at that member's place: no copies. Return at once."""
     handle = _mesh_handle(t)
     return [wrap(DistributedTensor, member_of(handle, k)) for k in range(len(handle.place.node.members))]
 
 
-def shards(t: DistributedTensor) -> list[torch.Tensor]:
+def shards(t: torch.Tensor) -> list[torch.Tensor]:
     """Return every member's shard as a local tensor, by rank. Block until they are here; raise what poisoned one."""
     found: list[torch.Tensor] = fetch(members(t))
     return found

@@ -38,6 +38,8 @@ class Places:
         """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self._nodes):
             have = ", ".join(str(n.index) for n in self._nodes)
+            if not isinstance(node, (int, str)):
+                raise PlacementError(f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got {node!r}")
             raise PlacementError(f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} {have}")
         welcome = self._nodes[node].welcome
         assert welcome is not None
@@ -89,7 +91,7 @@ class Places:
         if found is None:
             self._require_open()
             if number == _UNNUMBERED:
-                raise PlacementError("this tensor's place has no number, as too many are in use: name it, device=x.place or dr.on(x.place)")
+                raise PlacementError('"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)')
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(
                 f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,16 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import NotSupportedError, UsageError
-from .lines import Lines
+from .errors import UsageError
+from .lines import Lines, reduction
 from .team import Team
 from .tensor import DistributedTensor
 
 BACKEND = "distruntime"
 _c10d: Any = distributed_c10d
 _dist: Any = dist
-
-_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
 
 
 class Issued(dist.Work):
@@ -164,19 +163,6 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         return Issued([])
 
 
-def reduction(op: Any) -> tuple[str, float | None]:
-    """Return a reduction's name, and the factor of a PREMUL_SUM, of what torch passes: "avg", a ReduceOp or its options."""
-    if isinstance(op, str):
-        if op.lower() not in _REDUCTIONS:
-            raise NotSupportedError(f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}")
-        return _REDUCTIONS[op.lower()], None
-    kind = getattr(op, "op", op)
-    name = str(kind).rpartition(".")[2]
-    if name == "PREMUL_SUM":
-        return name, float(op.__getstate__()[1])
-    return name, None
-
-
 def is_local(t: Any) -> bool:
     """Whether a tensor is this process's own."""
     return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
@@ -221,7 +207,9 @@ def begin(size: int, lines: Callable[[], Lines]) -> bool:
     if BACKEND.upper() not in _c10d.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["remote"])
     _world[:] = [lines]
+    hook = sys.excepthook
     dist.init_process_group(BACKEND, rank=0, world_size=size, store=_dist.HashStore())
+    sys.excepthook = hook  # torch's puts "[rank0]: " before every line of a traceback
     return True
 
 

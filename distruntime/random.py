@@ -6,8 +6,6 @@ one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .functions import issue_function
@@ -37,18 +35,11 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
 
 
 def _state_bytes(place: Residence) -> int:
-    node: Any = place.node
-    if node.members:
-        return torch.get_rng_state().numel() if node.on_cpus else _CUDA_STATE_BYTES
-    welcome = place.node.welcome
-    assert welcome is not None
-    if place.place.device == "cpu" or welcome.simulated:
-        return torch.get_rng_state().numel()
-    return _CUDA_STATE_BYTES
+    return torch.get_rng_state().numel() if place.has_cpu_kernels else _CUDA_STATE_BYTES
 
 
 def get_rng_state(place: Residence) -> DistributedTensor:
-    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node. Return at once."""
+    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node, or on all members. Return at once."""
     session: Session = place.node.session
     session.require_open()
     place.node.require_alive()

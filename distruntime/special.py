@@ -171,7 +171,7 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
 def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no kernel for.
     source = args[0]
-    if type(source) is not cls or source.dtype.is_floating_point or source.place.device != "cpu":
+    if type(source) is not cls or source.dtype.is_floating_point or not source._handle.place.on_cpu:
         return NotImplemented
     return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
 

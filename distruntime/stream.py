@@ -201,7 +201,7 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
     """
     session, timeout = active_session(), checked(timeout)
     if device is not None:
-        _synchronize_device(_residence(node, device), timeout)
+        synchronize_device(_residence(node, device), timeout)
         return
     if node is not None:
         session.places.devices(node)
@@ -218,7 +218,8 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
                 )
 
 
-def _synchronize_device(residence: Residence, timeout: float | None) -> None:
+def synchronize_device(residence: Residence, timeout: float | None) -> None:
+    """Block until the streams of a device, or of a mesh, have run what was issued to them so far; see `synchronize`."""
     node, deadline = residence.node, None if timeout is None else time.monotonic() + timeout
     numbers = [0]
     if node.order is not None:

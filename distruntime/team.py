@@ -32,7 +32,7 @@ class MeshPlace(Place):
 
     def __str__(self) -> str:
         nodes = list(dict.fromkeys(place.node for place in self.members))
-        return f"{len(self.members)} members on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+        return f"{len(self.members)} member{'s' if len(self.members) > 1 else ''} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
 
 
 class Team(Node):
@@ -52,9 +52,6 @@ class Team(Node):
             mine = self.ranks.setdefault(node, [])
             self.lanes.append((node, len(mine)))
             mine.append(k)
-        self.on_cpus = all(
-            place.device == "cpu" or (node.welcome is not None and node.welcome.simulated) for place, (node, _) in zip(places, self.lanes)
-        )
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.throttle = session.throttle
         self.stir, self.parked = session.stir, session.parked

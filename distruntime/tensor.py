@@ -111,6 +111,9 @@ class DistributedTensor(torch.Tensor):
             kind = self.place.device.partition(":")[0]
             have = active_session().places.devices(node)
             return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
+        if isinstance(target, int) or torch.device(target).type == "cuda":
+            if self._handle.place.node.members:
+                raise PlacementError(f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()")
         if isinstance(target, int):
             return Place(self.place.node, device_name(target))
         device = torch.device(target)

@@ -1,0 +1,150 @@
+"""What users meet on meshes beside the core: attention, autocast, checkpointing, memory, wrong operands, the page of documentation."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import distruntime as dr
+from meshes import two_workers
+
+__all__ = ["two_workers"]
+Mesh = dr.DeviceMesh
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def mesh(request: pytest.FixtureRequest, two_workers: None) -> Mesh:
+    """Two members, one a worker, and four, two a worker."""
+    return dr.init_device_mesh(request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp"))
+
+
+def same(t: torch.Tensor, wanted: torch.Tensor) -> None:
+    for shard in dr.shards(t):
+        assert shard.dtype == wanted.dtype and torch.equal(shard, wanted)
+
+
+def test_attention_and_autocast_know_what_the_members_are(mesh: Mesh) -> None:
+    """A mesh of CPUs computes as a CPU does: its fused attention, its list of autocast; simulated GPUs have the GPU's list."""
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    found = []
+    for device in ("cpu", mesh.device):
+        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        out.square().sum().backward()
+        found.append([out.detach(), *(t.grad for t in leaves)])
+    for here, there in zip(*found):
+        same(there, here)
+    x = torch.randn(3, 4).to(mesh.device)
+    with torch.autocast("remote", dtype=torch.bfloat16):
+        dtype = torch.nn.functional.layer_norm(x @ x.T, (3,)).dtype
+    assert dtype == (torch.float32 if "cuda" in mesh.places[0].device else torch.bfloat16)
+
+
+def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
+    """What lives elsewhere once went to the workers, which took it for a broken protocol and left."""
+    lines, part = mesh.lines("dp"), mesh.select(dp=0)
+    with dr.on(mesh.places[0]):
+        one = torch.ones(2)
+    for wrong, said in ((torch.ones(2), "is a local tensor"), (one, "lives on node 0"), (torch.ones(2, device=part.device), "lives on")):
+        for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
+            with pytest.raises(dr.PlacementError, match=rf"takes tensors on it; this one {said}.*x.to\(mesh.device\)"):
+                call(lines, wrong)
+    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
+        dr.lines.all_reduce(lines, x, "median")
+    with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
+        dr.lines.all_reduce(lines, x.long(), "AVG")
+    with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
+        dr.lines.broadcast(lines, x, lines.size)
+    for op in ("SUM", "sum", dr.ReduceOp.SUM):
+        same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
+
+
+def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
+    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"  # which writes "[rank0]: " before every line
+
+
+def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
+    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+        dr.on(x.place)
+    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+        torch.remote.set_device(mesh.device)  # type: ignore[attr-defined]
+    with pytest.raises(dr.PlacementError, match="a node is named by its number, 0 to 1, or by a place"):
+        dr.on(mesh)  # type: ignore[arg-type]
+    for move in (lambda: x.cuda(), lambda: x.to("cuda:0"), lambda: x.to(0)):
+        with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
+            move()
+    with pytest.raises(dr.PlacementError, match=r"are a mesh, which is no member of a group"):
+        dr.all_reduce([x])
+    with pytest.raises(dr.UsageError, match=r"got a DTensor: t.to_local\(\)"):
+        dr.shards(DTensor.from_local(x, mesh["dp"], [Shard(0)], run_check=False))
+
+
+def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
+    """One of some members was taken for one of all, and its sums were."""
+    with pytest.raises(dr.NotSupportedError, match="makes no group of 1 of a mesh's"):
+        dist.new_group([0])
+    x = torch.ones(2, device=mesh.device)
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    same(x, torch.full((2,), float(mesh.size("dp"))))
+
+
+def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
+    torch.remote.synchronize(mesh.device)  # type: ignore[attr-defined]
+    for distinct in (False, True):
+        found = []
+        for again in (False, True):
+            mesh.manual_seed(3, distinct=distinct)
+            x = torch.ones(4, 8, device=mesh.device, requires_grad=True)
+
+            def drop(t: torch.Tensor) -> torch.Tensor:
+                return torch.nn.functional.dropout(t * 2) ** 2
+
+            out = checkpoint(drop, x, use_reentrant=False) if again else drop(x)
+            out.sum().backward()
+            assert x.grad is not None
+            found.append(dr.shards(out.detach()) + dr.shards(x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+        assert torch.equal(found[0][0], found[0][1]) != distinct
+
+
+def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
+    kept = torch.ones(1 << 18, device=mesh.device)
+    view = kept[:10]
+    found = dr.memory()
+    assert [h.place for h in found.lines if "kept = torch.ones(1 << 18" in h.line] == list(mesh.places)
+    assert all(h.nbytes == 1 << 20 and h.tensors == 1 for h in found.lines if "kept = torch.ones(1 << 18" in h.line)
+    assert {d.place: d.held >= 1 << 20 for d in found.devices if d.place in mesh.places} == dict.fromkeys(mesh.places, True)
+    del kept, view
+    assert not any("kept = torch.ones(1 << 18" in h.line for h in dr.memory().lines)
+
+
+def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    mesh = dr.init_device_mesh("cpu", (1,))
+    dr.shutdown()
+    fresh_session(world_size=1)
+    with pytest.raises(dr.SessionClosed), mesh:
+        pass
+    assert repr(dr.init_device_mesh("cpu", (1,)).lines()) == "<1 line of 1 in the mesh of 1 member on node 0>"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
+def test_the_page_shows_what_happens(fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "meshes.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)
+    assert len(shown) == page.count("```python") == 6
+    for code, text in shown:
+        exec(code, names)
+        assert capsys.readouterr().out == text

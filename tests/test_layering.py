@@ -142,7 +142,7 @@ OUTSIDE = {
     "pickle": {"distruntime_worker.groups"},  # nothing is unpickled on the master, and nothing before authentication on a worker
     "cloudpickle": {"distruntime.group"},
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
-    "weakref": {"distruntime.places", "distruntime.wire.channel", "distruntime.wire.shared"},
+    "weakref": {"distruntime.handle", "distruntime.places", "distruntime.shards", "distruntime.wire.channel", "distruntime.wire.shared"},
 }
 WIRE_WITH_TORCH = {"distruntime.wire.codec", "distruntime.wire.data_channel"}
 

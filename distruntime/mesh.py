@@ -22,6 +22,7 @@ from .dtensor import prepare
 from .entries import template
 from .errors import PlacementError, UsageError
 from .fetch import fetch
+from .group import homes_of
 from .handle import Place
 from .issue import issue_default
 from .layout import Layout
@@ -143,7 +144,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         k, kept = self._dim(dim), self._whole._kept
         key = "coordinate", self._dims[k]
         if key not in kept:
-            kept[key] = from_shards([torch.tensor(at[k]) for at in self.coordinates()], self)
+            kept[key] = from_shards([torch.tensor(at[k], device="cpu") for at in self.coordinates()], self)
         return kept[key].clone()  # type: ignore[no-any-return]
 
     def manual_seed(self, seed: int, distinct: bool = False) -> None:
@@ -154,7 +155,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._seed([seed + (k if distinct else 0) for k in range(len(self.places))])
 
     def _seed(self, seeds: Sequence[int]) -> None:
-        value = from_shards([torch.tensor(n) for n in seeds], self)
+        value = from_shards([torch.tensor(n, device="cpu") for n in seeds], self)
         node = self._team
         with node.lock:
             number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
@@ -240,12 +241,15 @@ def _forget_all(groups: list[MeshGroup]) -> None:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout, *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str | Sequence[int | Place],
+    mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout,
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
 ) -> DeviceMesh:
-    """Make a mesh of the session's devices of one type, node by node.
+    """Make a mesh of the session's devices of one type, node by node, or of places.
 
     Args:
-        device_type: "cpu" (each node's CPU) or "cuda" (all GPUs of all nodes).
+        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves, node numbers or places.
         mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost. Of a
             `Layout` the mesh also has its other groups: `mesh.lines("model")`, `mesh.lines("moe_ep")`.
         mesh_dim_names: the dimensions' names.
@@ -265,16 +269,21 @@ def init_device_mesh(
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
         raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
-    if device_type not in ("cpu", "cuda"):
-        raise UsageError(f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh; got {device_type!r}')
-    have = [
-        Place(node.index, name)
-        for node in session.nodes
-        if node.failed is None
-        for name in session.places.devices(node.index)
-        if name.partition(":")[0] == device_type
-    ]
     need = prod(sizes)
+    if not isinstance(device_type, str):
+        have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
+        if len(have) != need:
+            raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
+    elif device_type not in ("cpu", "cuda"):
+        raise UsageError(f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a list; got {device_type!r}')
+    else:
+        have = [
+            Place(node.index, name)
+            for node in session.nodes
+            if node.failed is None
+            for name in session.places.devices(node.index)
+            if name.partition(":")[0] == device_type
+        ]
     if need > len(have):
         raise PlacementError(
             f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"

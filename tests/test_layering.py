@@ -93,8 +93,8 @@ MASTER = {
     "functional_collectives": "lines process_group special",
     "dtensor": "context first functional_collectives member_ints process_group tensor",
     "layout": "errors",
-    "mesh": "context dtensor entries errors fetch handle issue layout line "
-    "lines member_ints process_group session shards team tensor transfer wrap",
+    "mesh": "context dtensor entries errors fetch group handle issue layout "
+    "line lines member_ints process_group session shards team tensor transfer wrap",
     "": "collective config connect errors event factories fetch functional group handle layout members memory "
     "mesh partition placing point_to_point primitives random session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",

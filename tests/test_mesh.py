@@ -321,6 +321,28 @@ def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> 
     ]
 
 
+def test_a_mesh_of_places(mesh: Mesh) -> None:
+    last_first = dr.init_device_mesh([mesh.places[-1], mesh.places[0]], (2,))
+    assert last_first.places == (mesh.places[-1], mesh.places[0])
+    with last_first:
+        assert [s.item() for s in dr.shards(last_first.coordinate() + torch.zeros(()))] == [0.0, 1.0]
+    with pytest.raises(dr.UsageError, match="given twice: each member of a mesh is another place"):
+        dr.init_device_mesh([0, 0], (2,))
+    with pytest.raises(dr.UsageError, match="has 2 members, got 1 places"):
+        dr.init_device_mesh([0], (2,))
+
+
 def test_random_programs(mesh: Mesh) -> None:
     assert sum(Program(seed, mesh).run() for seed in range(6)) > 60
     dr.synchronize()
+
+
+def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=2, simulate_cuda=100)
+    mesh = dr.init_device_mesh("cuda", (2, 100))
+    ranks = dr.from_shards([torch.tensor(float(k)) for k in range(200)], mesh)
+    held = [ranks.member(k) for k in range(200)]  # type: ignore[attr-defined]
+    doubled = [member * 2 for member in held]
+    assert [t.item() for t in doubled[::37]] == [2.0 * k for k in range(200)[::37]]
+    assert [s.item() for s in dr.shards(ranks + 1)] == [k + 1.0 for k in range(200)]
+    assert torch.zeros_like(held[150]).place == mesh.places[150]  # type: ignore[attr-defined]

@@ -332,7 +332,7 @@ class Session:
             try:
                 self.requests.glance(self._read)
                 for node in self.logs:
-                    if (node.log or node.freed) and not node.busy:
+                    if (node.log or node.freed) and not node.busy and not node.gathering():
                         node.flush()
                 self.requests.announcer.look()
             except ChannelClosed:

@@ -16,6 +16,7 @@ from .errors import NodeFailed
 from .handle import Place, Residence
 from .node import Node, _enough, _Flight
 from .session import Session
+from .wire.channel import for_many
 from .wire.codec import encode
 from .wire.messages import MOST_STREAMS, TEAM_TEMPLATES, MeshBody, OpenTeam
 from .wire.shield import shield
@@ -143,7 +144,7 @@ class Team(Node):
                 taken, lines = len(log), len(self.lines)
                 if order is not None:
                     stretches = log.stretched(taken)
-                frame = encode(MeshBody(self.number, self.base, self._new_templates, log[:taken], stretches))
+                frame = for_many(encode(MeshBody(self.number, self.base, self._new_templates, log[:taken], stretches)))
                 rest = log[taken:] if order is None else log.rest(taken)
                 while order is not None and len(rest) + taken != len(log):  # a finalizer ran in there and issued something
                     rest = log.rest(taken)

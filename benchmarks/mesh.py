@@ -6,6 +6,7 @@ operator issued until the last one is acknowledged. The workers are kept busy me
 
 from __future__ import annotations
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -46,12 +47,15 @@ def works(*operands: Any) -> dict[str, Work]:
 class _Cost:
     """What issuing so many operators has cost, in seconds for one."""
 
-    def __init__(self, session: Session, work: Work, count: int) -> None:
+    def __init__(self, session: Session, work: Work, count: int, busy: Any = None) -> None:
         threads = [time.pthread_getcpuclockid(thread.ident) for thread in (threading.current_thread(), session._pump) if thread.ident]
 
         def clocks() -> list[float]:
             return [*map(time.clock_gettime, threads), time.process_time()]
 
+        gc.collect()  # 0.1 s or more, else at any moment: 7 us an operator for whichever measurement it strikes
+        if busy is not None:
+            busy @ busy
         before, start = clocks(), time.perf_counter()
         for _ in range(count):
             work()
@@ -144,8 +148,7 @@ def _against_others(quick: bool) -> list[Figure]:
 
 def _cost(work: Work, busy: Any, count: int) -> float:
     """Return the master's seconds for one of these operators, behind a product that keeps the workers busy."""
-    busy @ busy
-    return _Cost(active_session(), work, count).total
+    return _Cost(active_session(), work, count, busy).total
 
 
 def _hot_path(operators: int, rounds: int) -> Figure:
@@ -166,21 +169,25 @@ def _dtensors(dtensor: _Plain, operators: int, rounds: int) -> list[Figure]:
     busy = torch.ones(_BUSY, _BUSY, device=mesh.device)
     square = torch.ones(20, 20, device=mesh.device)
     whole_square = tensor.DTensor.from_local(square, mesh, [tensor.Replicate()])
-    figures = []
+    cases: dict[tuple[str, str], tuple[Work, Work]] = {}
     for name, shape in SHAPES.items():
         x, y = torch.ones(shape, device=mesh.device), torch.ones(shape, device=mesh.device)
-        ours, bare = works(*(tensor.DTensor.from_local(t, mesh, placed(name)) for t in (x, y)), whole_square), works(x, y, square)
-        for op in ours:
-            rows = []
-            for k in range(rounds + 1):
-                local, distributed = dtensor.time(name, op, operators)
-                row = _cost(ours[op], busy, operators), distributed - local, _cost(bare[op], busy, operators)
-                if k:  # the first is to warm up
-                    rows.append(row)
-            ratio = statistics.median(a / (b + c) for a, b, c in rows)
-            total, own, mesh_own = (1e6 * statistics.median(column) for column in zip(*rows))
-            note = f"{total:.1f} us, DTensor itself {own:.1f}, mesh operator {mesh_own:.1f}"
-            figures.append(Figure(f"DTensor {op}, {name} on a mesh of 2 / DTensor itself + mesh operator", ratio, "x", 1.2, note))
+        ours = works(*(tensor.DTensor.from_local(t, mesh, placed(name)) for t in (x, y)), whole_square)
+        bare = works(x, y, square)
+        cases.update({(name, op): (ours[op], bare[op]) for op in ours})
+    rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {case: [] for case in cases}
+    for k in range(rounds + 1):
+        for case, (whole, part) in cases.items():
+            local, distributed = dtensor.time(*case, operators)
+            row = _cost(whole, busy, operators), distributed - local, _cost(part, busy, operators)
+            if k:  # the first is to warm up
+                rows[case].append(row)
+    figures = []
+    for (name, op), found in rows.items():
+        ratio = statistics.median(a / (b + c) for a, b, c in found)
+        total, own, mesh_own = (1e6 * statistics.median(column) for column in zip(*found))
+        note = f"{total:.1f} us, DTensor itself {own:.1f}, mesh operator {mesh_own:.1f}"
+        figures.append(Figure(f"DTensor {op}, {name} on a mesh of 2 / DTensor itself + mesh operator", ratio, "x", 1.2, note))
     return figures
 
 

@@ -47,14 +47,14 @@ def works(*operands: Any) -> dict[str, Work]:
 class _Cost:
     """What issuing so many operators has cost, in seconds for one."""
 
-    def __init__(self, session: Session, work: Work, count: int, busy: Any = None) -> None:
+    def __init__(self, session: Session, work: Work, count: int, busy: Any = None, products: int = 0) -> None:
         threads = [time.pthread_getcpuclockid(thread.ident) for thread in (threading.current_thread(), session._pump) if thread.ident]
 
         def clocks() -> list[float]:
             return [*map(time.clock_gettime, threads), time.process_time()]
 
         gc.collect()  # 0.1 s or more, else at any moment: 7 us an operator for whichever measurement it strikes
-        if busy is not None:
+        for _ in range(products):
             busy @ busy
         before, start = clocks(), time.perf_counter()
         for _ in range(count):
@@ -146,9 +146,9 @@ def _against_others(quick: bool) -> list[Figure]:
         dtensor.close()
 
 
-def _cost(work: Work, busy: Any, count: int) -> float:
-    """Return the master's seconds for one of these operators, behind a product that keeps the workers busy."""
-    return _Cost(active_session(), work, count, busy).total
+def _cost(work: Work, busy: Any, count: int, products: int = 2) -> float:
+    """Return the master's seconds for one of these operators, behind products that keep the workers busy for longer than it issues."""
+    return _Cost(active_session(), work, count, busy, products).total
 
 
 def _hot_path(operators: int, rounds: int) -> Figure:
@@ -158,7 +158,7 @@ def _hot_path(operators: int, rounds: int) -> Figure:
         x, y, busy = torch.ones(20, 20, device=device), torch.ones(20, 20, device=device), torch.ones(_BUSY, _BUSY, device=device)
         sides.append((works(x, y, y)["add"], busy))
         _cost(*sides[-1], 1000)
-    pairs = [[_cost(work, busy, operators) for work, busy in sides] for _ in range(rounds)]
+    pairs = [[_cost(work, busy, operators, 4) for work, busy in sides] for _ in range(rounds)]
     ours, theirs = (statistics.median(side) for side in zip(*pairs))
     note = f"{ours * 1e6:.1f} us, one place {theirs * 1e6:.1f} us"
     return Figure("operator, mesh of 2 / one place", statistics.median(a / b for a, b in pairs), "x", 1.2, note)
@@ -179,7 +179,7 @@ def _dtensors(dtensor: _Plain, operators: int, rounds: int) -> list[Figure]:
     for k in range(rounds + 1):
         for case, (whole, part) in cases.items():
             local, distributed = dtensor.time(*case, operators)
-            row = _cost(whole, busy, operators), distributed - local, _cost(part, busy, operators)
+            row = _cost(whole, busy, operators, 4), distributed - local, _cost(part, busy, operators)
             if k:  # the first is to warm up
                 rows[case].append(row)
     figures = []

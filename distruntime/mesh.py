@@ -200,10 +200,14 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def get_coordinate(self) -> Any:
         """Return, for each dimension, the members' coordinates: numbers that differ from member to member, as torch's own symbolic ints."""
-        return tuple(varying([at[k] for at in self.coordinates()]) for k in range(self.ndim))
+        kept, key = self._whole._kept, ("varying", self._dims)
+        if key not in kept:  # DTensor asks with every operator
+            kept[key] = tuple(varying([at[k] for at in self.coordinates()]) for k in range(self.ndim))
+        found: tuple[Any, ...] = kept[key]
+        return found
 
     def _sym_get_coordinate(self, index: int) -> Any:
-        return varying([at[index] for at in self.coordinates()])
+        return self.get_coordinate()[index]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
         """Return the members' coordinates along one dimension; see `get_coordinate`."""

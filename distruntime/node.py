@@ -275,6 +275,10 @@ class Node:
             if self.late is not None:
                 self._let_late()
 
+    def gathering(self) -> bool:
+        """Whether the pump had better leave the log alone for now, as more is being issued."""
+        return False
+
     def on_wire(self, stream: int) -> int:
         """Return the number by which the worker knows a stream of this log; a mesh has its own."""
         return stream

@@ -293,7 +293,7 @@ class Session:
                 log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
             if event.kind == "disconnected" and node is not None and node.welcome is not None:
                 self.lose(node, self._epitaph(node) or "closed the connection")
-        for node in self.nodes:
+        for node in self.nodes[: len(self.local_workers)]:
             if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
 
@@ -332,7 +332,7 @@ class Session:
             try:
                 self.requests.glance(self._read)
                 for node in self.logs:
-                    if (node.log or node.freed) and not node.busy:
+                    if (node.log or node.freed) and not node.busy and not node.gathering():
                         node.flush()
                 self.requests.announcer.look()
             except ChannelClosed:

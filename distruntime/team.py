@@ -180,7 +180,8 @@ class Team(Node):
         while flights and flights[0].releases[0].left == 0:  # type: ignore[attr-defined]
             flight = flights.popleft()
             self._words -= flight.words
-            self.executed = flight.end
+            if not self.asynchronous:
+                self.executed = flight.end
             for number in [n for n in self.checks if n <= CHECKS * (self.number + 1) + flight.checks]:
                 self.checks.pop(number)(None, [])
                 for node in self.ranks:

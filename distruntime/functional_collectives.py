@@ -16,7 +16,7 @@ Arguments = Sequence[Any]
 
 def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    return along.all_reduce(lines_named(group), x, op)
+    return along.run_all_reduce(lines_named(group), x, op)
 
 
 def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -26,7 +26,7 @@ def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -
 
 
 def _all_gather(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.all_gather(lines_named(args[2]), args[0])
+    return along.run_all_gather(lines_named(args[2]), args[0])
 
 
 def _all_gather_out(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -34,16 +34,16 @@ def _all_gather_out(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]
 
 
 def _reduce_scatter(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.reduce_scatter(lines_named(args[3]), args[0], args[1])
+    return along.run_reduce_scatter(lines_named(args[3]), args[0], args[1])
 
 
 def _all_to_all(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, output, inputs, group = args
-    return along.all_to_all(lines_named(group), x, output, inputs)
+    return along.run_all_to_all(lines_named(group), x, output, inputs)
 
 
 def _broadcast(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.broadcast(lines_named(args[2]), args[0], args[1])
+    return along.run_broadcast(lines_named(args[2]), args[0], args[1])
 
 
 def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -51,7 +51,7 @@ def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     x, gather_dim, shard_dim, group = args
     lines = lines_named(group)
     parts = torch.stack(x.chunk(lines.size, shard_dim))
-    got = along.all_to_all(lines, parts, [1] * lines.size, [1] * lines.size)
+    got = along.run_all_to_all(lines, parts, [1] * lines.size, [1] * lines.size)
     return torch.cat(list(got.unbind(0)), gather_dim).contiguous()
 
 

@@ -21,9 +21,11 @@ from .issue import issue_joint
 from .joint import contiguous, layout, require_operation
 from .line import user_line
 from .members import require_reduction
+from .shards import mesh_of
 from .spec import NO_TENSOR, Spec
 from .team import Team
 from .tensor import DistributedTensor
+from .transfer import upload
 from .wire.messages import OpenLines
 from .wrap import wrap
 
@@ -58,12 +60,22 @@ class Lines:
         self.capabilities = self.groups[0].capabilities
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)
+        self._ranks: Any = None
         at = {k: [group.number, rank] for group, row in zip(self.groups, rows) for rank, k in enumerate(row)}
         for node, ranks in team.ranks.items():
             session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
 
     def __repr__(self) -> str:
         return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+
+    def ranks(self) -> Any:
+        """Return a tensor of one int64 that is, on each member, its rank in its line. Return at once."""
+        if self._ranks is None:
+            at = {k: rank for row in self.rows for rank, k in enumerate(row)}
+            places = [self.team.session.places.residence(place, numbered=False) for place in self.team.members]
+            handles = [upload(torch.tensor(at[k], device="cpu"), home) for k, home in enumerate(places)]
+            self._ranks = wrap(DistributedTensor, mesh_of(self.team, self.team.residence(), handles))
+        return self._ranks
 
     def on_mesh(self, t: Any) -> DistributedTensor:
         """Return `t`; raise `PlacementError` unless it lives on this mesh."""
@@ -124,18 +136,21 @@ def longer(spec: Spec, times: int) -> Spec:
     return contiguous(spec, (spec.size[0] * times, *spec.size[1:]) if spec.size else (times,))
 
 
-def all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
+# -- below autograd ------------------------------------------------------------------------------------------------------------------
+
+
+def run_all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return the sum, or another reduction ("AVG", a ReduceOp), of each line's tensors, at each of its members."""
     name, factor = reduction(op)
     return lines.run("all_reduce", [x], [contiguous(lines.on_mesh(x)._handle.spec)], op=name, factor=factor)[0]
 
 
-def all_gather(lines: Lines, x: torch.Tensor) -> Any:
+def run_all_gather(lines: Lines, x: torch.Tensor) -> Any:
     """Return each line's tensors one after the other along the first dimension, at each of its members."""
     return lines.run("all_gather", [x], [longer(lines.on_mesh(x)._handle.spec, lines.size)])[0]
 
 
-def reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
+def run_reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return each member's part of the reduction of its line's tensors, cut along the first dimension."""
     spec, (name, factor) = lines.on_mesh(x)._handle.spec, reduction(op)
     size = spec.size[0] if spec.size else 0
@@ -145,7 +160,7 @@ def reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     return lines.run("reduce_scatter", [x], [part], op=name, factor=factor)[0]
 
 
-def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
+def run_all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
     """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
     own: Spec = lines.on_mesh(x)._handle.spec
     spec = contiguous(own, (sum(output), *own.size[1:]))
@@ -154,8 +169,110 @@ def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Seq
     return lines.run("all_to_all", [x], [spec], splits=table)[0]
 
 
-def broadcast(lines: Lines, x: torch.Tensor, root: int) -> Any:
+def run_broadcast(lines: Lines, x: torch.Tensor, root: int) -> Any:
     """Return the tensor of each line's member of rank `root`, at each of its members."""
     if not 0 <= root < lines.size:
         raise UsageError(f"root is a rank in a line of {lines.size} members, got {root!r}")
     return lines.run("broadcast", [x], [contiguous(lines.on_mesh(x)._handle.spec)], root=root)[0]
+
+
+# -- with their adjoints -------------------------------------------------------------------------------------------------------------
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lines: Lines, op: Any, x: Any) -> Any:
+        ctx.lines, ctx.op, out = lines, op, run_all_reduce(lines, x, op)
+        if reduction(op)[0] in ("MIN", "MAX"):
+            ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        name = reduction(ctx.op)[0]
+        if name in ("SUM", "AVG", "PREMUL_SUM"):
+            return None, None, _apply(_AllReduce, ctx.lines, ctx.op, grad)
+        if name not in ("MIN", "MAX"):
+            raise NotSupportedError(f"all_reduce along a mesh has no gradient for {name}: use SUM, AVG, MIN or MAX")
+        x, out = ctx.saved_tensors
+        chosen = (x == out).to(grad.dtype)  # members that are equal share, as torch.amax's gradient does
+        total, ways = _apply(_AllReduce, ctx.lines, "SUM", grad), run_all_reduce(ctx.lines, chosen)
+        return None, None, total * chosen / ways
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lines: Lines, x: Any) -> Any:
+        ctx.lines, ctx.shape = lines, x.shape
+        return run_all_gather(lines, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, _apply(_ReduceScatter, ctx.lines, "SUM", grad.contiguous()).view(ctx.shape)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lines: Lines, op: Any, x: Any) -> Any:
+        ctx.lines, ctx.op = lines, op
+        return run_reduce_scatter(lines, x, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        name, factor = reduction(ctx.op)
+        if name not in ("SUM", "AVG", "PREMUL_SUM"):
+            raise NotSupportedError(f"reduce_scatter along a mesh has no gradient for {name}: use SUM or AVG")
+        scale = 1 / ctx.lines.size if name == "AVG" else 1.0 if factor is None else factor
+        return None, None, _apply(_AllGather, ctx.lines, grad.contiguous()) * scale
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lines: Lines, x: Any, output: Any, inputs: Any) -> Any:
+        ctx.lines, ctx.output, ctx.inputs = lines, output, inputs
+        return run_all_to_all(lines, x, output, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, _apply(_AllToAll, ctx.lines, grad.contiguous(), ctx.inputs, ctx.output), None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lines: Lines, x: Any, root: int) -> Any:
+        ctx.lines, ctx.root = lines, root
+        return run_broadcast(lines, x, root)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        total = _apply(_AllReduce, ctx.lines, "SUM", grad)
+        return None, total * (ctx.lines.ranks() == ctx.root).to(grad.dtype), None
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)  # torch leaves it untyped
+
+
+def all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
+    """Return the sum, or another reduction ("AVG", a ReduceOp), of each line's tensors, at each of its members. Differentiable."""
+    return _apply(_AllReduce, lines, op, lines.on_mesh(x))
+
+
+def all_gather(lines: Lines, x: torch.Tensor) -> Any:
+    """Return each line's tensors one after the other along the first dimension, at each of its members. Differentiable."""
+    return _apply(_AllGather, lines, lines.on_mesh(x))
+
+
+def reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
+    """Return each member's part of the reduction of its line's tensors, cut along the first dimension. Differentiable."""
+    return _apply(_ReduceScatter, lines, op, lines.on_mesh(x))
+
+
+def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
+    """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
+    return _apply(_AllToAll, lines, lines.on_mesh(x), list(output), list(inputs))
+
+
+def broadcast(lines: Lines, x: torch.Tensor, root: int) -> Any:
+    """Return the tensor of each line's member of rank `root`, at each of its members. Differentiable."""
+    return _apply(_Broadcast, lines, lines.on_mesh(x), root)

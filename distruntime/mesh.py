@@ -340,11 +340,18 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
                 f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
                 f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: dr.primitives works on uneven lists"
             )
-    handles = []
     for k, (t, place) in enumerate(zip(given, mesh.places)):
+        if isinstance(t, DistributedTensor) and t.place != place:
+            raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: move it there, t.to(dr.place(...))")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _FromShards.apply(mesh, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _put_together(mesh, given)
+
+
+def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> DistributedTensor:
+    handles = []
+    for t, place in zip(given, mesh.places):
         if isinstance(t, DistributedTensor):
-            if t.place != place:
-                raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: move it there, t.to(dr.place(...))")
             own: Any = t.detach().contiguous()
             handles.append(own._handle)
         else:
@@ -354,3 +361,15 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
         handles = [wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles]
     found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
     return found
+
+
+class _FromShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, *given: torch.Tensor) -> Any:
+        ctx.remote = [isinstance(t, DistributedTensor) for t in given]
+        return _put_together(mesh, given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        parts = [wrap(DistributedTensor, member_of(grad._handle, k)) for k in range(len(ctx.remote))]
+        return None, *(part if remote else part.cpu() for part, remote in zip(parts, ctx.remote))

@@ -16,7 +16,7 @@ from .errors import NotSupportedError, PlacementError, UsageError
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
-from .shards import member_of
+from .shards import member_of, mesh_of
 from .storage import MeshStorage
 from .transfer import download, item
 from .wrap import wrap
@@ -58,6 +58,8 @@ class DistributedTensor(torch.Tensor):
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
         if not -len(members) <= k < len(members):
             raise IndexError(f"a mesh of {len(members)} members has no member {k}")
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
         found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
         return found
 
@@ -257,3 +259,18 @@ class DistributedTensor(torch.Tensor):
     def dist_send(self) -> DistributedTensor:
         """Return itself: it is remote already."""
         return self
+
+
+class _Member(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Any, k: int) -> Any:
+        ctx.home, ctx.k = whole._handle.place, k
+        return wrap(DistributedTensor, member_of(whole._handle, k))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        team = ctx.home.node
+        zeros: Any = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
+        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles[ctx.k] = grad.contiguous()._handle
+        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None

@@ -205,6 +205,49 @@ def test_collectives_along_a_dimension(mesh: Mesh, dim: str | None) -> None:
             assert torch.equal(sent[k], shards[row[0]])
 
 
+@pytest.mark.parametrize("dim", ["dp", "tp", None])
+def test_adjoints_of_collectives(mesh: Mesh, dim: str | None) -> None:
+    """<F x, y> = <x, F* y>, summed over the members; and where a member is the least or the greatest, its gradient is the sum."""
+    lines, n = mesh.lines(dim), mesh.lines(dim).size
+    operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: dr.lines.all_reduce(lines, x),
+        lambda x: dr.lines.all_reduce(lines, x, "AVG"),
+        lambda x: dr.lines.all_gather(lines, x),
+        lambda x: dr.lines.reduce_scatter(lines, x),
+        lambda x: dr.lines.reduce_scatter(lines, x, "avg"),
+        lambda x: dr.lines.broadcast(lines, x, n - 1),
+        lambda x: dr.lines.all_to_all(lines, x, [4 // n] * n, [4 // n] * n),
+    ]
+    for k, operation in enumerate(operations):
+        parts = [torch.randn(4, 3, dtype=torch.float64) for _ in range(mesh.size())]
+        x = dr.from_shards(parts, mesh).requires_grad_()
+        out = operation(x)
+        weights = [torch.randn(out.shape, dtype=torch.float64) for _ in parts]
+        out.backward(dr.from_shards(weights, mesh))
+        forward = sum(float((o * w).sum()) for o, w in zip(dr.shards(out.detach()), weights))
+        back = sum(float((p * g).sum()) for p, g in zip(parts, dr.shards(x.grad)))  # type: ignore[arg-type]
+        assert abs(forward - back) <= 1e-12 * max(1.0, abs(forward)), k
+    x = ranks(mesh).double().requires_grad_()
+    dr.lines.all_reduce(lines, x, "MAX").backward(torch.ones((), dtype=torch.float64, device=mesh.device))
+    highest = {row[-1] for row in lines.rows}
+    assert [s.item() for s in dr.shards(x.grad)] == [n if k in highest else 0 for k in range(mesh.size())]  # type: ignore[arg-type]
+
+
+def test_gradients_through_members_and_shards(mesh: Mesh) -> None:
+    x = torch.arange(3.0, device=mesh.device, requires_grad=True)
+    (x.member(1) * 5).sum().backward()  # type: ignore[attr-defined]
+    assert [s.tolist() for s in dr.shards(x.grad)] == [[5.0 if k == 1 else 0.0] * 3 for k in range(mesh.size())]  # type: ignore[arg-type]
+    parts = []
+    for k, place in enumerate(mesh.places):
+        with dr.on(place):
+            parts.append(torch.full((2,), float(k), requires_grad=True))
+    (dr.from_shards(parts, mesh) ** 2).sum().backward()
+    assert [dr.fetch(p.grad).tolist() for p in parts] == [[2.0 * k] * 2 for k in range(mesh.size())]
+    local = [torch.ones(2, requires_grad=True) for _ in parts]
+    (dr.from_shards(local, mesh) * (ranks(mesh) + 1)).sum().backward()
+    assert [p.grad.tolist() for p in local] == [[k + 1.0] * 2 for k in range(mesh.size())]  # type: ignore[union-attr]
+
+
 def test_streams_of_a_mesh(mesh: Mesh) -> None:
     one, two = dr.Stream(mesh.device), dr.Stream(mesh.device)
     size = 64

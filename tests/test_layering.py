@@ -87,7 +87,7 @@ MASTER = {
     "point_to_point": "errors group handle line members node session tensor work",
     "partition": "errors fetch group handle members plans session tensor",
     "primitives": "errors functional group handle joint partition plans special tensor",
-    "lines": "errors first group handle issue joint line members spec team tensor wire.messages wrap",
+    "lines": "errors first group handle issue joint line members shards spec team tensor transfer wire.messages wrap",
     "member_ints": "errors shards tensor wrap",
     "process_group": "errors lines team tensor",
     "functional_collectives": "lines process_group special",

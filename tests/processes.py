@@ -21,6 +21,7 @@ from distruntime.session import active_session
 from distruntime.wire.messages import AWAIT, Signal
 
 _TESTS = Path(__file__).resolve().parent
+STARTING = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
 _PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
 _never = threading.Event()
 
@@ -77,22 +78,31 @@ def stop(pid: int) -> None:
 def _stands(pid: int) -> bool:
     tasks = Path(f"/proc/{pid}/task")
     if not tasks.exists():  # macOS, where a process stops as a whole
-        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.startswith("T")
+        return state(pid) == "T"
     try:
-        return all((task / "stat").read_text().rpartition(") ")[2][:1] in ("T", "t") for task in tasks.iterdir())
+        return all(_letter(task) in ("T", "t") for task in tasks.iterdir())
     except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
         return False
 
 
+def _letter(entry: Path) -> str:
+    """Return what /proc says of a process or a thread: "R" for one that runs, "S" for one that sleeps, "T", "Z"."""
+    return (entry / "stat").read_text().rpartition(") ")[2][:1]
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state (of its main thread); nothing if it is no more."""
+    if Path("/proc/self/stat").exists():
+        try:
+            return _letter(Path(f"/proc/{pid}"))
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()[:1]
+
+
 def asleep(pid: int) -> bool:
     """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on its way there."""
-
-    def state() -> str:
-        if (stat := Path(f"/proc/{pid}/stat")).exists():
-            return stat.read_text().rpartition(") ")[2][:1]
-        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout[:1]
-
-    return all(state() == "S" for _ in range(50))
+    return all(state(pid) == "S" for _ in range(50))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import Join
-from processes import until
+from processes import state, stop, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,12 +61,7 @@ def joins(channel: Channel, count: int) -> dict[int | None, Join]:
 
 def gone(pid: int) -> bool:
     """Whether no such process runs; a zombie whose parent died counts as gone."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
-    return state.strip().startswith("Z") or not state.strip()
+    return state(pid) in ("", "Z")
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -117,7 +112,7 @@ def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> No
 def test_a_worker_that_does_not_stop_is_killed(start: Start) -> None:
     channel, workers = start(1)
     joins(channel, 1)
-    os.kill(workers[0].pid, signal.SIGSTOP)
+    stop(workers[0].pid)
     workers[0].stop(0.2)
     assert workers[0].poll() == "killed by signal 9 (SIGKILL)"
 

@@ -25,7 +25,7 @@ from agree import REMOTE
 from distruntime.session import active_session
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import serve
-from processes import slots, stopped, until
+from processes import slots, stop, stopped, until
 
 
 @contextmanager
@@ -322,9 +322,9 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
     library.define("hold(Tensor x) -> Tensor")
     library.impl("hold", hold, "CPU")
     library.impl("hold", torch.empty_like, "Meta")
-    stop, address = threading.Event(), f"ipc://{tmp_path}/worker"
+    ended, address = threading.Event(), f"ipc://{tmp_path}/worker"
     interval = sys.getswitchinterval()
-    worker = threading.Thread(target=serve, args=(WorkerConfig(listen=address), stop))
+    worker = threading.Thread(target=serve, args=(WorkerConfig(listen=address), ended))
     worker.start()
     try:
         fresh_session(workers=[address])
@@ -342,7 +342,7 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
     finally:
         free.set()
         dr.shutdown()
-        stop.set()
+        ended.set()
         worker.join(30)
         sys.setswitchinterval(interval)
     assert not worker.is_alive()
@@ -545,7 +545,7 @@ def test_signals_reach_a_waiting_master(session: object) -> None:
 
     before = signal.signal(signal.SIGALRM, go_on)
     try:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         assert (x + 1).sum().item() == 6
         assert len(hits) == 1

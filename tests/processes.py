@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import distruntime as dr
 from distruntime.line import user_line
 from distruntime.session import active_session
 from distruntime.wire.messages import AWAIT, Signal
+
+T = TypeVar("T")
 
 _TESTS = Path(__file__).resolve().parent
 STARTING = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
@@ -37,6 +40,16 @@ def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {condition}"
         pause(0.005)
+
+
+def within(seconds: float, act: Callable[[], T], tries: int = 3) -> T:
+    """Return what `act` does, once it has taken no longer than so many seconds; fail if it never does: a busy machine may delay one."""
+    for _ in range(tries):
+        started = time.monotonic()
+        result = act()
+        if time.monotonic() - started < seconds:
+            return result
+    raise AssertionError(f"it took {seconds} s or more, {tries} times in a row")
 
 
 def steady(value: Callable[[], object], seconds: float, timeout: float = 30.0) -> object:

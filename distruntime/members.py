@@ -22,13 +22,16 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 
 
+def _group(value: Any) -> ProcessGroup:
+    """Return `value`; raise `UsageError` if it is no group."""
+    if not isinstance(value, ProcessGroup):
+        raise UsageError(f"group must be what distruntime.new_group returned, got {type(value).__name__}")
+    return value
+
+
 def session_of(group: ProcessGroup | None) -> Session:
     """Return the session that a call is for; raise `UsageError` if `group` is none."""
-    if group is None:
-        return active_session()
-    if not isinstance(group, ProcessGroup):
-        raise UsageError(f"group must be what distruntime.new_group returned, got {type(group).__name__}")
-    return group.session
+    return active_session() if group is None else _group(group).session
 
 
 def tensor(value: Any, what: str) -> DistributedTensor:
@@ -47,8 +50,7 @@ def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) 
         session.require_open()
         homes = homes_of(session, [t.place for t in tensors])
         return groups_of(session).of(homes)
-    session_of(group)
-    group.require()
+    _group(group).require()
     return group
 
 

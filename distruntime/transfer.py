@@ -1,4 +1,4 @@
-"""Bytes between the master and a place: uploads, reads, and copies between nodes, which pass through the master for now."""
+"""Bytes between the master and a place: uploads and reads. Copies between nodes do not pass through here: see special.py."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from processes import STARTING
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
 
 _shared: list[object] = []
-_PATIENCE = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
 
 
 def _usable() -> bool:
@@ -34,7 +34,7 @@ def session() -> Iterator[object]:
     """Two workers on this machine, each with its CPU. Shared: a test leaves it as it found it, with no failure unread."""
     if not _usable():
         dr.shutdown()
-        _shared[:] = [dr.init_master_worker(timeout=_PATIENCE)]
+        _shared[:] = [dr.init_master_worker(timeout=STARTING)]
     yield _shared[0]
     if dr.is_initialized():
         dr.synchronize()
@@ -45,7 +45,7 @@ def fresh_session() -> Iterator[Callable[..., Any]]:
     """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test."""
     _shared.clear()
     dr.shutdown()
-    yield lambda **options: dr.init_master_worker(**{"timeout": _PATIENCE, **options})
+    yield lambda **options: dr.init_master_worker(**{"timeout": STARTING, **options})
     dr.shutdown()
 
 

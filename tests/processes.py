@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import distruntime as dr
 from distruntime.line import user_line
 from distruntime.session import active_session
 from distruntime.wire.messages import AWAIT, Signal
 
+T = TypeVar("T")
+
 _TESTS = Path(__file__).resolve().parent
+STARTING = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
 _PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
 _never = threading.Event()
 
@@ -36,6 +40,16 @@ def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {condition}"
         pause(0.005)
+
+
+def within(seconds: float, act: Callable[[], T], tries: int = 3) -> T:
+    """Return what `act` does, once it has taken no longer than so many seconds; fail if it never does: a busy machine may delay one."""
+    for _ in range(tries):
+        started = time.monotonic()
+        result = act()
+        if time.monotonic() - started < seconds:
+            return result
+    raise AssertionError(f"it took {seconds} s or more, {tries} times in a row")
 
 
 def steady(value: Callable[[], object], seconds: float, timeout: float = 30.0) -> object:
@@ -77,22 +91,31 @@ def stop(pid: int) -> None:
 def _stands(pid: int) -> bool:
     tasks = Path(f"/proc/{pid}/task")
     if not tasks.exists():  # macOS, where a process stops as a whole
-        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.startswith("T")
+        return state(pid) == "T"
     try:
-        return all((task / "stat").read_text().rpartition(") ")[2][:1] in ("T", "t") for task in tasks.iterdir())
+        return all(_letter(task) in ("T", "t") for task in tasks.iterdir())
     except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
         return False
 
 
+def _letter(entry: Path) -> str:
+    """Return what /proc says of a process or a thread: "R" for one that runs, "S" for one that sleeps, "T", "Z"."""
+    return (entry / "stat").read_text().rpartition(") ")[2][:1]
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state (of its main thread); nothing if it is no more."""
+    if Path("/proc/self/stat").exists():
+        try:
+            return _letter(Path(f"/proc/{pid}"))
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()[:1]
+
+
 def asleep(pid: int) -> bool:
     """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on its way there."""
-
-    def state() -> str:
-        if (stat := Path(f"/proc/{pid}/stat")).exists():
-            return stat.read_text().rpartition(") ")[2][:1]
-        return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout[:1]
-
-    return all(state() == "S" for _ in range(50))
+    return all(state(pid) == "S" for _ in range(50))
 
 
 @contextmanager

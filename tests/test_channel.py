@@ -509,7 +509,7 @@ def test_closing_is_prompt_and_ends_a_wait(make: Make, address: str, keys: KeyPa
     dialler.close()
     dialler.close()
     thread.join(DEADLINE)
-    assert raised and time.monotonic() - start < DEADLINE
+    assert raised and time.monotonic() - start < 5
     for use in (lambda: dialler.receive(0), lambda: dialler.send(b"listener", [b"x"]), dialler.events):
         with pytest.raises(ChannelClosed):
             use()
@@ -522,7 +522,7 @@ def test_closing_with_unsent_messages_to_nobody_is_prompt(make: Make) -> None:
     channel.send(b"nobody", [b"x" * 1_000_000])
     start = time.monotonic()
     channel.close()
-    assert time.monotonic() - start < DEADLINE
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python >= 3.12 warns; forking is the point here

@@ -10,6 +10,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from processes import STARTING
 
 F = dr.functional
 Tensors = list[torch.Tensor]
@@ -19,7 +20,7 @@ SHAPE = (6, 2)
 @pytest.fixture(scope="module")
 def three() -> Any:
     dr.shutdown()
-    with dr.init_master_worker(world_size=3, timeout=90):
+    with dr.init_master_worker(world_size=3, timeout=STARTING):
         yield dr.new_group()
 
 

@@ -18,7 +18,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.errors import RemoteError
-from processes import Child, asleep, slots, until, window_is_full
+from processes import Child, asleep, slots, stop, until, window_is_full
 
 
 def here(offset: int = 0) -> str:
@@ -397,7 +397,7 @@ def test_a_pending_fetch_wakes_when_its_worker_dies(fresh_session: Callable[...,
     there = torch.ones(3, device=REMOTE).to(node=1)
     there.sum().item()
     victim = dr.nodes()[1].pid
-    os.kill(victim, signal.SIGSTOP)
+    stop(victim)
     pending = dr.fetch_async(there + 1)
     caught: list[BaseException] = []
 
@@ -421,24 +421,24 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(fresh_sessi
     fresh_session(world_size=2)
     mine, there = torch.ones(3, device=REMOTE), torch.ones(3, device=REMOTE).to(node=1)
     there.sum().item()
-    stop, rounds = threading.Event(), [0]
+    ended, rounds = threading.Event(), [0]
 
     def work() -> None:
-        while not stop.is_set():
+        while not ended.is_set():
             assert (mine + 1).sum().item() == 6
             rounds[0] += 1
 
     worker = threading.Thread(target=work, daemon=True)
     worker.start()
     victim = dr.nodes()[1].pid
-    os.kill(victim, signal.SIGSTOP)
+    stop(victim)
     pending = dr.fetch_async(there + 1)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed):
         pending.result(timeout=60)
     seen = rounds[0]
     until(lambda: rounds[0] > seen + 10)
-    stop.set()
+    ended.set()
     worker.join(60)
     assert not worker.is_alive()
 
@@ -449,7 +449,7 @@ def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
     victim = dr.nodes()[0].pid
-    os.kill(victim, signal.SIGSTOP)
+    stop(victim)
     caught: list[BaseException] = []
 
     def fill() -> None:
@@ -525,7 +525,7 @@ def wait_for_a_stopped_worker() -> None:
         "await": awaited,
     }
     for name, way in ways.items():
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         future = dr.fetch_async(x + 4)
         try:
             print("waiting", name)
@@ -537,7 +537,7 @@ def wait_for_a_stopped_worker() -> None:
         assert future.result(timeout=20).tolist() == [5, 5, 5]
         assert (x + x).sum().item() == 6
         assert x.to(node=1).tolist() == [1, 1, 1]
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     future = dr.fetch_async(x * 7)
     try:
         print("waiting again")

@@ -23,7 +23,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import PROTOCOL, Hello, Welcome
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import Daemon
-from processes import Child, asleep, free_port, pause, stopped, until
+from processes import Child, asleep, free_port, pause, stop, stopped, until
 
 
 def each(nodes: list[int], size: int = 3) -> list[torch.Tensor]:
@@ -111,7 +111,7 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(fresh_session: Any,
     given = each([0, 1, 2], size=1 << 16)
     dr.all_reduce(given, group=group)
     dr.synchronize()
-    os.kill(session.local_workers[victim].pid, signal.SIGSTOP)
+    stop(session.local_workers[victim].pid)
     results = [dr.functional.all_reduce(given, group=group), dr.functional.all_gather(given, group=group)]
     if closed:
         group.close()
@@ -127,7 +127,7 @@ def test_a_member_that_dies_while_the_group_is_made(fresh_session: Any) -> None:
     session = fresh_session(world_size=3)
     dr.barrier(dr.new_group([0, 1]))
     pid = session.local_workers[2].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     killer = threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL))
     killer.start()
     try:

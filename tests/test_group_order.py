@@ -17,7 +17,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import Child, slots, stop, stopped, until, window_is_full
+from processes import STARTING, Child, slots, stop, stopped, until, window_is_full
 
 
 def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
@@ -55,7 +55,7 @@ def _collectives_under_interrupts(seed: int) -> None:
         if armed[0]:
             raise KeyboardInterrupt
 
-    with dr.init_master_worker(world_size=3, timeout=90):
+    with dr.init_master_worker(world_size=3, timeout=STARTING):
         signal.signal(signal.SIGINT, interrupt)
         group, struck, rounds = dr.new_group(), 0, 0
         values = [there(torch.ones(4, dtype=torch.int64), node) for node in range(3)]

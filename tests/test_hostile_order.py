@@ -11,12 +11,13 @@ import pytest
 
 import distruntime as dr
 from hostile import check
+from processes import STARTING
 
 
 @pytest.fixture(scope="module", autouse=True)
 def four_workers() -> Iterator[None]:
     dr.shutdown()
-    with dr.init_master_worker(world_size=4, timeout=90):
+    with dr.init_master_worker(world_size=4, timeout=STARTING):
         yield
 
 

@@ -17,7 +17,7 @@ from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import Join
-from processes import until
+from processes import state, stop, until, within
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     workers: list[LocalWorker] = []
 
     def begin(count: int, key: KeyPair | None = None, **options: object) -> tuple[Channel, list[LocalWorker]]:
-        channels.append(Channel(listen=f"ipc://{tmp_path}/s", keys=key))
+        channels.append(Channel(listen=f"ipc://{tmp_path}/s{len(channels)}", keys=key))
         workers.extend(start_workers(count, address=channels[-1].address, key=key, directory=tmp_path, **options))  # type: ignore[arg-type]
         return channels[-1], workers
 
@@ -61,12 +61,7 @@ def joins(channel: Channel, count: int) -> dict[int | None, Join]:
 
 def gone(pid: int) -> bool:
     """Whether no such process runs; a zombie whose parent died counts as gone."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
-    return state.strip().startswith("Z") or not state.strip()
+    return state(pid) in ("", "Z")
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -74,9 +69,12 @@ def environment(pid: int) -> dict[str, str]:
     return {name.decode(): value.decode() for name, _, value in (entry.partition(b"=") for entry in entries)}
 
 
-def test_two_workers_join_and_prove_themselves(start: Start) -> None:
-    channel, workers = start(2, KeyPair.generate())
-    found = joins(channel, 2)
+def test_two_workers_join_within_seconds_and_prove_themselves(start: Start) -> None:
+    def begin() -> tuple[dict[int | None, Join], list[LocalWorker]]:
+        channel, started = start(2, KeyPair.generate())
+        return joins(channel, 2), started[-2:]
+
+    found, workers = within(20, begin)  # 3 s on two idle cores
     assert {node: join.pid for node, join in found.items()} == {worker.node: worker.pid for worker in workers}
     assert [worker.poll() for worker in workers] == [None, None]
 
@@ -117,7 +115,7 @@ def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> No
 def test_a_worker_that_does_not_stop_is_killed(start: Start) -> None:
     channel, workers = start(1)
     joins(channel, 1)
-    os.kill(workers[0].pid, signal.SIGSTOP)
+    stop(workers[0].pid)
     workers[0].stop(0.2)
     assert workers[0].poll() == "killed by signal 9 (SIGKILL)"
 

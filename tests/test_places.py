@@ -12,6 +12,7 @@ from torch import nn
 
 import distruntime as dr
 from distruntime.session import active_session
+from processes import STARTING
 
 HERE = None  # a local tensor
 CPU0, GPU0, GPU1 = (0, "cpu"), (0, "cuda:0"), (0, "cuda:1")
@@ -347,7 +348,7 @@ def test_places_known_at_start_are_numbered_in_the_order_of_nodes() -> None:
 def many() -> Iterator[None]:
     """Three nodes with 100 simulated GPUs each, for the tests that stand last."""
     dr.shutdown()
-    dr.init_master_worker(world_size=3, simulate_cuda=100, timeout=90)
+    dr.init_master_worker(world_size=3, simulate_cuda=100, timeout=STARTING)
     yield
 
 

@@ -25,7 +25,7 @@ from agree import REMOTE
 from distruntime.session import active_session
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import serve
-from processes import slots, stopped, until
+from processes import slots, stop, stopped, until, within
 
 
 @contextmanager
@@ -189,10 +189,12 @@ def test_a_future_behaves_as_futures_do(session: object) -> None:
     until(lambda: seen == [[4, 4]])
     with stopped(dr.nodes()[0].pid):
         late = dr.fetch_async(x + 1)
-        started = time.monotonic()
-        with pytest.raises(TimeoutError):
-            late.result(timeout=0.2)
-        assert time.monotonic() - started < 20
+
+        def give_up() -> None:
+            with pytest.raises(TimeoutError):
+                late.result(timeout=0.2)
+
+        within(1.5, give_up)
         assert not late.done()
     assert late.result(timeout=60).tolist() == [5, 5]
 
@@ -302,9 +304,8 @@ def test_gradients_and_parameters_say_so(session: object) -> None:
 
 def test_a_huge_tensor_is_summarised_before_it_travels(session: object) -> None:
     x = torch.zeros(1, device=REMOTE).expand(1 << 20, 1 << 20)  # four tebibytes, if it were copied
-    started = time.monotonic()
-    text, requests = counted(lambda: repr(x))
-    assert requests == 1 and time.monotonic() - started < 20
+    text, requests = within(4, lambda: counted(lambda: repr(x)))
+    assert requests == 1
     assert "..." in text and len(text) < 2_000
     large = torch.ones(2_000, 2_000, device=REMOTE)
     assert "..." in repr(large) and len(repr(large)) < 2_000
@@ -322,9 +323,9 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
     library.define("hold(Tensor x) -> Tensor")
     library.impl("hold", hold, "CPU")
     library.impl("hold", torch.empty_like, "Meta")
-    stop, address = threading.Event(), f"ipc://{tmp_path}/worker"
+    ended, address = threading.Event(), f"ipc://{tmp_path}/worker"
     interval = sys.getswitchinterval()
-    worker = threading.Thread(target=serve, args=(WorkerConfig(listen=address), stop))
+    worker = threading.Thread(target=serve, args=(WorkerConfig(listen=address), ended))
     worker.start()
     try:
         fresh_session(workers=[address])
@@ -342,7 +343,7 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
     finally:
         free.set()
         dr.shutdown()
-        stop.set()
+        ended.set()
         worker.join(30)
         sys.setswitchinterval(interval)
     assert not worker.is_alive()
@@ -361,9 +362,7 @@ def test_printing_at_a_stopped_worker_returns(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
     with stopped(dr.nodes()[0].pid):
-        started = time.monotonic()
-        text = repr(x)
-        assert time.monotonic() - started < 20
+        text = within(5, lambda: repr(x))
         assert text.startswith("<remote 3 float32, 12 B, node 0 cpu: ")
     assert repr(x).startswith("tensor([1., 1., 1.]")
 
@@ -377,11 +376,9 @@ def test_printing_leaves_nothing_behind(session: object) -> None:
     assert slots() == before
 
 
-def test_nodes_print_soon_although_one_is_stopped(session: object) -> None:
+def test_nodes_print_within_a_second_although_one_is_stopped(session: object) -> None:
     with stopped(dr.nodes()[1].pid):
-        started = time.monotonic()
-        assert len(str(dr.nodes()).splitlines()) == 3
-        assert time.monotonic() - started < 20  # a second, if nobody else is busy
+        assert len(within(4, lambda: str(dr.nodes())).splitlines()) == 3
 
 
 # What the master learns about its waits
@@ -545,7 +542,7 @@ def test_signals_reach_a_waiting_master(session: object) -> None:
 
     before = signal.signal(signal.SIGALRM, go_on)
     try:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         assert (x + 1).sum().item() == 6
         assert len(hits) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from processes import until
+from processes import STARTING, until
 
 OPS = {"sum": dr.ReduceOp.SUM, "product": dr.ReduceOp.PRODUCT, "min": dr.ReduceOp.MIN, "max": dr.ReduceOp.MAX}
 WORLD, GROUP = [0, 1, 2], [1, 2]
@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("ranks", [WORLD, GROUP], ids=["world", "group"])
 @pytest.fixture(scope="module", autouse=True)
 def three_workers() -> Iterator[None]:
     dr.shutdown()
-    with dr.init_master_worker(world_size=3, simulate_cuda=1, timeout=90):
+    with dr.init_master_worker(world_size=3, simulate_cuda=1, timeout=STARTING):
         yield
 
 

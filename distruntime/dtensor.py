@@ -26,7 +26,7 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 from . import functional_collectives
 from .context import current_mesh
 from .first import for_each_member
-from .member_ints import per_member, run_for_each, varies, varying
+from .member_ints import as_tensor, home_of, per_member, pick, run_for_each, varies, varying
 from .process_group import MeshGroup, noting, placing, speaking_for
 from .tensor import DistributedTensor
 
@@ -75,23 +75,61 @@ def _wrap_marked(owner: ModuleType | type) -> None:
     for name, value in list(vars(owner).items()):
         function: Any = value.__func__ if isinstance(value, staticmethod) else value
         if getattr(function, "__code__", None) is _MARK:
-            wrapped = per_member(function.__wrapped__)
+            wrapped = per_member(function.__wrapped__, _AT_ONCE.get(function.__wrapped__.__qualname__))
             setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+
+
+def _own_part(
+    function: Any,
+    shard: Any,
+    tensor: Any,
+    num_chunks: int,
+    index: Any,
+    *,
+    with_padding: bool = True,
+    contiguous: bool = True,
+    clone: bool = True,
+) -> Any:
+    """What a member keeps of a whole tensor, Replicate to Shard; `Shard._select_split_tensor`, where all members keep as much."""
+    stride = getattr(shard, "split_factor", 1)
+    if home_of(tensor) is None or not varies(index) or tensor.size(shard.dim) % (num_chunks * stride):
+        return NotImplemented
+    return pick(tensor, shard.dim, num_chunks, index, stride)
+
+
+def _own_rows(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
+    """Of indices into an embedding's rows, those into a member's own; `_MaskPartial._mask_tensor`, which computes with numbers as with
+    tensors of one."""
+    home = home_of(tensor)
+    return NotImplemented if home is None else function(tensor, *(as_tensor(n, home) if varies(n) else n for n in (offset, size)))
+
+
+_AT_ONCE: dict[str, Callable[..., Any]] = {
+    "Shard._select_split_tensor": _own_part,
+    "_StridedShard._select_split_tensor": _own_part,
+    "_MaskPartial._mask_tensor": _own_rows,
+}
 
 
 class _Chunks(list[Any]):
     """The chunks of a parameter, of which each member keeps its own."""
 
+    def __init__(self, chunks: list[Any], whole: Any, dim: int) -> None:
+        super().__init__(chunks)
+        self._whole, self._dim = whole, dim
+
     def __getitem__(self, index: Any) -> Any:
-        if varies(index):
+        if not varies(index):
+            return super().__getitem__(index)
+        if home_of(self._whole) is None or self._whole.size(self._dim) % len(self):
             return run_for_each(list.__getitem__, [list(self), index], {})
-        return super().__getitem__(index)
+        return pick(self._whole, self._dim, len(self), index)
 
 
 def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(chunk)
-    def choose(tensor: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return _Chunks(chunk(tensor, *args, **kwargs))
+    def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
+        return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
 
     return choose
 

@@ -3,7 +3,7 @@
 In a program of one rank per process, a rank is an int. Here one process speaks for all members, so what depends on the rank is a
 symbolic int that knows each member's value: torch has one, for its single-process debugging class LocalTensor, and marks the functions
 of DTensor that are to run once for each rank (`maybe_run_for_local_tensor`). On a mesh's tensors these run once for each member, on the
-members' own shards.
+members' own shards, but for those that every training step needs: they are operators with the members' numbers as a tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from torch.distributed import _local_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import NotSupportedError
+from .handle import Residence
 from .shards import member_of, mesh_of
 from .tensor import DistributedTensor
+from .transfer import upload
 from .wrap import wrap
+
+_MOST_KEPT = 256
 
 
 def varying(values: Sequence[int]) -> Any:
@@ -32,6 +36,41 @@ def varying(values: Sequence[int]) -> Any:
 def varies(value: Any) -> bool:
     """Whether a value is an int that differs from member to member."""
     return isinstance(value, torch.SymInt) and isinstance(value.node, _local_tensor.LocalIntNode)
+
+
+def _kept(value: Any) -> dict[Any, Any]:
+    """What has been made of an int that varies; it lives as long as the int, which a mesh keeps."""
+    found: dict[Any, Any] = value.node.__dict__.setdefault("_kept", {})
+    if len(found) >= _MOST_KEPT:
+        found.clear()
+    return found
+
+
+def as_tensor(value: Any, home: Residence) -> Any:
+    """Return an int that varies as a tensor of one int64 on a mesh; sent to the members at the first use."""
+    kept = _kept(value)
+    team: Any = home.node
+    if team not in kept:
+        session, numbers = team.session, value.node._local_ints.values()
+        places = [session.places.residence(place, numbered=False) for place in team.members]
+        handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(numbers, places)]
+        kept[team] = wrap(DistributedTensor, mesh_of(team, home, handles))
+    return kept[team]
+
+
+def home_of(value: Any) -> Residence | None:
+    """Return where the members of a mesh's tensor are; None of anything else."""
+    if not isinstance(value, DistributedTensor) or not value._handle.place.node.members:
+        return None
+    home: Residence = value._handle.place
+    return home
+
+
+def pick(tensor: Any, dim: int, parts: int, index: Any, stride: int = 1) -> Any:
+    """Return, on each member, the part with its index of a dimension cut evenly; with `stride`, of each of as many stretches of it."""
+    rows = tensor.unflatten(dim, (stride, parts, tensor.size(dim) // (parts * stride)))
+    chosen = rows.index_select(dim + 1, as_tensor(index, tensor._handle.place).reshape(1))
+    return chosen.flatten(dim, dim + 2)
 
 
 def _at(value: Any, k: int) -> Any:
@@ -73,14 +112,30 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
     return first
 
 
-def per_member(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that depends on the rank, so that on a mesh's tensors it runs for each member."""
+def per_member(function: Callable[..., Any], at_once: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function of torch that depends on the rank, so that on a mesh's tensors it runs for each member.
+
+    With `at_once` it is first tried to do it for all of them with a mesh's own operators; that may return NotImplemented.
+    """
 
     @functools.wraps(function)
     def choose(*args: Any, **kwargs: Any) -> Any:
         flat, _ = tree_flatten((args, kwargs))
-        if any(varies(value) for value in flat):
+        given = next((value for value in flat if varies(value)), None)
+        if given is None:
+            return function(*args, **kwargs)
+        if at_once is not None:
+            with torch.no_grad():
+                found = at_once(function, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if any(isinstance(value, (torch.Tensor, list, tuple)) for value in (*args, *kwargs.values())):
             return run_for_each(function, args, kwargs)
-        return function(*args, **kwargs)
+        # Of numbers alone: DTensor asks for the same ones with every call.
+        kept = _kept(given)
+        key = (function, *(tuple(v.node._local_ints.values()) if varies(v) else v for v in flat), *kwargs)
+        if key not in kept:
+            kept[key] = run_for_each(function, args, kwargs)
+        return kept[key]
 
     return choose

@@ -54,6 +54,27 @@ def test_each_member_has_the_part_that_is_its_own(mesh: dr.DeviceMesh) -> None:
         assert torch.equal(part, wanted)
 
 
+def test_what_depends_on_the_rank_is_an_instruction_of_the_mesh(mesh: dr.DeviceMesh) -> None:
+    def step() -> None:
+        for dim in (0, 1):
+            t = distribute_tensor(X.to(mesh.device), mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None)
+            t.redistribute(mesh, [Replicate()] * mesh.ndim)
+        F.embedding(rows, weight).redistribute(mesh, [Replicate()] * mesh.ndim)
+
+    def own() -> list[int]:
+        return [node.base + len(node.log) for node in mesh.session.nodes]
+
+    table, given = torch.arange(48.0).reshape(16, 3), torch.tensor([[3, 15], [0, 7]])
+    one_of = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]  # torch's masks of rows are for one dimension
+    weight = distribute_tensor(table.to(mesh.device), mesh, one_of)
+    rows = distribute_tensor(given.to(mesh.device), mesh, [Replicate()] * mesh.ndim)
+    step()  # the first time the members are told their numbers
+    before = own()
+    step()
+    assert own() == before
+    same(F.embedding(rows, weight), table[given])
+
+
 def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
     for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
         t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()

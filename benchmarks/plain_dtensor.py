@@ -6,14 +6,12 @@ what is measured here needs nobody.
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .mesh import SHAPES, Work, placed, tensor, works
+from .mesh import SHAPES, Work, placed, quickest, tensor, works
 
 
 def main() -> None:
@@ -28,15 +26,8 @@ def main() -> None:
         local, distributed = works(x, y, square), works(*whole, tensor.DTensor.from_local(square, mesh, placed("Replicate")))
         table.update({(name, op): (local[op], distributed[op]) for op in local})
     for line in sys.stdin:
-        name, op, count = line.split()
-        times = []
-        for work in table[name, op]:
-            gc.collect()
-            start = time.process_time()
-            for _ in range(int(count)):
-                work()
-            times.append((time.process_time() - start) / int(count))
-        print(*times, flush=True)
+        name, op, bursts = line.split()
+        print(*(quickest(work, int(bursts)) for work in table[name, op]), flush=True)
 
 
 if __name__ == "__main__":

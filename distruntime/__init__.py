@@ -5,6 +5,9 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
+import importlib
+import typing
+
 from . import functional, primitives
 from .collective import (
     all_gather,
@@ -70,7 +73,6 @@ from .handle import Place
 from .layout import Layout
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
-from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
 from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
@@ -83,7 +85,21 @@ from .tensor import DistributedTensor
 from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
 from .work import Work
 
+if typing.TYPE_CHECKING:
+    from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
+
 __version__ = "0.1.0"
+
+_OF_MESHES = ("DeviceMesh", "from_shards", "init_device_mesh", "shards")
+
+
+def __getattr__(name: str) -> typing.Any:
+    # Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
+    if name not in _OF_MESHES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    mesh = importlib.import_module(".mesh", __name__)
+    globals().update((found, getattr(mesh, found)) for found in _OF_MESHES)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -145,7 +145,8 @@ def blocked(stream: dr.Stream) -> Iterator[None]:
     try:
         yield
     finally:
-        session.post(node, Signal(number, ""))
+        for worker in node.workers():
+            session.post(worker, Signal(number, ""))
 
 
 def free_port() -> int:

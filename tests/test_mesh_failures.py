@@ -1,0 +1,110 @@
+"""What goes wrong on meshes: members that fail one by one, streams that are cancelled, workers that stand still."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime.session import active_session
+from meshes import two_workers
+from processes import blocked, stopped
+
+__all__ = ["two_workers"]
+Mesh = dr.DeviceMesh
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def mesh(request: pytest.FixtureRequest, two_workers: None) -> Mesh:
+    """Two members, one a worker, and four, two a worker."""
+    return dr.init_device_mesh(request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp"))
+
+
+def of(mesh: Mesh, *values: float) -> torch.Tensor:
+    """A tensor of each member's own number, the last ones' where they are not said."""
+    return dr.from_shards([torch.tensor([float(values[min(k, len(values) - 1)])]) for k in range(mesh.size())], mesh)
+
+
+def spoilt(mesh: Mesh, *members: int) -> torch.Tensor:
+    """A one on each member, but on some an `IndexError` that names the member."""
+    index = dr.from_shards([torch.tensor([100 + k if k in members else 0]) for k in range(mesh.size())], mesh)
+    return torch.ones(1, device=mesh.device).take(index)
+
+
+def found(t: torch.Tensor) -> list[list[float] | str]:
+    """What each member has: its values, or the first line of what it was poisoned by."""
+    values: list[list[float] | str] = []
+    for k in range(len(t.place.members)):  # type: ignore[attr-defined]
+        try:
+            values.append(t.member(k).tolist())  # type: ignore[attr-defined]
+        except (IndexError, dr.StreamCancelled) as error:
+            values.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    return values
+
+
+def settle() -> None:
+    """Read the failures that a test has made on purpose."""
+    for _ in range(20):
+        with suppress(dr.RemoteError):
+            dr.synchronize()
+            return
+
+
+def said(k: int) -> str:
+    return f"IndexError: out of range: tried to access index {100 + k} on a tensor of 1 elements."
+
+
+# -- poison, member by member ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_is_spoilt_in_the_lines_of_who_failed(mesh: Mesh) -> None:
+    last = mesh.size() - 1
+    x = spoilt(mesh, last)
+    for name in ("dp", "tp"):
+        lines = mesh.lines(name)
+        hit = {k for row in lines.rows if last in row for k in row}
+        wanted = [said(last) if k in hit else [float(lines.size)] for k in range(mesh.size())]
+        assert found(dr.lines.all_reduce(lines, x)) == wanted
+        assert found(dr.lines.all_gather(lines, x)) == [w if isinstance(w, str) else [1.0] * lines.size for w in wanted]
+        assert found(dr.lines.all_reduce(lines, of(mesh, 2))) == [[2.0 * lines.size]] * mesh.size()
+    settle()
+
+
+# -- cancelled streams ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> None:
+    stream, lines = dr.Stream(mesh.device), mesh.lines()
+    x = of(mesh, 1)
+    with blocked(stream):
+        with dr.stream(stream):
+            total = dr.lines.all_reduce(lines, x)
+        stream.cancel()
+    assert all(isinstance(value, str) and "StreamCancelled" in value for value in found(total))
+    assert found(dr.lines.all_reduce(lines, x)) == [[float(mesh.size())]] * mesh.size()
+    settle()
+
+
+# -- workers that stand still ----------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh) -> None:
+    lines, stream = mesh.lines("dp"), dr.Stream(mesh.device)
+    x = of(mesh, 1, 2)
+    settle()
+    with stopped(active_session().local_workers[1].pid):
+        total = dr.lines.all_reduce(lines, x)
+        with dr.stream(stream):
+            event = (total + 1, stream.record_event())[1]
+        for wait in (lambda: dr.fetch(total, 0.2), lambda: event.synchronize(0.2), lambda: dr.synchronize(timeout=0.2)):
+            with pytest.raises(dr.WaitTimeout):
+                wait()
+        with pytest.raises(dr.WaitTimeout):
+            dr.fetch([total.member(k) for k in range(mesh.size())], 0.2)  # type: ignore[attr-defined]
+        assert "no answer" in repr(x.member(mesh.size() - 1)) or "computing" in repr(total)  # type: ignore[attr-defined]
+        assert x.member(0).shape == (1,)  # type: ignore[attr-defined]
+    sums = [sum(2.0 if k else 1.0 for k in row) for row in lines.rows]
+    assert found(total) == [[sums[next(n for n, row in enumerate(lines.rows) if k in row)]] for k in range(mesh.size())]
+    event.synchronize(60)

@@ -75,6 +75,27 @@ def test_a_collective_is_spoilt_in_the_lines_of_who_failed(mesh: Mesh) -> None:
 # -- cancelled streams ---------------------------------------------------------------------------------------------------------------
 
 
+def test_what_a_cancelled_stream_would_have_written_is_spoilt_under_all_its_names(mesh: Mesh) -> None:
+    stream = dr.Stream(mesh.device)
+    x, y, kept = of(mesh, 1, 2), of(mesh, 1, 2), of(mesh, 5)
+    name, member = x.view(1, 1), x.member(1)  # type: ignore[attr-defined]
+    with blocked(stream):
+        with dr.stream(stream):
+            x.add_(1)
+            late = y.view(1)
+            more = kept + 1
+        stream.cancel()
+    late.add_(1)  # not written, so that neither is what it would be a view of
+    for t in (x, name, late, y, more):
+        assert all(isinstance(value, str) and "StreamCancelled" in value for value in found(t)), found(t)
+    with pytest.raises(dr.StreamCancelled):
+        member.tolist()
+    assert found(kept) == [[5.0]] * mesh.size()
+    with dr.stream(stream):
+        assert found(kept * 2) == [[10.0]] * mesh.size()
+    settle()
+
+
 def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> None:
     stream, lines = dr.Stream(mesh.device), mesh.lines()
     x = of(mesh, 1)

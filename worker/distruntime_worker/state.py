@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ class State:
 
     def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        if isinstance(template, Lanes):  # of each member its own
+            template.each(slots, p, i, [partial(self._fail_one, one, error) for one in template.templates])
+            return
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
         if cause is None:
@@ -85,7 +89,11 @@ class State:
                 self.orphans.append(cause)
         self.poison(template, slots, p, i, cause)
 
-    def poison(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def _fail_one(self, template: Template, error: BaseException, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        self.fail(template, slots, p, i, error)
+        return i + template.length
+
+    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
         for k in template.writes:

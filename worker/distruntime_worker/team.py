@@ -16,7 +16,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.messages import TEAM_TEMPLATES, Failure
 
 from .functions import seedings
-from .objects import Poisoned
+from .objects import Poisoned, memory_of
 from .streams import Stream
 from .template import Run, Slots, Template
 
@@ -124,6 +124,6 @@ class Lanes:
         """Poison what was to be written and was not, under all its names."""
         whole = slots.get(ref)
         if isinstance(after, Poisoned) and type(whole) is Shards and after is not whole[lane]:
-            before, whole[lane] = whole[lane], after
-            if isinstance(before, torch.Tensor):
-                self._spread(slots, before.untyped_storage(), after.failure)
+            memory, whole[lane] = memory_of(whole[lane]), after
+            if memory is not None:
+                self._spread(slots, memory, after.failure)

@@ -72,6 +72,18 @@ def test_a_collective_is_spoilt_in_the_lines_of_who_failed(mesh: Mesh) -> None:
     settle()
 
 
+def test_a_broadcast_needs_its_root_only(mesh: Mesh) -> None:
+    """What the others have is not looked at: a failure there once went to the whole line."""
+    lines, last = mesh.lines(), mesh.size() - 1
+    assert found(dr.lines.broadcast(lines, spoilt(mesh, last), 0)) == [[1.0]] * mesh.size()
+    assert found(dr.lines.broadcast(lines, spoilt(mesh, 0), 0)) == [said(0)] * mesh.size()
+    written = spoilt(mesh, last)
+    torch.distributed.broadcast(written, 0, group=mesh.get_group("dp"))
+    rows = mesh.lines("dp").rows
+    assert found(written) == [said(last) if k == last else [1.0] for k in range(mesh.size())], rows
+    settle()
+
+
 # -- cancelled streams ---------------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,21 @@ def test_what_a_cancelled_stream_would_have_written_is_spoilt_under_all_its_name
     settle()
 
 
+def test_shards_that_one_stream_puts_together_and_another_takes(mesh: Mesh) -> None:
+    """The names of a mesh's value are no instructions of its own log: on a worker nothing kept the second after the first."""
+    with dr.on(mesh.places[0]):
+        first = torch.full((1,), 3.0)
+    rest = [of(mesh, 4).member(k) + 0 for k in range(1, mesh.size())]  # type: ignore[attr-defined]
+    stream = dr.Stream(mesh.places[0])
+    with blocked(stream):
+        with dr.stream(stream):
+            whole = dr.from_shards([first, *rest], mesh)
+        member = whole.member(0)  # type: ignore[attr-defined]
+        with pytest.raises(dr.WaitTimeout):
+            dr.fetch(member, 0.1)
+    assert member.tolist() == [3.0] and found(whole) == [[3.0], *[[4.0]] * (mesh.size() - 1)]
+
+
 def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> None:
     stream, lines = dr.Stream(mesh.device), mesh.lines()
     x = of(mesh, 1)
@@ -117,6 +132,22 @@ def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> 
         stream.cancel()
     assert all(isinstance(value, str) and "StreamCancelled" in value for value in found(total))
     assert found(dr.lines.all_reduce(lines, x)) == [[float(mesh.size())]] * mesh.size()
+    settle()
+
+
+def test_a_shard_that_a_cancelled_stream_takes(mesh: Mesh) -> None:
+    """It is a name, which costs nothing: there all the same, once what it names is, for which the stream does not wait any more."""
+    shards = [of(mesh, 4).member(k) + 0 for k in range(mesh.size())]  # type: ignore[attr-defined]
+    one, two = dr.Stream(mesh.places[0]), dr.Stream(mesh.places[0])
+    with blocked(one):
+        with dr.stream(one):
+            whole = dr.from_shards(shards, mesh)
+        with dr.stream(two):
+            member = whole.member(0)  # type: ignore[attr-defined]
+            two.cancel()
+            with pytest.raises(dr.WaitTimeout):
+                dr.fetch(torch.ones(1, device="remote"), 0.3)
+    assert member.tolist() == [4.0] and found(whole) == [[4.0]] * mesh.size()
     settle()
 
 

@@ -47,7 +47,7 @@ class Cancelling:
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        if word == FORGET:
+        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
             self._waits.pay(stream, p, i)
         if word in (RELEASE, FORGET, STAMP, TAKE, GIVE):
             return self._state.templates[word](slots, p, i)

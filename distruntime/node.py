@@ -408,7 +408,9 @@ class Node:
                     if flight.seq == failure.seq:
                         self._file(failure, flight)
             self.unread.pop(key, None)
-            return self.failures.get(key) or Cause(failure, "")
+            found = self.failures.get(key) or Cause(failure, "")
+        # Of a mesh's members here each may have failed in its own way.
+        return found if found.failure == failure else replace(found, failure=failure)
 
     def issued_at(self, position: int) -> str:
         """Return the line that issued the instruction at a position that has not been acknowledged; nothing if it has."""

@@ -59,6 +59,13 @@ def said(k: int) -> str:
 # -- poison, member by member ----------------------------------------------------------------------------------------------------------
 
 
+def test_each_member_says_how_it_failed_itself(mesh: Mesh) -> None:
+    """Two of one worker fail in one instruction: the second one's failure was told as the first one's."""
+    bad = [k for k in range(mesh.size()) if k]
+    assert found(spoilt(mesh, *bad) * 2) == [[2.0], *map(said, bad)]
+    settle()
+
+
 def test_a_collective_is_spoilt_in_the_lines_of_who_failed(mesh: Mesh) -> None:
     last = mesh.size() - 1
     x = spoilt(mesh, last)

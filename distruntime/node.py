@@ -325,7 +325,8 @@ class Node:
 
     def carry(self, whole: _Flight, frame: Buffer) -> None:
         """Send this worker its copy of a mesh's segment, one of its own without words of its log. Call under `lock`, in the mesh's turn."""
-        if self.failed is not None:
+        if self.failed is not None:  # since the mesh counted who is to run it
+            whole.releases[0]()
             return
         self._seq += 1
         self.flights.append(_Flight(self._seq, whole.lines, 0, self.base, 0, self._checks, [], whole))
@@ -428,13 +429,16 @@ class Node:
                 self.failed = why
                 self.log.clear()
                 self.lines, self._payloads, self._payload_bytes = [], [], 0
-                self.flights.clear()
+                flights, self.flights = self.flights, deque()
                 self._words = self._bytes = 0
                 self.busy = False
                 self.enough = 0
                 self._unsent = None
                 for drop in self.forgetters:
                     drop()
+                for flight in flights:
+                    if flight.whole is not None:
+                        flight.whole.releases[0]()
                 for team in self.teams:
                     team.fail(f"has lost a member: {self} {why}")
 

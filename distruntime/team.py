@@ -120,7 +120,7 @@ class Team(Node):
         return [*self.ranks, *dict.fromkeys(team for node in self.ranks for team in node.teams if team is not self)]
 
     def flush(self, upto: int | None = None) -> None:
-        """Send what has gathered to every member's worker. Never blocks; a mesh that has lost a member swallows it."""
+        """Send what has gathered to every member's worker that is there. Never blocks."""
         with self.lock:
             if self._flushing:
                 return
@@ -137,7 +137,8 @@ class Team(Node):
                 log: Any = self.log
                 if not log:
                     return
-                if self.failed is not None:
+                workers = self.workers()
+                if not workers:
                     log.clear()
                     self.lines, self._new_templates = [], []
                     return
@@ -150,14 +151,14 @@ class Team(Node):
                     rest = log.rest(taken)
                 with shield:  # Ctrl-C between two workers would leave one without what the others have
                     whole = _Flight(0, self.lines[:lines], taken, self.base + taken, 0, self._checks, [])
-                    whole.releases.append(_Part(self, whole, sum(node.failed is None for node in self.ranks)))
+                    whole.releases.append(_Part(self, len(workers)))
                     self.base += taken
                     self.log, self.lines, self._new_templates = rest, self.lines[lines:], []
                     self.flights.append(whole)
                     self._words += taken
                     self.busy = self._words > WINDOW
                     self.enough = _enough(len(self.flights))
-                    for node in list(self.ranks):
+                    for node in workers:
                         node.carry(whole, frame)
                 if self.parked[0]:
                     self.stir()
@@ -192,6 +193,15 @@ class Team(Node):
             if self.log and len(self.log) > self.enough:
                 self.flush()
 
+    def fail(self, why: str) -> None:
+        """Mark a member as lost. The others run what has been issued, and free what is let go of: their shards are there."""
+        with self.lock:
+            if self.failed is None:
+                self.failed = why
+                for drop in self.forgetters:
+                    drop()
+            self.flush()
+
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on all of the members."""
         return NodeFailed(
@@ -200,9 +210,9 @@ class Team(Node):
 
 
 class _Part:
-    """Counts the workers that have not run a mesh's segment."""
+    """Counts the workers that have not run a mesh's segment, and are there."""
 
-    def __init__(self, team: Team, flight: _Flight, left: int) -> None:
+    def __init__(self, team: Team, left: int) -> None:
         self.team, self.left = team, left
 
     def __call__(self) -> None:

@@ -18,7 +18,7 @@ from .node import Node, _enough, _Flight
 from .session import Session
 from .wire.channel import for_many
 from .wire.codec import encode
-from .wire.messages import TEAM_TEMPLATES, MeshBody, OpenTeam, stream_number
+from .wire.messages import MeshBody, OpenTeam, stream_number
 from .wire.shield import shield
 
 WINDOW = 1 << 18  # words in flight, as a node's
@@ -63,7 +63,6 @@ class Team(Node):
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
-        self._next_template = self._generation = TEAM_TEMPLATES * (number + 1)
         for node, ranks in self.ranks.items():
             if node.failed is None:
                 session.post(node, OpenTeam(number, [places[k].device for k in ranks]))

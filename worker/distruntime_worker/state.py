@@ -43,9 +43,9 @@ class State:
         self.gate = threading.RLock()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
-    def streams_of(self, work: Work) -> dict[int, Stream]:
-        """Return the streams that a segment's stretches and waits name: a mesh has its own."""
-        return self.streams if work.team is None else work.team.streams
+    def log(self, work: Work) -> State | Team:
+        """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
+        return self if work.team is None else work.team
 
     def named(self, number: int) -> Stream | None:
         """Return the stream that a message names, of this worker's own log or of a mesh's."""

@@ -6,10 +6,12 @@ worker, between that worker's own. Of the logs that go to one worker only one ho
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from .errors import NodeFailed
@@ -60,6 +62,7 @@ class Team(Node):
         self.place = MeshPlace(self.index, "member", self.members)
         self.forgetters.append(partial(session.places.forget, self))
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
+        self._meeting, self._lines = threading.RLock(), count().__next__
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
@@ -83,7 +86,9 @@ class Team(Node):
         """Return what `make` makes of these rows of members, once for all meshes of these members."""
         key = tuple(map(tuple, rows))
         if key not in self.along:
-            self.along[key] = make(self, len(self.along), rows)
+            with self._meeting:  # a second thread may want the same ones meanwhile
+                if key not in self.along:
+                    self.along[key] = make(self, self._lines(), rows)
         return self.along[key]
 
     def residence(self) -> Residence:

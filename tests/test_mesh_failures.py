@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -89,6 +90,17 @@ def test_a_broadcast_needs_its_root_only(mesh: Mesh) -> None:
     rows = mesh.lines("dp").rows
     assert found(written) == [said(last) if k == last else [1.0] for k in range(mesh.size())], rows
     settle()
+
+
+def test_threads_that_meet_along_two_dimensions_at_once(mesh: Mesh) -> None:
+    """Both got one number, and the second one's groups stood for the first one's, too."""
+    turned = dr.init_device_mesh(list(reversed(mesh.places)), (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    with ThreadPoolExecutor(2) as pool:
+        found_lines = list(pool.map(turned.lines, ("dp", "tp")))
+    x = dr.from_shards([torch.tensor([10.0**k]) for k in range(turned.size())], turned)
+    for lines in found_lines:
+        sums = {k: [sum(10.0**m for m in row)] for row in lines.rows for k in row}
+        assert found(dr.lines.all_reduce(lines, x)) == [sums[k] for k in range(turned.size())]
 
 
 # -- cancelled streams ---------------------------------------------------------------------------------------------------------------

@@ -92,7 +92,10 @@ class _Master:
 
     def open(self, message: OpenStream) -> None:
         """Open a stream: start its thread."""
-        self._start(self.executor.open(message), f"stream-{message.stream}")
+        try:
+            self._start(self.executor.open(message), f"stream-{message.stream}")
+        except RuntimeError as error:  # of threading: there is no more room for one
+            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
 
     def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
         """Send to the master, from any thread; a master that has gone meanwhile is no error here.
@@ -153,8 +156,11 @@ class _Master:
                         executor.run(work)
                     del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
-                    self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
-                    log.exception("the thread of stream %s ends", stream.number)
+                    if isinstance(error, ProtocolError):
+                        self.broken = str(error)
+                    else:
+                        self.broken = f"a defect of the worker: {error!r}"
+                        log.exception("the thread of stream %s ends", stream.number)
                     self._channel.wake()
                     return
 

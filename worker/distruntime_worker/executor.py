@@ -88,18 +88,23 @@ class Executor:
 
     def open_team(self, message: OpenTeam) -> None:
         """Take part in a mesh (the reader)."""
-        names = self.state.devices.names
-        if message.team in self.state.teams or not message.devices or not all(name in names for name in message.devices):
-            raise ProtocolError(f"mesh {message.team} of {message.devices!r:.80} cannot be opened")
-        self.state.teams[message.team] = Team(message.team, message.devices, self._instructions.copy())
+        state, devices = self.state, message.devices
+        good = bool(devices) and all(name in state.devices.names for name in devices) and len(set(devices)) == len(devices)
+        if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
+            raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
+        state.teams[message.team] = Team(message.team, devices, self._instructions.copy())
 
     def open_lines(self, message: OpenLines) -> None:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
-        team = self.state.teams.get(message.team)
-        rows = message.members
-        good = all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
-        if team is None or not good or len(rows) != len(team.devices):
-            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense")
+        team, rows = self.state.teams.get(message.team), message.members
+        if team is None or message.number in team.lines:
+            raise ProtocolError(f"lines {message.number} of mesh {message.team}, which is not open or has them")
+        good = len(rows) == len(team.devices) and all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
+        if not good or len({tuple(row) for row in rows}) < len(rows):
+            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense: {rows!r:.80}")
+        for (group, rank), device in zip(rows, team.devices):
+            if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
+                raise ProtocolError(f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}")
         team.lines[message.number] = rows
 
     def mesh_work(self, message: MeshSegment, body: Message) -> Work:

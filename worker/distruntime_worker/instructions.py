@@ -136,7 +136,10 @@ class Instructions:
             else:
                 value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
             if device == "member":
-                slots[ref] = self._to_members(self._state.work(p).team.devices, value)
+                team = self._state.work(p).team
+                if team is None:
+                    raise TypeError("an upload to a mesh's members, in no mesh's log")
+                slots[ref] = self._to_members(team.devices, value)
                 return i + 6
             real = self._state.devices.real(torch.device(device))
             if real.type == "cuda":
@@ -190,6 +193,8 @@ class Instructions:
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:
             value = slots[p[i + 1]]
+            if isinstance(value, Shards):
+                raise TypeError("a copy to the host is of one tensor")
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
         except RuntimeError as error:  # no memory, or what a kernel before this one has done
             slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))

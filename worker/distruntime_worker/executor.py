@@ -156,7 +156,7 @@ class Executor:
         stream = state.default if work.team is None else work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
-        templates = state.log(work).templates
+        templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         i, n = 0, len(words)
         if work.turn is not None:
@@ -197,7 +197,7 @@ class Executor:
             stream = work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
-        templates = state.log(work).templates
+        templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         try:
             with stream.entered():

@@ -62,6 +62,7 @@ class Team(Node):
         self.place = MeshPlace(self.index, "member", self.members)
         self.forgetters.append(partial(session.places.forget, self))
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
+        self.spoken: dict[tuple[tuple[int, ...], ...], Any] = {}  # torch's groups of such rows: see mesh.py
         self._meeting, self._lines = threading.RLock(), count().__next__
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs

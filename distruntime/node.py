@@ -68,6 +68,7 @@ class Cause:
     failure: Failure
     line: str
     where: Node | None = None  # that worker, where it is not the one that told of it
+    log: Node | None = None  # whose position the failure has, where that is a mesh's
 
 
 @dataclass(slots=True)
@@ -382,7 +383,8 @@ class Node:
             return  # a reply named it before its segment was done
         lines = flight.lines
         k = bisect.bisect_right([line[0] for line in lines], failure.position)
-        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None))
+        log = None if flight.whole is None else flight.whole.releases[0].team
+        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None), log=log)
         if len(self.failures) >= _MOST_FAILURES:
             self.failures.pop(next(iter(self.failures)))
         self.failures[failure.seq, failure.position] = cause

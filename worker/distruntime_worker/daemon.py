@@ -50,7 +50,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .executor import Executor
-from .objects import Poisoned, failure
+from .objects import failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work
@@ -368,7 +368,7 @@ class Daemon:
             return [
                 len(executor.slots),
                 executor.state.executed,
-                [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
+                executor.state.poisoned(),
             ]
         match what, detail:
             case "channel", [str(name)]:

@@ -59,6 +59,16 @@ class State:
         """Return the streams of this worker's own log and of each mesh's."""
         return [self.streams, *(team.streams for team in list(self.teams.values()))]
 
+    def poisoned(self) -> list[Any]:
+        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
+        found: list[Any] = []
+        for ref, value in self.slots.copy().items():
+            if isinstance(value, Poisoned):
+                found.append(ref)
+            elif isinstance(value, Shards):
+                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+        return found
+
     def mine(self) -> Stream:
         """Return the stream that this thread runs."""
         return self.by_thread[threading.get_ident()]

@@ -113,8 +113,9 @@ class Event:
         """Have one worker tell another when the event has come."""
         meeting = groups_of(here.session).meeting
         if meeting.done:
-            meeting.remember(number, here, there, recorded.position)
-            wire = recorded.stream.residence.node.on_wire(recorded.stream.number)
+            log = recorded.stream.residence.node
+            meeting.remember(number, here, there, recorded.position, log)
+            wire = log.on_wire(recorded.stream.number)
             there.session.post(there, Notify(wire, recorded.position, here.index, number))
         else:
             recorded.ask(there, quiet=True).when_done(_Forward(here, there, number))

@@ -82,7 +82,7 @@ class Storage:
     `order` says which streams used it, once there are several: see order.py.
     """
 
-    __slots__ = ("__weakref__", "order", "parts", "resized", "spec", "whole", "written")
+    __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -91,6 +91,7 @@ class Storage:
         self.parts: dict[int, Storage] | None = None  # of a mesh's: those of its members that somebody has named
         # Of a member's: those of the meshes' tensors that it is a shard of, by the mesh's log.
         self.whole: dict[Any, weakref.ref[Storage]] | None = None
+        self.given: dict[Node, Storage] | None = None  # of a mesh's that was put together: what keeps its names' order on each worker
         self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
 
 

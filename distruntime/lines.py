@@ -48,15 +48,20 @@ def reduction(op: Any) -> tuple[str, float | None]:
 class Lines:
     """The lines of a mesh along one or several of its dimensions: groups of equal size that cover the members."""
 
-    def __init__(
-        self, team: Team, number: int, rows: Sequence[Sequence[int]], backend: str | None = None, timeout: float | None = None
-    ) -> None:
+    def __init__(self, team: Team, number: int, rows: Sequence[Sequence[int]]) -> None:
         session = team.session
         self.team, self.number, self.rows = team, number, [list(row) for row in rows]
         self.size = len(rows[0])
         homes = [session.places.residence(place, numbered=False) for place in team.members]
         groups = groups_of(session)
-        self.groups: list[ProcessGroup] = [groups.open([homes[k] for k in row]) for row in rows]
+        self.groups: list[ProcessGroup] = []
+        try:
+            for row in rows:
+                self.groups.append(groups.open([homes[k] for k in row]))
+        except BaseException:
+            for group in self.groups:
+                group.close()
+            raise
         self.capabilities = self.groups[0].capabilities
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)

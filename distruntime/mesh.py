@@ -63,13 +63,17 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
         groups: list[MeshGroup] = []
         for dim in self._dims:
-            name = f"{BACKEND}:{next(_names)}"
-            first = ranks.movedim(dim, -1).reshape(-1, shape[dim])[0].tolist()
-            groups.append(register(name, first, [at[dim] for at in self.coordinates()], partial(self.lines, dim)))
+            # Of the members, not of this mesh, so that it can go, and its number with it.
+            rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+            known, key = self._team.spoken, tuple(map(tuple, rows))
+            if key not in known:
+                at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
+                known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
+                session.on_close.append(partial(forget, known[key]))
+            groups.append(known[key])
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]
         self._pg_registry = {group.group_name: group for group in groups}
-        session.on_close.append(partial(_forget_all, groups))
 
     @property
     def session(self) -> Session:
@@ -237,11 +241,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
 
 _names = count()
-
-
-def _forget_all(groups: list[MeshGroup]) -> None:
-    for group in groups:
-        forget(group)
 
 
 def init_device_mesh(

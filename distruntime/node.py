@@ -68,6 +68,7 @@ class Cause:
     failure: Failure
     line: str
     where: Node | None = None  # that worker, where it is not the one that told of it
+    log: Node | None = None  # whose position the failure has, where that is a mesh's
 
 
 @dataclass(slots=True)
@@ -325,7 +326,8 @@ class Node:
 
     def carry(self, whole: _Flight, frame: Buffer) -> None:
         """Send this worker its copy of a mesh's segment, one of its own without words of its log. Call under `lock`, in the mesh's turn."""
-        if self.failed is not None:
+        if self.failed is not None:  # since the mesh counted who is to run it
+            whole.releases[0]()
             return
         self._seq += 1
         self.flights.append(_Flight(self._seq, whole.lines, 0, self.base, 0, self._checks, [], whole))
@@ -381,7 +383,8 @@ class Node:
             return  # a reply named it before its segment was done
         lines = flight.lines
         k = bisect.bisect_right([line[0] for line in lines], failure.position)
-        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None))
+        log = None if flight.whole is None else flight.whole.releases[0].team
+        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None), log=log)
         if len(self.failures) >= _MOST_FAILURES:
             self.failures.pop(next(iter(self.failures)))
         self.failures[failure.seq, failure.position] = cause
@@ -408,7 +411,9 @@ class Node:
                     if flight.seq == failure.seq:
                         self._file(failure, flight)
             self.unread.pop(key, None)
-            return self.failures.get(key) or Cause(failure, "")
+            found = self.failures.get(key) or Cause(failure, "")
+        # Of a mesh's members here each may have failed in its own way.
+        return found if found.failure == failure else replace(found, failure=failure)
 
     def issued_at(self, position: int) -> str:
         """Return the line that issued the instruction at a position that has not been acknowledged; nothing if it has."""
@@ -426,13 +431,16 @@ class Node:
                 self.failed = why
                 self.log.clear()
                 self.lines, self._payloads, self._payload_bytes = [], [], 0
-                self.flights.clear()
+                flights, self.flights = self.flights, deque()
                 self._words = self._bytes = 0
                 self.busy = False
                 self.enough = 0
                 self._unsent = None
                 for drop in self.forgetters:
                     drop()
+                for flight in flights:
+                    if flight.whole is not None:
+                        flight.whole.releases[0]()
                 for team in self.teams:
                     team.fail(f"has lost a member: {self} {why}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class Places:
             return self._residences.get(place) or self._enter(place, team)
 
     def _enter(self, place: Place, node: Node) -> Residence:
+        if not self._free:
+            gc.collect()  # meshes that nobody has any more are in cycles
         if not self._free:
             raise PlacementError(
                 f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "

@@ -206,16 +206,20 @@ class Session:
                 log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
             raise remote_error(node, cause, self._poisoned_if(cause, node))
 
-    def poisoned(self, node: Node) -> frozenset[int]:
-        """Return the refs that are poisoned on a worker. Block for one round trip, at most 1 s; nothing is known of a lost worker."""
+    def poisoned(self, node: Node) -> frozenset[tuple[int, ...]]:
+        """Return what is poisoned on a worker: (node, ref), or (node, ref, k) where only a mesh's k-th member there is.
+
+        Block for one round trip, at most 1 s; nothing is known of a lost worker.
+        """
         if self.closed is not None or node.failed is not None:
             return frozenset()
         asked = self.ask(node, "memory")
         if not self.result(asked, 1.0):
             self.requests.forget(asked)
-        return frozenset(asked.value[2]) if asked.value is not None else frozenset()
+        refs: list[Any] = asked.value[2] if asked.value is not None else []
+        return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
 
-    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[int]:
+    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
         # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 

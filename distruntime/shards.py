@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .handle import Handle, Residence, Storage, next_ref
-from .issue import issue
+from .issue import issue_joint
 from .line import user_line
+from .spec import NO_TENSOR
 from .team import Team
 from .wire.messages import GIVE, TAKE
 
@@ -21,7 +22,9 @@ def member_of(handle: Handle, k: int) -> Handle:
     node.require_alive()
     place = team.session.places.residence(team.members[k], numbered=False)
     taken = Handle(next_ref(), handle.spec, place, _part(team, handle.storage, k))
-    issue([TAKE, handle.ref, lane, taken.ref], [taken], (), (), place, user_line())
+    with node.lock:
+        given = (handle.storage.given or {}).get(node)
+        issue_joint([TAKE, handle.ref, lane, taken.ref], [taken], (), (), [place], given, user_line())
     return taken
 
 
@@ -37,11 +40,12 @@ def mesh_of(team: Team, home: Residence, handles: Sequence[Handle], into: Handle
     whole = Handle(next_ref(), spec, home, storage) if into is None else into
     line = user_line()
     with team.lock:
+        given = whole.storage.given = whole.storage.given or {node: Storage(NO_TENSOR) for node in team.ranks}
         for node, ranks in team.ranks.items():
             mine = [handles[k] for k in ranks]
             if node.failed is None:
                 written = [Storage(spec)]  # not a value of this worker alone: nobody fetches it by this name
-                issue([GIVE, [h.ref for h in mine], whole.ref], (), mine, written, mine[0].place, line)
+                issue_joint([GIVE, [h.ref for h in mine], whole.ref], (), mine, written, [mine[0].place], given[node], line)
         if into is None:
             whole.born = (0, line[1], line[2])  # no word of the mesh's own log makes it; the logs keep their order
     return whole

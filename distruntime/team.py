@@ -6,10 +6,12 @@ worker, between that worker's own. Of the logs that go to one worker only one ho
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from .errors import NodeFailed
@@ -18,7 +20,7 @@ from .node import Node, _enough, _Flight
 from .session import Session
 from .wire.channel import for_many
 from .wire.codec import encode
-from .wire.messages import TEAM_TEMPLATES, MeshBody, OpenTeam, stream_number
+from .wire.messages import MeshBody, OpenTeam, stream_number
 from .wire.shield import shield
 
 WINDOW = 1 << 18  # words in flight, as a node's
@@ -60,10 +62,11 @@ class Team(Node):
         self.place = MeshPlace(self.index, "member", self.members)
         self.forgetters.append(partial(session.places.forget, self))
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
+        self.spoken: dict[tuple[tuple[int, ...], ...], Any] = {}  # torch's groups of such rows: see mesh.py
+        self._meeting, self._lines = threading.RLock(), count().__next__
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
-        self._next_template = self._generation = TEAM_TEMPLATES * (number + 1)
         for node, ranks in self.ranks.items():
             if node.failed is None:
                 session.post(node, OpenTeam(number, [places[k].device for k in ranks]))
@@ -84,7 +87,9 @@ class Team(Node):
         """Return what `make` makes of these rows of members, once for all meshes of these members."""
         key = tuple(map(tuple, rows))
         if key not in self.along:
-            self.along[key] = make(self, len(self.along), rows)
+            with self._meeting:  # a second thread may want the same ones meanwhile
+                if key not in self.along:
+                    self.along[key] = make(self, self._lines(), rows)
         return self.along[key]
 
     def residence(self) -> Residence:
@@ -120,7 +125,7 @@ class Team(Node):
         return [*self.ranks, *dict.fromkeys(team for node in self.ranks for team in node.teams if team is not self)]
 
     def flush(self, upto: int | None = None) -> None:
-        """Send what has gathered to every member's worker. Never blocks; a mesh that has lost a member swallows it."""
+        """Send what has gathered to every member's worker that is there. Never blocks."""
         with self.lock:
             if self._flushing:
                 return
@@ -137,7 +142,8 @@ class Team(Node):
                 log: Any = self.log
                 if not log:
                     return
-                if self.failed is not None:
+                workers = self.workers()
+                if not workers:
                     log.clear()
                     self.lines, self._new_templates = [], []
                     return
@@ -150,14 +156,14 @@ class Team(Node):
                     rest = log.rest(taken)
                 with shield:  # Ctrl-C between two workers would leave one without what the others have
                     whole = _Flight(0, self.lines[:lines], taken, self.base + taken, 0, self._checks, [])
-                    whole.releases.append(_Part(self, whole, sum(node.failed is None for node in self.ranks)))
+                    whole.releases.append(_Part(self, len(workers)))
                     self.base += taken
                     self.log, self.lines, self._new_templates = rest, self.lines[lines:], []
                     self.flights.append(whole)
                     self._words += taken
                     self.busy = self._words > WINDOW
                     self.enough = _enough(len(self.flights))
-                    for node in list(self.ranks):
+                    for node in workers:
                         node.carry(whole, frame)
                 if self.parked[0]:
                     self.stir()
@@ -192,6 +198,15 @@ class Team(Node):
             if self.log and len(self.log) > self.enough:
                 self.flush()
 
+    def fail(self, why: str) -> None:
+        """Mark a member as lost. The others run what has been issued, and free what is let go of: their shards are there."""
+        with self.lock:
+            if self.failed is None:
+                self.failed = why
+                for drop in self.forgetters:
+                    drop()
+            self.flush()
+
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on all of the members."""
         return NodeFailed(
@@ -200,9 +215,9 @@ class Team(Node):
 
 
 class _Part:
-    """Counts the workers that have not run a mesh's segment."""
+    """Counts the workers that have not run a mesh's segment, and are there."""
 
-    def __init__(self, team: Team, flight: _Flight, left: int) -> None:
+    def __init__(self, team: Team, left: int) -> None:
         self.team, self.left = team, left
 
     def __call__(self) -> None:

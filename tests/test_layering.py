@@ -56,7 +56,7 @@ MASTER = {
     "meeting": "errors node requests session wire.address wire.messages",
     "group": "errors handle issue line meeting node requests session spec wait wire.data_channel wire.messages wire.shield",
     "team": "errors handle node session wire.channel wire.codec wire.messages wire.shield",
-    "shards": "handle issue line team wire.messages",
+    "shards": "handle issue line spec team wire.messages",
     "transfer": "errors handle issue line requests shards spec stall wire.codec wire.messages wire.shared",
     "render": "failure handle shards spec stall text transfer wire.codec",
     "learn": "entries errors handle issue node propagate requests shards spec stall wire.messages wrap",

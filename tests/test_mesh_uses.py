@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,46 @@ def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
     assert {d.place: d.held >= 1 << 20 for d in found.devices if d.place in mesh.places} == dict.fromkeys(mesh.places, True)
     del kept, view
     assert not any("kept = torch.ones(1 << 18" in h.line for h in dr.memory().lines)
+
+
+def test_memory_knows_which_members_have_nothing(mesh: Mesh) -> None:
+    """And a member's proxy is a name, no memory more."""
+    kept = torch.ones(1 << 10, device=mesh.device)
+    name = kept.member(1)  # type: ignore[attr-defined]
+    index = dr.from_shards([torch.full((1 << 12,), 1 << 20 if k == 1 else 0) for k in range(mesh.size())], mesh)
+    bad = kept.take(index)
+
+    def holding(line: str) -> list[dr.Place]:
+        return [h.place for h in dr.memory(top=1000).lines if line in h.line and h.place in mesh.places]
+
+    assert sorted(map(str, holding("kept = torch.ones(1 << 10"))) == sorted(map(str, mesh.places)) and not holding("name = kept")
+    places = [place for k, place in enumerate(mesh.places) if k != 1]
+    assert sorted(map(str, holding("bad = kept.take"))) == sorted(map(str, places))
+    huge = torch.empty(1 << 50, device=mesh.device)
+    with pytest.raises(RuntimeError) as caught:
+        huge.member(0).sum().item()  # type: ignore[attr-defined]
+    text = str(caught.value)
+    assert "held there: " in text and "kept = torch.ones(1 << 10" in text and "huge = torch.empty" not in text.partition("held there")[2]
+    with pytest.raises(dr.RemoteError):
+        dr.synchronize()
+    assert name.dim() == bad.dim() == 1
+    for _ in range(4):
+        with suppress(dr.RemoteError):
+            dr.synchronize()
+
+
+def test_meshes_come_and_go(fresh_session: Callable[..., Any]) -> None:
+    """More of them than there are place numbers, and torch keeps no group of each."""
+    fresh_session(world_size=1, simulate_cuda=120)
+    mesh = dr.init_device_mesh("cuda", (120,), mesh_dim_names=("dp",))
+    for k in range(120):
+        part = mesh.select(dp=k)
+        assert torch.ones(2, device=part.device).place.members == (mesh.places[k],)
+    known = len(torch.distributed.distributed_c10d._world.pg_names)
+    for k in range(30):
+        again = dr.init_device_mesh("cuda", (120,), mesh_dim_names=("dp",))
+        assert again == mesh and mesh.select(dp=k).size() == 1
+    assert len(torch.distributed.distributed_c10d._world.pg_names) == known
 
 
 def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:

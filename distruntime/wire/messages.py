@@ -27,7 +27,6 @@ HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch
 TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
 GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
 FIRST_TEMPLATE = 16
-TEAM_TEMPLATES = 1 << 22  # the templates of mesh k begin at (k + 1) times this
 
 
 def stream_number(team: int, stream: int) -> int:

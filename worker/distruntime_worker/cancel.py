@@ -47,13 +47,13 @@ class Cancelling:
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        if word == FORGET:
+        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
             self._waits.pay(stream, p, i)
         if word in (RELEASE, FORGET, STAMP, TAKE, GIVE):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
-            stream.owe(work.segment.start + i, self._state.streams_of(work)[p[i + 1]], p[i + 2])
+            stream.owe(work.segment.start + i, self._state.log(work).streams[p[i + 1]], p[i + 2])
         if word == WAIT:
             return i + 5
         if word == AWAIT:
@@ -66,7 +66,7 @@ class Cancelling:
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
-        template: Template | Lanes | Collective | LaneCollective = self._state.info[p[first]]
+        template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
         if template.mutates or template.views or isinstance(template, (Collective, LaneCollective)):
             self._waits.pay(stream, p, i)

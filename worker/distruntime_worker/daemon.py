@@ -50,7 +50,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .executor import Executor
-from .objects import Poisoned, failure
+from .objects import failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work
@@ -92,7 +92,10 @@ class _Master:
 
     def open(self, message: OpenStream) -> None:
         """Open a stream: start its thread."""
-        self._start(self.executor.open(message), f"stream-{message.stream}")
+        try:
+            self._start(self.executor.open(message), f"stream-{message.stream}")
+        except RuntimeError as error:  # of threading: there is no more room for one
+            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
 
     def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
         """Send to the master, from any thread; a master that has gone meanwhile is no error here.
@@ -153,8 +156,11 @@ class _Master:
                         executor.run(work)
                     del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
-                    self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
-                    log.exception("the thread of stream %s ends", stream.number)
+                    if isinstance(error, ProtocolError):
+                        self.broken = str(error)
+                    else:
+                        self.broken = f"a defect of the worker: {error!r}"
+                        log.exception("the thread of stream %s ends", stream.number)
                     self._channel.wake()
                     return
 
@@ -362,7 +368,7 @@ class Daemon:
             return [
                 len(executor.slots),
                 executor.state.executed,
-                [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
+                executor.state.poisoned(),
             ]
         match what, detail:
             case "channel", [str(name)]:

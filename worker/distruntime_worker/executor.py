@@ -58,7 +58,8 @@ class Executor:
         self._answers = Answers(state, look, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
-        state.templates.update({**Instructions(state, shared).table, WAIT: waits.wait, AWAIT: waits.await_signal})
+        self._instructions = {**Instructions(state, shared).table, WAIT: waits.wait, AWAIT: waits.await_signal}
+        state.templates.update(self._instructions)
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.running = False  # whether stream 0 runs a segment
@@ -87,18 +88,23 @@ class Executor:
 
     def open_team(self, message: OpenTeam) -> None:
         """Take part in a mesh (the reader)."""
-        names = self.state.devices.names
-        if message.team in self.state.teams or not message.devices or not all(name in names for name in message.devices):
-            raise ProtocolError(f"mesh {message.team} of {message.devices!r:.80} cannot be opened")
-        self.state.teams[message.team] = Team(message.team, message.devices)
+        state, devices = self.state, message.devices
+        good = bool(devices) and all(name in state.devices.names for name in devices) and len(set(devices)) == len(devices)
+        if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
+            raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
+        state.teams[message.team] = Team(message.team, devices, self._instructions.copy())
 
     def open_lines(self, message: OpenLines) -> None:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
-        team = self.state.teams.get(message.team)
-        rows = message.members
-        good = all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
-        if team is None or not good or len(rows) != len(team.devices):
-            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense")
+        team, rows = self.state.teams.get(message.team), message.members
+        if team is None or message.number in team.lines:
+            raise ProtocolError(f"lines {message.number} of mesh {message.team}, which is not open or has them")
+        good = len(rows) == len(team.devices) and all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
+        if not good or len({tuple(row) for row in rows}) < len(rows):
+            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense: {rows!r:.80}")
+        for (group, rank), device in zip(rows, team.devices):
+            if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
+                raise ProtocolError(f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}")
         team.lines[message.number] = rows
 
     def mesh_work(self, message: MeshSegment, body: Message) -> Work:
@@ -132,7 +138,7 @@ class Executor:
 
     def divide(self, work: Work) -> None:
         """Give each stream its stretches of a segment (the reader)."""
-        i, streams = 0, self.state.streams_of(work)
+        i, streams = 0, self.state.log(work).streams
         for row in work.segment.stretches:
             match row:
                 case [int(number), int(words)] if number in streams and words > 0:
@@ -149,7 +155,8 @@ class Executor:
         state, segment = self.state, work.segment
         stream = state.default if work.team is None else work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
-        words, slots, templates, waiting, start = segment.words, state.slots, state.templates, stream.waiting, segment.start
+        words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
+        templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         i, n = 0, len(words)
         if work.turn is not None:
@@ -189,7 +196,8 @@ class Executor:
         if work.team is not None and stream.number == 0:
             stream = work.team.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
-        words, slots, templates, waiting, start = segment.words, state.slots, state.templates, stream.waiting, segment.start
+        words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
+        templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         try:
             with stream.entered():
@@ -265,7 +273,7 @@ class Executor:
         state = self.state
         if name.startswith(PREFIX):
             joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
-            state.templates[number], state.info[number] = joint.run, joint
+            team.templates[number], team.info[number] = joint.run, joint
             return
         call, lanes = FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
@@ -275,7 +283,7 @@ class Executor:
         shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
         generators = team.generators if shared and _draws(name, call) else None
         found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
-        state.templates[number], state.info[number] = found.run, found
+        team.templates[number], team.info[number] = found.run, found
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

@@ -9,7 +9,7 @@ import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError
 from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
-from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, Failed, Reply
+from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, Failed, Reply
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .functions import Tape
@@ -48,8 +48,9 @@ class Instructions:
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
         number, predicted = p[i + 1], p[i + 2]
-        template: Template | Lanes | None = self._state.info.get(p[i + 3])
-        after = self._state.templates[p[i + 3]](slots, p, i + 3)
+        log = self._state.log(self._state.work(p))
+        template: Template | Lanes | None = log.info.get(p[i + 3])
+        after = log.templates[p[i + 3]](slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
@@ -102,7 +103,7 @@ class Instructions:
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
         request = p[i + 1]
-        template: Template | Lanes | None = self._state.info.get(p[i + 2])
+        template: Template | Lanes | None = self._state.log(self._state.work(p)).info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2
@@ -135,7 +136,10 @@ class Instructions:
             else:
                 value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
             if device == "member":
-                slots[ref] = self._to_members(self._state.work(p).team.devices, value)
+                team = self._state.work(p).team
+                if team is None:
+                    raise TypeError("an upload to a mesh's members, in no mesh's log")
+                slots[ref] = self._to_members(team.devices, value)
                 return i + 6
             real = self._state.devices.real(torch.device(device))
             if real.type == "cuda":
@@ -154,10 +158,9 @@ class Instructions:
         return copies if len(copies) > 1 else copies[0]
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        team = self._state.work(p).team
-        first = FIRST_TEMPLATE if team is None else team.first
-        for number in [n for n in self._state.info.copy() if first <= n < p[i + 1]]:  # the reader adds to it meanwhile
-            del self._state.templates[number], self._state.info[number]
+        log = self._state.log(self._state.work(p))
+        for number in [n for n in log.info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
+            del log.templates[number], log.info[number]
         return i + 2
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
@@ -190,6 +193,8 @@ class Instructions:
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:
             value = slots[p[i + 1]]
+            if isinstance(value, Shards):
+                raise TypeError("a copy to the host is of one tensor")
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
         except RuntimeError as error:  # no memory, or what a kernel before this one has done
             slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))

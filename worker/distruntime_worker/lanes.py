@@ -14,7 +14,7 @@ import torch
 from distruntime.errors import ProtocolError
 
 from .collectives import Collective
-from .objects import Poisoned
+from .objects import Poisoned, memory_of
 from .team import Shards, Team
 
 Begin = Callable[..., int]
@@ -86,6 +86,6 @@ class LaneCollective:
     def _set(self, slots: dict[int, Any], ref: int, lane: int, after: Any) -> None:
         whole = slots.get(ref)
         if isinstance(whole, Shards) and whole[lane] is not after:
-            before, whole[lane] = whole[lane], after
-            if self.mutates and isinstance(before, torch.Tensor) and isinstance(after, Poisoned):
-                self._spread(slots, before.untyped_storage(), after.failure)
+            memory, whole[lane] = memory_of(whole[lane]), after
+            if self.mutates and memory is not None and isinstance(after, Poisoned):
+                self._spread(slots, memory, after.failure)

@@ -47,5 +47,5 @@ class Look:
             return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
-        info = self._state.info.get(words[i])
+        info = self._state.log(names["work"]).info.get(words[i])
         return [position, info.name if info else WAITING.get(words[i], "a free"), time.monotonic() - stream.started]

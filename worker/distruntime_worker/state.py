@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ class State:
         self.gate = threading.RLock()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
-    def streams_of(self, work: Work) -> dict[int, Stream]:
-        """Return the streams that a segment's stretches and waits name: a mesh has its own."""
-        return self.streams if work.team is None else work.team.streams
+    def log(self, work: Work) -> State | Team:
+        """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
+        return self if work.team is None else work.team
 
     def named(self, number: int) -> Stream | None:
         """Return the stream that a message names, of this worker's own log or of a mesh's."""
@@ -57,6 +58,16 @@ class State:
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""
         return [self.streams, *(team.streams for team in list(self.teams.values()))]
+
+    def poisoned(self) -> list[Any]:
+        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
+        found: list[Any] = []
+        for ref, value in self.slots.copy().items():
+            if isinstance(value, Poisoned):
+                found.append(ref)
+            elif isinstance(value, Shards):
+                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+        return found
 
     def mine(self) -> Stream:
         """Return the stream that this thread runs."""
@@ -75,6 +86,9 @@ class State:
 
     def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        if isinstance(template, Lanes):  # of each member its own
+            template.each(slots, p, i, [partial(self._fail_one, one, error) for one in template.templates])
+            return
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
         if cause is None:
@@ -85,7 +99,11 @@ class State:
                 self.orphans.append(cause)
         self.poison(template, slots, p, i, cause)
 
-    def poison(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def _fail_one(self, template: Template, error: BaseException, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        self.fail(template, slots, p, i, error)
+        return i + template.length
+
+    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
         for k in template.writes:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.messages import TEAM_TEMPLATES, Failure
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure
 
 from .functions import seedings
-from .objects import Poisoned
+from .objects import Poisoned, memory_of
 from .streams import Stream
 from .template import Run, Slots, Template
 
@@ -30,11 +30,11 @@ class Shards(list[Any]):
 class Team:
     """One mesh as this worker sees it."""
 
-    def __init__(self, number: int, devices: list[str]) -> None:
+    def __init__(self, number: int, devices: list[str], instructions: dict[int, Run]) -> None:
         self.number, self.devices = number, devices
         self.received = 0  # words
-        self.first = TEAM_TEMPLATES * (number + 1)
-        self.next_template = self.first
+        self.templates, self.info = instructions, dict[int, Any]()  # as a worker's own: see State
+        self.next_template = FIRST_TEMPLATE
         self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
         self.generators = Generators(len(devices))
         self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
@@ -124,6 +124,6 @@ class Lanes:
         """Poison what was to be written and was not, under all its names."""
         whole = slots.get(ref)
         if isinstance(after, Poisoned) and type(whole) is Shards and after is not whole[lane]:
-            before, whole[lane] = whole[lane], after
-            if isinstance(before, torch.Tensor):
-                self._spread(slots, before.untyped_storage(), after.failure)
+            memory, whole[lane] = memory_of(whole[lane]), after
+            if memory is not None:
+                self._spread(slots, memory, after.failure)

@@ -27,7 +27,7 @@ class Waits:
     def wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         other, position, seconds, text = p[i + 1 : i + 5]
         mine, work = self._state.mine(), self._state.work(p)
-        target = self._state.streams_of(work)[other]
+        target = self._state.log(work).streams[other]
         if not self._follow(mine, [(target, position)], p, i, seconds, text) and seconds is None:
             mine.owe(work.segment.start + i, target, position)
         return i + 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
 from .context import current_mesh
+from .fetch import fetch
 from .first import for_each_member
 from .member_ints import as_tensor, home_of, per_member, pick, run_for_each, varies, varying
 from .process_group import MeshGroup, noting, placing, speaking_for
+from .special import SPECIAL
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
@@ -44,6 +46,7 @@ def prepare() -> None:
         return
     _done.append(True)
     functional_collectives.prepare()
+    SPECIAL["aten::equal"] = _equal_on_all
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
@@ -51,6 +54,10 @@ def prepare() -> None:
     for owner in owners:
         _wrap_marked(owner)
     _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
+    buffer = _tensor.placement_types.MaskBuffer
+    buffer.apply_mask = _masking(buffer.apply_mask)
+    handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
     _replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
@@ -101,7 +108,54 @@ def _own_rows(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
     """Of indices into an embedding's rows, those into a member's own; `_MaskPartial._mask_tensor`, which computes with numbers as with
     tensors of one."""
     home = home_of(tensor)
-    return NotImplemented if home is None else function(tensor, *(as_tensor(n, home) if varies(n) else n for n in (offset, size)))
+    if home is None:
+        return NotImplemented
+    numbers = [as_tensor(n, home) if varies(n) else n for n in (offset, size)]
+    if tensor.ndim:
+        return function(tensor, *numbers)
+    mask, rows = function(tensor[None], *numbers)  # a mask of no dimension would be read here, to index by it
+    return mask[0], rows[0]
+
+
+def _masking(apply: Callable[..., None]) -> Callable[..., None]:
+    """torch indexes by the mask of rows that are others'; one of no dimension, of a lone index, it would read here, for all members."""
+
+    @functools.wraps(apply)
+    def choose(buffer: Any, tensor: Any) -> None:
+        if home_of(tensor) is None or buffer.data is None or buffer.data.ndim:
+            apply(buffer, tensor)
+        else:
+            tensor.masked_fill_(buffer.data, 0.0)
+
+    return choose
+
+
+def _equal_on_all(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Whether two of a mesh's tensors are equal on every member: the answer is this process's, and decides for all of them."""
+    one, other = args
+    home, also = home_of(one), home_of(other)
+    if home is None or also is None or home.node is not also.node:
+        return NotImplemented
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return func(one.member(0), other.member(0))
+    same = (one == other).all()
+    return all(answer.item() for answer in fetch([same.member(k) for k in range(len(home.node.members))]))
+
+
+def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; `_equal_on_all` has asked them already."""
+    one, other = args
+    if not all(home_of(getattr(t, "_local_tensor", None)) for t in args) or one.device_mesh != other.device_mesh:
+        mine = handlers.pop(func)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            handlers[func] = mine
+    if one.shape != other.shape:
+        return False
+    with torch.no_grad():
+        layout = [_tensor.Replicate() if p.is_partial() else p for p in one.placements]
+        return torch.equal(*(t.redistribute(one.device_mesh, layout)._local_tensor for t in args))
 
 
 _AT_ONCE: dict[str, Callable[..., Any]] = {

@@ -75,6 +75,40 @@ def test_what_depends_on_the_rank_is_an_instruction_of_the_mesh(mesh: dr.DeviceM
     same(F.embedding(rows, weight), table[given])
 
 
+def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
+    """torch indexes by the mask of what is other members', and of one number it reads the mask here, for all members."""
+    table = torch.arange(48.0).reshape(16, 3)
+    weight = distribute_tensor(table.to(mesh.device), mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)])
+    for row in (0, 7, 8, 15):
+        index = distribute_tensor(torch.tensor(row).to(mesh.device), mesh, [Replicate()] * mesh.ndim)
+        same(F.embedding(index, weight), table[row])
+
+
+def test_masks_that_differ_on_one_member_alone_are_no_shared_mask(two_workers: None) -> None:
+    mesh = make("4")
+    weight = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Shard(0)])
+    one, same_rows, other = (distribute_tensor(torch.tensor(rows), mesh, [Replicate()]) for rows in ([2, 3], [3, 2], [4, 5]))
+    first, second = F.embedding(one, weight), F.embedding(same_rows, weight)
+    same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+    same(second, torch.tensor([[6.0, 7.0], [4.0, 5.0]]))
+    first = F.embedding(one, weight)  # waits for its sum, with a mask that member 0 has for `other`, too
+    with pytest.raises(RuntimeError, match="conflicting data"):
+        F.embedding(other, weight)
+    same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+
+
+def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
+    changed = X.clone()
+    changed[-1, -1] = 0
+    for layout in itertools.product([*LAYOUTS, Partial()], repeat=mesh.ndim):
+        t = laid_out(mesh, layout)
+        differs = distribute_tensor(changed.to(mesh.device), mesh, [Shard(0)] * mesh.ndim)
+        assert torch.equal(t, laid_out(mesh, [Shard(1)] * mesh.ndim)) and torch.equal(t, t)  # type: ignore[arg-type]
+        assert not torch.equal(t, differs) and not torch.equal(differs, t) and not torch.equal(t, t[:4])
+    k = mesh.coordinate(mesh.mesh_dim_names[-1])  # type: ignore[index]
+    assert torch.equal(k, k.clone()) and not torch.equal(k, torch.zeros_like(k)) and not torch.equal(k, k[None])
+
+
 def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
     for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
         t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
+from .composite import of_dtensors
 from .context import current_mesh
 from .fetch import fetch
 from .first import for_each_member
@@ -47,6 +49,7 @@ def prepare() -> None:
     _done.append(True)
     functional_collectives.prepare()
     SPECIAL["aten::equal"] = _equal_on_all
+    of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
@@ -156,6 +159,35 @@ def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kw
     with torch.no_grad():
         layout = [_tensor.Replicate() if p.is_partial() else p for p in one.placements]
         return torch.equal(*(t.redistribute(one.device_mesh, layout)._local_tensor for t in args))
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any) -> Any:
+    """Attention over DTensors, each member its own batches and heads, as DTensor has it of CUDA's kernels.
+
+    The formula would make a mask of "what the queries are", and what torch's C++ makes of that is no DTensor.
+    """
+    given = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
+    if not all(isinstance(t, _tensor.DTensor) and home_of(t._local_tensor) is not None for t in given):
+        return NotImplemented
+    mesh = query.device_mesh
+    if any(t.device_mesh != mesh for t in given):
+        return NotImplemented
+    layout = [_tensor.Replicate()] * mesh.ndim
+    for dim in range(query.ndim - 2):
+        along = [k for k, p in enumerate(query.placements) if type(p) is _tensor.Shard and p.dim == dim]
+        count = math.prod(mesh.size(k) for k in along)
+        if all(t.ndim == query.ndim and t.size(dim) % count == 0 for t in (query, key, value)):
+            for k in along:
+                layout[k] = _tensor.Shard(dim)
+    local = [t.redistribute(mesh, layout).to_local() for t in (query, key, value)]
+    if attn_mask is not None:
+        ahead = query.ndim - attn_mask.ndim
+        cut = [p.is_shard() and p.dim >= ahead and attn_mask.size(p.dim - ahead) > 1 for p in layout]
+        own = [_tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate() for p, of_mask in zip(layout, cut)]
+        attn_mask = attn_mask.redistribute(mesh, own).to_local()
+    with mesh.drawing(layout, None) if dropout_p else contextlib.nullcontext():
+        found = torch.ops.aten.scaled_dot_product_attention(*local, attn_mask, dropout_p, *options, **named)
+    return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
 
 
 _AT_ONCE: dict[str, Callable[..., Any]] = {

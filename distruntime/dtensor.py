@@ -27,6 +27,7 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 from . import functional_collectives
 from .composite import of_dtensors
 from .context import current_mesh
+from .event import Event
 from .fetch import fetch
 from .first import for_each_member
 from .member_ints import as_tensor, home_of, per_member, pick, run_for_each, varies, varying
@@ -61,6 +62,9 @@ def prepare() -> None:
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
+    group.finalize_backward = _waiting(group.finalize_backward)
+    parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
     _replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
@@ -216,6 +220,34 @@ def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(chunk)
     def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
         return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
+
+    return choose
+
+
+def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2 cuts rows to learn what it would reshard to, of parameters that are cut by another dimension too, never resharded so."""
+
+    @functools.wraps(init)
+    def choose(parameter: Any, param: Any) -> None:
+        if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
+            init(parameter, param)
+        else:
+            parameter.sharded_post_forward_size = parameter.sharded_size
+            parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
+
+    return choose
+
+
+def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Until torch 2.15 FSDP2 waits for what it has gathered in vain with a `torch.Stream`, whose C++ takes any object for its own event."""
+
+    @functools.wraps(finalize)
+    def choose(group: Any) -> None:
+        gathered = group._all_gather_result
+        if gathered is not None and isinstance(gathered.all_gather_event, Event):
+            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+            group._all_gather_result = gathered._replace(all_gather_event=None)
+        finalize(group)
 
     return choose
 

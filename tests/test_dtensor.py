@@ -169,6 +169,30 @@ def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None
         local.full_tensor()
 
 
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # and takes it for one
+def test_a_dtensor_beside_what_is_none(two_workers: None) -> None:
+    """In either order torch says what is mixed; a lone number counts as a replica, as torch has it."""
+    mesh = make("2")
+    t, plain = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]), X.to(mesh.device)
+    for mix in (lambda: t + plain, lambda: plain + t, lambda: plain.clone().copy_(t), lambda: torch.where(plain > 0, t, t)):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            mix()
+    same(torch.ones(1, device=mesh.device) + t, 1 + X)
+    t.requires_grad_()
+    (torch.mvlgamma(t.abs() + 2, 1).sum()).backward()  # its formula makes a tensor of one number
+    x = X.clone().requires_grad_()
+    torch.mvlgamma(x.abs() + 2, 1).sum().backward()
+    assert t.grad is not None and x.grad is not None
+    same(t.grad, x.grad)
+
+
+def test_the_first_members_shard_is_not_taken_for_all(two_workers: None) -> None:
+    mesh = make("2")
+    here = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]).cpu()
+    with pytest.raises(dr.UsageError, match="is a local tensor"):
+        here.full_tensor()
+
+
 def test_two_meshes_do_not_mix(two_workers: None) -> None:
     one, other = make("2"), dr.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
     assert one != other and hash(one) == hash(make("2")) and one == make("2")

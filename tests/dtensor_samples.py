@@ -7,6 +7,7 @@ single-process `LocalTensor` what DTensor makes of the same calls.
 from __future__ import annotations
 
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,11 +39,12 @@ def of_mesh(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 @dataclass
 class Side:
-    """Whose DTensors: the mesh, what each of its members has of tensors, and what must be entered to use them."""
+    """Whose DTensors: the mesh, what each of its members has of tensors, what must be entered to use them, and seconds to an alarm."""
 
     mesh: Any
     members: Callable[[list[torch.Tensor]], list[list[torch.Tensor]]] = of_mesh
     playing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    patience: int = 0
 
 
 def run_entry(op: OpInfo, side: Side, samples: int, layouts: int) -> Iterator[list[str]]:
@@ -89,12 +91,15 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
     drawn = op.name in UNINITIALISED or watch.drawn
     found = []
     for one in _combinations(side.mesh, args, kwargs, layouts):
+        signal.alarm(side.patience)
         try:
             with side.playing():
                 got = run(*there(one()))
             found.append(_verdict(wanted, got, side.members, drawn))
         except Exception as error:  # any: it is a verdict
             found.append(_words(error))
+        finally:
+            signal.alarm(0)
     return found
 
 

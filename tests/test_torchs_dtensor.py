@@ -44,6 +44,7 @@ if OLD:
         "nn.functional.linear": r"Attempted to flatten multiple dimensions",
         "index_select": r"aten\.index_(add|select)\.default",
         "stack": r"Mismatch in shape: grad_output",
+        "sort": r"aten\.scatter\.src got mixed torch\.Tensor and DTensor",
         "topk": r"aten\.scatter\.src got mixed torch\.Tensor and DTensor",
         "cumsum": r"aten\.flip\.default does not have a sharding strategy",
         "nn.functional.layer_norm": r"to be of same shape as normalized_shape",

@@ -13,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from itertools import chain
@@ -27,6 +28,7 @@ from dtensor_samples import RIGHT, Side, run_entry
 from op_samples import entries
 
 MEMBERS = 2
+PATIENCE = 15  # seconds for one call: the rule of some views does not end, in torch 2.13
 # What is ours and stays so, and why.
 KNOWN = {
     "geqrf": "torch has no meta kernel of it; its fake tensors would compute it, on a device that is not this process's",
@@ -39,6 +41,10 @@ def _of_ranks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [[t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors] for rank in range(MEMBERS)]
 
 
+def _impatient(number: int, frame: Any) -> None:
+    raise TimeoutError(f"no answer within {PATIENCE} s")
+
+
 def _chosen(names: list[str]) -> list[Any]:
     return [op for op in entries(torch.float32) if not names or op.full_name in names]
 
@@ -48,7 +54,7 @@ def _plain(options: argparse.Namespace) -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=MEMBERS)
     torch.autograd._enable_record_function(False)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (MEMBERS,))
-    side = Side(mesh, _of_ranks, lambda: LocalTensorMode(frozenset(range(MEMBERS))))
+    side = Side(mesh, _of_ranks, lambda: LocalTensorMode(frozenset(range(MEMBERS))), PATIENCE)
     for op in _chosen(options.entries):
         found = list(run_entry(op, side, options.samples, options.layouts))
         print(json.dumps([op.full_name, found]), flush=True)
@@ -74,6 +80,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _impatient)
     if options.plain:
         _plain(options)
         return 0
@@ -83,7 +90,7 @@ def main() -> int:
     other = subprocess.Popen([sys.executable, __file__, "--plain", *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
     with dr.init_master_worker(world_size=MEMBERS):
-        side = Side(dr.init_device_mesh("cpu", (MEMBERS,)))
+        side = Side(dr.init_device_mesh("cpu", (MEMBERS,)), patience=PATIENCE)
         for op in _chosen(options.entries):
             ours = list(run_entry(op, side, options.samples, options.layouts))
             with contextlib.suppress(Exception):  # what failed and was not read, as the gradient of a result that could not be

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, rand, zeros
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones, rand, zeros
+from torch.distributed.tensor.experimental import implicit_replication, local_map
 
 import distruntime as dr
 from meshes import make, mesh, same, two_workers
@@ -221,3 +225,95 @@ def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: N
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(kept.chunk(4), 2))
     alike = dr.shards(torch.rand(3, device=mesh.device))
     assert all(torch.equal(shard, alike[0]) for shard in alike)
+
+
+# -- cases of torch's own tests ------------------------------------------------------------------------------------------------------
+
+
+def test_dimensions_from_behind_gradients_of_parts_and_copies(two_workers: None) -> None:
+    mesh = make("2")
+    t = DTensor.from_local(X[:, :8].to(mesh.device), mesh, [Shard(-1)], run_check=False)
+    assert t.placements == (Shard(1),) and t.shape == X.shape
+    w = distribute_tensor(X.to(mesh.device), mesh, [Replicate()]).requires_grad_()
+    k = mesh.coordinate("tp") + 1
+    (w.to_local(grad_placements=[Partial()]) * k).sum().backward()  # each member its own share of the gradient
+    assert w.grad is not None and w.grad.placements == (Partial(),)
+    same(w.grad, torch.full_like(X, 3.0))
+    twin = copy.deepcopy(w.detach())
+    twin.add_(1)
+    same(twin, X + 1)
+    same(w, X)
+    with implicit_replication():
+        same(w + X.to(mesh.device), X + X)
+
+
+def test_functions_of_local_shards(two_workers: None) -> None:
+    mesh = make("2")
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(a @ b, "sum", mesh))  # type: ignore[no-any-return]
+
+    summed = local_map(
+        product, out_placements=[Replicate()], in_placements=([Shard(1)], [Shard(0)]), device_mesh=mesh, redistribute_inputs=True
+    )
+    for dim in (0, 1):
+        same(summed(*(distribute_tensor(x.to(mesh.device), mesh, [Shard(dim)]) for x in (X, X.t().contiguous()))), X @ X.t())
+    rows = local_map(
+        torch.mm,
+        out_placements=[Shard(0)],
+        in_placements=([Shard(0)], [Replicate()]),
+        in_grad_placements=([Shard(0)], [Partial()]),
+        device_mesh=mesh,
+    )
+    a, b = X.clone().requires_grad_(), X.t().clone().requires_grad_()
+    da, db = (distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_() for t, p in ((a, Shard(0)), (b, Replicate())))
+    out, wanted = rows(da, db), a @ b
+    same(out, wanted, atol=1e-4)
+    (out.to_local() ** 2).sum().backward()
+    (wanted**2).sum().backward()
+    for t, plain in ((da, a), (db, b)):
+        assert t.grad is not None and plain.grad is not None
+        torch.testing.assert_close(dr.fetch(t.grad), plain.grad, rtol=1e-5, atol=1e-3)
+
+
+def test_modules_laid_out_by_a_function(two_workers: None) -> None:
+    mesh = make("2")
+
+    def cut(name: str, module: nn.Module, mesh: dr.DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            for key, p in module.named_parameters():
+                module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+    def take(module: nn.Module, inputs: tuple[torch.Tensor], mesh: dr.DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+    def give(module: nn.Module, output: DTensor, mesh: dr.DeviceMesh) -> torch.Tensor:
+        return output.full_tensor()
+
+    serial = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = distribute_module(copy.deepcopy(serial).to(mesh.device), mesh, cut, take, give)
+    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in model.parameters())
+    model(X.to(mesh.device)).sum().backward()
+    serial(X).sum().backward()
+    for p, q in zip(model.parameters(), serial.parameters()):
+        assert p.grad is not None and q.grad is not None
+        same(p.grad, q.grad, atol=1e-4)
+
+
+def test_convolutions_of_replicas_and_of_images_apart(two_workers: None) -> None:
+    mesh = make("2")
+    image = torch.arange(384.0).reshape(2, 3, 8, 8) / 100 - 2
+    serial = nn.Conv2d(3, 4, 3, padding=1)
+    old = torch.__version__ < "2.12"  # which sums the gradients of replicas too, on LocalTensor as here
+    for layout in [Shard(0)] if old else [Replicate(), Shard(0)]:
+        weight, bias, x = (
+            distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_()
+            for t, p in ((serial.weight, Replicate()), (serial.bias, Replicate()), (image, layout))
+        )
+        serial.zero_grad()
+        out, wanted = F.conv2d(x, weight, bias, padding=1), serial(image)
+        same(out, wanted)
+        out.sum().backward()
+        wanted.sum().backward()
+        assert weight.grad is not None and serial.weight.grad is not None
+        same(weight.grad, serial.weight.grad, atol=1e-4)

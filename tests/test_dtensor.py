@@ -304,7 +304,7 @@ def test_convolutions_of_replicas_and_of_images_apart(two_workers: None) -> None
     mesh = make("2")
     image = torch.arange(384.0).reshape(2, 3, 8, 8) / 100 - 2
     serial = nn.Conv2d(3, 4, 3, padding=1)
-    old = torch.__version__ < "2.12"  # which sums the gradients of replicas too, on LocalTensor as here
+    old = torch.__version__ < "2.12"  # whose rule calls the gradients of replicas Partial
     for layout in [Shard(0)] if old else [Replicate(), Shard(0)]:
         weight, bias, x = (
             distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_()

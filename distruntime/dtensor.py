@@ -188,7 +188,8 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: floa
         ahead = query.ndim - attn_mask.ndim
         cut = [p.is_shard() and p.dim >= ahead and attn_mask.size(p.dim - ahead) > 1 for p in layout]
         own = [_tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate() for p, of_mask in zip(layout, cut)]
-        attn_mask = attn_mask.redistribute(mesh, own).to_local()
+        summed = [_tensor.Partial() if p.is_shard() and not of_mask else q for p, q, of_mask in zip(layout, own, cut)]
+        attn_mask = attn_mask.redistribute(mesh, own).to_local(grad_placements=summed)
     with mesh.drawing(layout, None) if dropout_p else contextlib.nullcontext():
         found = torch.ops.aten.scaled_dot_product_attention(*local, attn_mask, dropout_p, *options, **named)
     return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)

@@ -295,6 +295,12 @@ def test_attention_with_a_mask_and_with_dropout(two_workers: None) -> None:
     layout: list[Any] = [Shard(0), Shard(1)]
     (q, q_), (k, k_), (v, v_) = (heads(mesh, layout, (2, 4, 6, 8), seed) for seed in range(3))
     for shape in ((6, 6), (2, 1, 6, 6), (1, 4, 6, 6)):
+        added = torch.randn(shape, generator=torch.Generator().manual_seed(6)).requires_grad_()
+        bias = distribute_tensor(added.detach().to(mesh.device), mesh, [Replicate()] * 2).requires_grad_()
+        (F.scaled_dot_product_attention(q, k, v, bias) ** 2).sum().backward()
+        (F.scaled_dot_product_attention(q_, k_, v_, added) ** 2).sum().backward()
+        assert bias.grad is not None and added.grad is not None
+        same(bias.grad, added.grad)  # of all batches and heads, from the members that have them
         mask = torch.randn(shape, generator=torch.Generator().manual_seed(5)) > -1
         given = distribute_tensor(mask.to(mesh.device), mesh, [Replicate()] * 2)
         same(F.scaled_dot_product_attention(q, k, v, given), F.scaled_dot_product_attention(q_, k_, v_, mask))

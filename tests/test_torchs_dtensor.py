@@ -20,7 +20,7 @@ __all__ = ["two_workers"]
 SAMPLES, LAYOUTS = 2, 5
 CHOSEN = {
     "pointwise": "add mul exp clamp where nn.functional.gelu",
-    "reductions": "sum mean var amax argmax linalg.vector_norm",
+    "reductions": "sum mean var amax argmax any linalg.vector_norm",
     "views": "view transpose unsqueeze expand narrow unbind",
     "products": "mm bmm addmm matmul nn.functional.linear",
     "indices": "nn.functional.embedding index_select gather scatter_add",

@@ -28,6 +28,7 @@ from .transfer import upload
 from .wrap import AUTOCAST_KEY, wrap
 
 _aten = torch.ops.aten
+of_dtensors: list[Callable[..., Any]] = []  # what attention over DTensors goes to; see dtensor.py
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
@@ -49,6 +50,10 @@ def attention(
     op = _aten.scaled_dot_product_attention.default
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     if not all(type(t) is DistributedTensor for t in given):
+        for compute in of_dtensors:
+            found = compute(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if found is not NotImplemented:
+                return found
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     place = common_place(DistributedTensor, op, (query, key, value), {})
     if place.has_cpu_kernels:

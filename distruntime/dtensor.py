@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +25,14 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
+from .composite import of_dtensors
 from .context import current_mesh
+from .event import Event
+from .fetch import fetch
 from .first import for_each_member
 from .member_ints import as_tensor, home_of, per_member, pick, run_for_each, varies, varying
 from .process_group import MeshGroup, noting, placing, speaking_for
+from .special import SPECIAL
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
@@ -44,6 +49,8 @@ def prepare() -> None:
         return
     _done.append(True)
     functional_collectives.prepare()
+    SPECIAL["aten::equal"] = _equal_on_all
+    of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
@@ -51,6 +58,13 @@ def prepare() -> None:
     for owner in owners:
         _wrap_marked(owner)
     _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
+    buffer = _tensor.placement_types.MaskBuffer
+    buffer.apply_mask = _masking(buffer.apply_mask)
+    handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
+    group.finalize_backward = _waiting(group.finalize_backward)
+    parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
     _replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
@@ -101,7 +115,84 @@ def _own_rows(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
     """Of indices into an embedding's rows, those into a member's own; `_MaskPartial._mask_tensor`, which computes with numbers as with
     tensors of one."""
     home = home_of(tensor)
-    return NotImplemented if home is None else function(tensor, *(as_tensor(n, home) if varies(n) else n for n in (offset, size)))
+    if home is None:
+        return NotImplemented
+    numbers = [as_tensor(n, home) if varies(n) else n for n in (offset, size)]
+    if tensor.ndim:
+        return function(tensor, *numbers)
+    mask, rows = function(tensor[None], *numbers)  # a mask of no dimension would be read here, to index by it
+    return mask[0], rows[0]
+
+
+def _masking(apply: Callable[..., None]) -> Callable[..., None]:
+    """torch indexes by the mask of rows that are others'; one of no dimension, of a lone index, it would read here, for all members."""
+
+    @functools.wraps(apply)
+    def choose(buffer: Any, tensor: Any) -> None:
+        if home_of(tensor) is None or buffer.data is None or buffer.data.ndim:
+            apply(buffer, tensor)
+        else:
+            tensor.masked_fill_(buffer.data, 0.0)
+
+    return choose
+
+
+def _equal_on_all(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Whether two of a mesh's tensors are equal on every member: the answer is this process's, and decides for all of them."""
+    one, other = args
+    home, also = home_of(one), home_of(other)
+    if home is None or also is None or home.node is not also.node:
+        return NotImplemented
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return func(one.member(0), other.member(0))
+    same = (one == other).all()
+    return all(answer.item() for answer in fetch([same.member(k) for k in range(len(home.node.members))]))
+
+
+def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; `_equal_on_all` has asked them already."""
+    one, other = args
+    if not all(home_of(getattr(t, "_local_tensor", None)) for t in args) or one.device_mesh != other.device_mesh:
+        mine = handlers.pop(func)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            handlers[func] = mine
+    if one.shape != other.shape:
+        return False
+    with torch.no_grad():
+        layout = [_tensor.Replicate() if p.is_partial() else p for p in one.placements]
+        return torch.equal(*(t.redistribute(one.device_mesh, layout)._local_tensor for t in args))
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any) -> Any:
+    """Attention over DTensors, each member its own batches and heads, as DTensor has it of CUDA's kernels.
+
+    The formula would make a mask of "what the queries are", and what torch's C++ makes of that is no DTensor.
+    """
+    given = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
+    if not all(isinstance(t, _tensor.DTensor) and home_of(t._local_tensor) is not None for t in given):
+        return NotImplemented
+    mesh = query.device_mesh
+    if any(t.device_mesh != mesh for t in given):
+        return NotImplemented
+    layout = [_tensor.Replicate()] * mesh.ndim
+    for dim in range(query.ndim - 2):
+        along = [k for k, p in enumerate(query.placements) if type(p) is _tensor.Shard and p.dim == dim]
+        count = math.prod(mesh.size(k) for k in along)
+        if all(t.ndim == query.ndim and t.size(dim) % count == 0 for t in (query, key, value)):
+            for k in along:
+                layout[k] = _tensor.Shard(dim)
+    local = [t.redistribute(mesh, layout).to_local() for t in (query, key, value)]
+    if attn_mask is not None:
+        ahead = query.ndim - attn_mask.ndim
+        cut = [p.is_shard() and p.dim >= ahead and attn_mask.size(p.dim - ahead) > 1 for p in layout]
+        own = [_tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate() for p, of_mask in zip(layout, cut)]
+        summed = [_tensor.Partial() if p.is_shard() and not of_mask else q for p, q, of_mask in zip(layout, own, cut)]
+        attn_mask = attn_mask.redistribute(mesh, own).to_local(grad_placements=summed)
+    with mesh.drawing(layout, None) if dropout_p else contextlib.nullcontext():
+        found = torch.ops.aten.scaled_dot_product_attention(*local, attn_mask, dropout_p, *options, **named)
+    return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
 
 
 _AT_ONCE: dict[str, Callable[..., Any]] = {
@@ -130,6 +221,34 @@ def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(chunk)
     def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
         return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
+
+    return choose
+
+
+def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2 cuts rows to learn what it would reshard to, of parameters that are cut by another dimension too, never resharded so."""
+
+    @functools.wraps(init)
+    def choose(parameter: Any, param: Any) -> None:
+        if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
+            init(parameter, param)
+        else:
+            parameter.sharded_post_forward_size = parameter.sharded_size
+            parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
+
+    return choose
+
+
+def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Until torch 2.15 FSDP2 waits for what it has gathered in vain with a `torch.Stream`, whose C++ takes any object for its own event."""
+
+    @functools.wraps(finalize)
+    def choose(group: Any) -> None:
+        gathered = group._all_gather_result
+        if gathered is not None and isinstance(gathered.all_gather_event, Event):
+            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+            group._all_gather_result = gathered._replace(all_gather_event=None)
+        finalize(group)
 
     return choose
 

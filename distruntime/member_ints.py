@@ -95,6 +95,12 @@ def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 def _joined(found: list[Any], home: Any, name: str) -> Any:
     first = found[0]
+    if isinstance(first, torch.Tensor) and not isinstance(first, DistributedTensor):
+        if all(torch.equal(first, t) for t in found):
+            return first
+        raise NotSupportedError(
+            f"{name}: its numbers differ from member to member, in tensors of this process; redistribute to Replicate() before"
+        )
     if isinstance(first, torch.Tensor):
         shapes = [tuple(t.shape) for t in found]
         if len(set(shapes)) > 1:

@@ -232,6 +232,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # a copied model's DTensors are on the same members
+
     def __hash__(self) -> int:
         return hash((id(self._team), super().__hash__()))  # type: ignore[no-untyped-call]
 

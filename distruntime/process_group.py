@@ -23,6 +23,7 @@ from .team import Team
 from .tensor import DistributedTensor
 
 BACKEND = "distruntime"
+_OBJECTS = (torch.uint8, torch.int64)  # what torch sends of objects, which are this process's for all members; numbers of a member are not
 _c10d: Any = distributed_c10d
 _dist: Any = dist
 
@@ -121,7 +122,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         return Issued(outputs)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Issued:
-        if is_local(given):
+        if is_local(given) and given.dtype in _OBJECTS:
             output.view(-1).copy_(given.reshape(-1).repeat(self.size()))
             return Issued([output])
         self.lines.run("all_gather", [on_mesh(given)], into=[on_mesh(output)])

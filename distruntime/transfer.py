@@ -44,7 +44,7 @@ def upload(
         handle = Handle(next_ref(), spec, place, Storage(spec))
     else:
         contiguous, handle = tensor.detach().contiguous(), into
-    data = tensor_bytes(contiguous)
+    data = tensor_bytes(contiguous, lasting=non_blocking)
     line = user_line()
     head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
     loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None

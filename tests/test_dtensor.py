@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, rand, zeros
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones, rand, zeros
+from torch.distributed.tensor.experimental import implicit_replication, local_map
 
 import distruntime as dr
 from meshes import make, mesh, same, two_workers
@@ -75,6 +79,40 @@ def test_what_depends_on_the_rank_is_an_instruction_of_the_mesh(mesh: dr.DeviceM
     same(F.embedding(rows, weight), table[given])
 
 
+def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
+    """torch indexes by the mask of what is other members', and of one number it reads the mask here, for all members."""
+    table = torch.arange(48.0).reshape(16, 3)
+    weight = distribute_tensor(table.to(mesh.device), mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)])
+    for row in (0, 7, 8, 15):
+        index = distribute_tensor(torch.tensor(row).to(mesh.device), mesh, [Replicate()] * mesh.ndim)
+        same(F.embedding(index, weight), table[row])
+
+
+def test_masks_that_differ_on_one_member_alone_are_no_shared_mask(two_workers: None) -> None:
+    mesh = make("4")
+    weight = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Shard(0)])
+    one, same_rows, other = (distribute_tensor(torch.tensor(rows), mesh, [Replicate()]) for rows in ([2, 3], [3, 2], [4, 5]))
+    first, second = F.embedding(one, weight), F.embedding(same_rows, weight)
+    same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+    same(second, torch.tensor([[6.0, 7.0], [4.0, 5.0]]))
+    first = F.embedding(one, weight)  # waits for its sum, with a mask that member 0 has for `other`, too
+    with pytest.raises(RuntimeError, match="conflicting data"):
+        F.embedding(other, weight)
+    same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+
+
+def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
+    changed = X.clone()
+    changed[-1, -1] = 0
+    for layout in itertools.product([*LAYOUTS, Partial()], repeat=mesh.ndim):
+        t = laid_out(mesh, layout)
+        differs = distribute_tensor(changed.to(mesh.device), mesh, [Shard(0)] * mesh.ndim)
+        assert torch.equal(t, laid_out(mesh, [Shard(1)] * mesh.ndim)) and torch.equal(t, t)  # type: ignore[arg-type]
+        assert not torch.equal(t, differs) and not torch.equal(differs, t) and not torch.equal(t, t[:4])
+    k = mesh.coordinate(mesh.mesh_dim_names[-1])  # type: ignore[index]
+    assert torch.equal(k, k.clone()) and not torch.equal(k, torch.zeros_like(k)) and not torch.equal(k, k[None])
+
+
 def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
     for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
         t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()
@@ -135,6 +173,30 @@ def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None
         local.full_tensor()
 
 
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # and takes it for one
+def test_a_dtensor_beside_what_is_none(two_workers: None) -> None:
+    """In either order torch says what is mixed; a lone number counts as a replica, as torch has it."""
+    mesh = make("2")
+    t, plain = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]), X.to(mesh.device)
+    for mix in (lambda: t + plain, lambda: plain + t, lambda: plain.clone().copy_(t), lambda: torch.where(plain > 0, t, t)):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            mix()
+    same(torch.ones(1, device=mesh.device) + t, 1 + X)
+    t.requires_grad_()
+    (torch.mvlgamma(t.abs() + 2, 1).sum()).backward()  # its formula makes a tensor of one number
+    x = X.clone().requires_grad_()
+    torch.mvlgamma(x.abs() + 2, 1).sum().backward()
+    assert t.grad is not None and x.grad is not None
+    same(t.grad, x.grad)
+
+
+def test_the_first_members_shard_is_not_taken_for_all(two_workers: None) -> None:
+    mesh = make("2")
+    here = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]).cpu()
+    with pytest.raises(dr.UsageError, match="is a local tensor"):
+        here.full_tensor()
+
+
 def test_two_meshes_do_not_mix(two_workers: None) -> None:
     one, other = make("2"), dr.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
     assert one != other and hash(one) == hash(make("2")) and one == make("2")
@@ -163,3 +225,95 @@ def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: N
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(kept.chunk(4), 2))
     alike = dr.shards(torch.rand(3, device=mesh.device))
     assert all(torch.equal(shard, alike[0]) for shard in alike)
+
+
+# -- cases of torch's own tests ------------------------------------------------------------------------------------------------------
+
+
+def test_dimensions_from_behind_gradients_of_parts_and_copies(two_workers: None) -> None:
+    mesh = make("2")
+    t = DTensor.from_local(X[:, :8].to(mesh.device), mesh, [Shard(-1)], run_check=False)
+    assert t.placements == (Shard(1),) and t.shape == X.shape
+    w = distribute_tensor(X.to(mesh.device), mesh, [Replicate()]).requires_grad_()
+    k = mesh.coordinate("tp") + 1
+    (w.to_local(grad_placements=[Partial()]) * k).sum().backward()  # each member its own share of the gradient
+    assert w.grad is not None and w.grad.placements == (Partial(),)
+    same(w.grad, torch.full_like(X, 3.0))
+    twin = copy.deepcopy(w.detach())
+    twin.add_(1)
+    same(twin, X + 1)
+    same(w, X)
+    with implicit_replication():
+        same(w + X.to(mesh.device), X + X)
+
+
+def test_functions_of_local_shards(two_workers: None) -> None:
+    mesh = make("2")
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(a @ b, "sum", mesh))  # type: ignore[no-any-return]
+
+    summed = local_map(
+        product, out_placements=[Replicate()], in_placements=([Shard(1)], [Shard(0)]), device_mesh=mesh, redistribute_inputs=True
+    )
+    for dim in (0, 1):
+        same(summed(*(distribute_tensor(x.to(mesh.device), mesh, [Shard(dim)]) for x in (X, X.t().contiguous()))), X @ X.t())
+    rows = local_map(
+        torch.mm,
+        out_placements=[Shard(0)],
+        in_placements=([Shard(0)], [Replicate()]),
+        in_grad_placements=([Shard(0)], [Partial()]),
+        device_mesh=mesh,
+    )
+    a, b = X.clone().requires_grad_(), X.t().clone().requires_grad_()
+    da, db = (distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_() for t, p in ((a, Shard(0)), (b, Replicate())))
+    out, wanted = rows(da, db), a @ b
+    same(out, wanted, atol=1e-4)
+    (out.to_local() ** 2).sum().backward()
+    (wanted**2).sum().backward()
+    for t, plain in ((da, a), (db, b)):
+        assert t.grad is not None and plain.grad is not None
+        torch.testing.assert_close(dr.fetch(t.grad), plain.grad, rtol=1e-5, atol=1e-3)
+
+
+def test_modules_laid_out_by_a_function(two_workers: None) -> None:
+    mesh = make("2")
+
+    def cut(name: str, module: nn.Module, mesh: dr.DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            for key, p in module.named_parameters():
+                module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+    def take(module: nn.Module, inputs: tuple[torch.Tensor], mesh: dr.DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+    def give(module: nn.Module, output: DTensor, mesh: dr.DeviceMesh) -> torch.Tensor:
+        return output.full_tensor()
+
+    serial = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = distribute_module(copy.deepcopy(serial).to(mesh.device), mesh, cut, take, give)
+    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in model.parameters())
+    model(X.to(mesh.device)).sum().backward()
+    serial(X).sum().backward()
+    for p, q in zip(model.parameters(), serial.parameters()):
+        assert p.grad is not None and q.grad is not None
+        same(p.grad, q.grad, atol=1e-4)
+
+
+def test_convolutions_of_replicas_and_of_images_apart(two_workers: None) -> None:
+    mesh = make("2")
+    image = torch.arange(384.0).reshape(2, 3, 8, 8) / 100 - 2
+    serial = nn.Conv2d(3, 4, 3, padding=1)
+    old = torch.__version__ < "2.12"  # whose rule calls the gradients of replicas Partial
+    for layout in [Shard(0)] if old else [Replicate(), Shard(0)]:
+        weight, bias, x = (
+            distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_()
+            for t, p in ((serial.weight, Replicate()), (serial.bias, Replicate()), (image, layout))
+        )
+        serial.zero_grad()
+        out, wanted = F.conv2d(x, weight, bias, padding=1), serial(image)
+        same(out, wanted)
+        out.sum().backward()
+        wanted.sum().backward()
+        assert weight.grad is not None and serial.weight.grad is not None
+        same(weight.grad, serial.weight.grad, atol=1e-4)

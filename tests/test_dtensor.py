@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, ones, rand, zeros
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
-from meshes import make, mesh, same, two_workers
+from meshes import MLP, copied, make, mesh, same, two_workers
 
 __all__ = ["mesh", "two_workers"]
 
@@ -128,6 +131,36 @@ def test_flattened_dimensions(two_workers: None) -> None:
         flat = mesh["dp", "tp"]._flatten(name)
         same(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]), X)
         assert len(dr.shards(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]).to_local())[3]) == 2  # type: ignore[arg-type]
+
+
+def test_a_rank_is_no_one_number(two_workers: None) -> None:
+    """It equalled nothing, so `if rank == 0:` was nobody's; and what was written to a member's own columns went to a copy of them."""
+    mesh = make("2x2")
+    rank = mesh.get_local_rank("tp")
+    for ask in (lambda: bool(rank == 0), lambda: bool(rank < 1), lambda: int(rank), lambda: bool(rank)):
+        with pytest.raises(dr.UsageError, match=r"differs from member to member \(member 0: 0, member 1: 1, .*mesh.coordinate\(dim\)"):
+            ask()
+    assert rank < 2 and rank - rank == 0 and "differs" in repr(rank == 0)
+    x = torch.zeros(2, 4, device=mesh.device)
+    x[:, rank * 2 : rank * 2 + 2] = 5.0
+    x.narrow(1, rank, 1).add_(1)
+    moved = torch.roll(x, [rank], [1])
+    for k, (shard, roll) in enumerate(zip(dr.shards(x), dr.shards(moved))):
+        wanted = torch.tensor([[0.0, 1.0, 5.0, 5.0]] * 2 if k % 2 else [[6.0, 5.0, 0.0, 0.0]] * 2)
+        assert torch.equal(shard, wanted) and torch.equal(roll, wanted.roll(k % 2, 1))
+
+
+def test_models_of_dtensors_are_copied_on_their_mesh(two_workers: None) -> None:
+    mesh = make("2")
+    model = parallelize_module(copied(MLP(), mesh), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    same(again(X.to(mesh.device)), MLP()(X))
+    assert again[0].weight.device_mesh is mesh and copy.deepcopy(mesh) is mesh
+    with pytest.raises(dr.NotSupportedError, match=r"cannot be pickled.*dr.fetch"):
+        pickle.dumps(mesh)
 
 
 def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: None) -> None:

@@ -174,6 +174,21 @@ def test_activation_checkpointing_draws_the_same_numbers_again(two_workers: None
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("shape", ["2", "2x2"])
+def test_a_model_that_is_made_without_memory(two_workers: None, shape: str) -> None:
+    mesh, serial = make(shape), MLP()
+    with torch.device("meta"):
+        model: Any = MLP()
+    if mesh.ndim > 1:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = sharded(model, mesh["dp"] if mesh.ndim > 1 else mesh).to_empty(device=mesh.device)
+    for part in (model, serial):
+        for k, p in enumerate(part.parameters()):
+            torch.nn.init.constant_(p, 0.1 * k)
+    train(mesh, model, serial, whole=mesh.ndim == 1)
+
+
 def test_what_there_is_not(two_workers: None) -> None:
     mesh = make("2")
     with pytest.raises(dr.NotSupportedError, match="use fully_shard"):

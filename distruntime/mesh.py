@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count, product
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.device_mesh
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .context import MeshContext
 from .dtensor import prepare
 from .entries import template
-from .errors import PlacementError, UsageError
+from .errors import NotSupportedError, PlacementError, UsageError
 from .fetch import fetch
 from .group import homes_of
 from .handle import Place
@@ -54,7 +54,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
         self._sizes = tuple(shape)
         self._kept: dict[Any, Any] = {}  # coordinates and slices
-        self._contexts: list[MeshContext] = []
+        self._context = MeshContext(self._home)
         self._layout_of: Layout | None = None  # which other groups of members there are
         prepare()
         if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
@@ -114,7 +114,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if key not in kept:
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
-            part._team, part._home, part._whole, part._dims, part._contexts = self._team, self._home, self._whole, key, []
+            part._team, part._home, part._whole, part._dims, part._context = self._team, self._home, self._whole, key, self._context
             part._layout_of = None
             kept[key] = part
         found: DeviceMesh = kept[key]
@@ -216,14 +216,20 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __enter__(self) -> DeviceMesh:
         self.session.require_open()  # in another session new tensors would go to a place of that one
         super().__enter__()
-        context = MeshContext(self._home)
-        context.__enter__()
-        self._contexts.append(context)
+        self._context.__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, exc_traceback: Any) -> None:
-        self._contexts.pop().__exit__(exc_type, exc_value, exc_traceback)
+        self._context.__exit__(exc_type, exc_value, exc_traceback)
         super().__exit__(exc_type, exc_value, exc_traceback)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # as a place is, of whatever is copied there: a model of DTensors
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupportedError(
+            f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: dr.fetch(model.state_dict())"
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))

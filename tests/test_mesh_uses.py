@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,24 @@ def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
             found.append(dr.shards(out.detach()) + dr.shards(x.grad))
         assert all(torch.equal(a, b) for a, b in zip(*found))
         assert torch.equal(found[0][0], found[0][1]) != distinct
+
+
+def test_threads_enter_and_leave_a_mesh_in_any_order(mesh: Mesh) -> None:
+    """Each took the other's way out."""
+    inside, outside = threading.Barrier(2, timeout=30), threading.Event()
+
+    def other() -> torch.Tensor:
+        with mesh:
+            inside.wait()
+            outside.wait(30)
+            return torch.zeros(2)
+
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(other)
+        with mesh:
+            inside.wait()
+        outside.set()
+        assert torch.zeros(2).device.type == "cpu" and later.result(30).device == mesh.device
 
 
 def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:

@@ -163,6 +163,15 @@ def test_models_of_dtensors_are_copied_on_their_mesh(two_workers: None) -> None:
         pickle.dumps(mesh)
 
 
+def test_tensors_are_equal_where_all_members_are(two_workers: None) -> None:
+    mesh = make("2")
+    a, b = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(4), torch.tensor([0.0, 0.0, 1.0, 1.0])))
+    assert torch.equal(a, a.clone()) and not torch.equal(a, b)
+    with mesh:
+        assert torch.equal(a, a.clone()) and not torch.equal(a, b)
+    assert not torch.equal(a.to_local(), b.to_local()) and not torch.equal(b.to_local(), a.to_local())
+
+
 def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: None) -> None:
     mesh = make("2x2")
     torch.manual_seed(3)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from .errors import NodeFailed
@@ -60,6 +61,7 @@ class Team(Node):
         self.place = MeshPlace(self.index, "member", self.members)
         self.forgetters.append(partial(session.places.forget, self))
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
+        self._lines = count().__next__
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
@@ -83,9 +85,12 @@ class Team(Node):
     def lines_of(self, rows: list[list[int]], make: Callable[[Team, int, list[list[int]]], Any]) -> Any:
         """Return what `make` makes of these rows of members, once for all meshes of these members."""
         key = tuple(map(tuple, rows))
-        if key not in self.along:
-            self.along[key] = make(self, len(self.along), rows)
-        return self.along[key]
+        found = self.along.get(key)
+        if found is None or found.broken is not None:
+            if found is not None:
+                found.close()
+            found = self.along[key] = make(self, self._lines(), rows)
+        return found
 
     def residence(self) -> Residence:
         """Return where its tensors live, with a number of its own."""
@@ -126,6 +131,9 @@ class Team(Node):
                 return
             if self.enough < 0 and not self.take_turn():
                 return
+            if self.failed is not None:
+                self._leave()
+                return
             self._flushing = True
             try:
                 order, stretches = self.order, []
@@ -136,10 +144,6 @@ class Team(Node):
                     self.log.append(-freed.pop())
                 log: Any = self.log
                 if not log:
-                    return
-                if self.failed is not None:
-                    log.clear()
-                    self.lines, self._new_templates = [], []
                     return
                 taken, lines = len(log), len(self.lines)
                 if order is not None:
@@ -165,6 +169,23 @@ class Team(Node):
                 self._flushing = False
             if self.late is not None:
                 self._let_late()
+
+    def fail(self, why: str) -> None:
+        """As a node's, after sending what has gathered: members that are left still have their values, and free them."""
+        with self.lock:
+            if self.failed is None:
+                self.flush()
+            super().fail(why)
+
+    def _leave(self) -> None:
+        """Free, by the logs of the workers that are left, what nobody has any more."""
+        freed, left = self.freed, self.workers()
+        while freed:
+            ref = freed.pop()
+            for node in left:
+                node.freed.append(ref)
+        self.log.clear()
+        self.lines, self._new_templates = [], []
 
     def check(self, correct: Callable[[int | None, list[Any]], None]) -> int:
         """As a node's; the members' workers bring the corrections, the first of them counts."""

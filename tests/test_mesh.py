@@ -317,7 +317,9 @@ def test_nothing_stays_behind(mesh: Mesh) -> None:
 def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     session = fresh_session(world_size=2)
     mesh = dr.init_device_mesh("cpu", (2,))
-    x = torch.ones(2, device=mesh.device)
+    dr.synchronize()
+    before = slots(0)
+    x, unsent = torch.ones(2, device=mesh.device), torch.ones(3, device=mesh.device)
     dr.synchronize()
     session.local_workers[1].terminate()
     until(lambda: session.nodes[1].failed)
@@ -326,6 +328,8 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)
+    del x, unsent
+    until(lambda: slots(0) == before)  # what is left is freed, too
 
 
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import torch
 
-from .errors import NotSupportedError, PlacementError, UsageError
+from .errors import NodeFailed, NotSupportedError, PlacementError, UsageError
 from .first import relieve
 from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence, Storage, next_ref
@@ -56,7 +56,13 @@ class Lines:
         self.size = len(rows[0])
         homes = [session.places.residence(place, numbered=False) for place in team.members]
         groups = groups_of(session)
-        self.groups: list[ProcessGroup] = [groups.open([homes[k] for k in row]) for row in rows]
+        self.groups: list[ProcessGroup] = []
+        try:
+            for row in rows:
+                self.groups.append(groups.open([homes[k] for k in row]))
+        except BaseException:  # Ctrl-C too: they are many
+            self.close()
+            raise
         self.capabilities = self.groups[0].capabilities
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)
@@ -67,6 +73,16 @@ class Lines:
 
     def __repr__(self) -> str:
         return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+
+    def close(self) -> None:
+        """Close the members' groups, after what has been issued. Return at once."""
+        for group in self.groups:
+            group.close()
+
+    @property
+    def broken(self) -> str | None:
+        """Why they cannot be used any more."""
+        return next((group.broken or "a group was closed" for group in self.groups if group.broken or group.closed), None)
 
     def ranks(self) -> Any:
         """Return a tensor of one int64 that is, on each member, its rank in its line. Return at once."""
@@ -106,8 +122,8 @@ class Lines:
         team.session.require_open()
         team.require_alive()
         given, written_to = [self.on_mesh(t) for t in inputs], [self.on_mesh(t) for t in into]
-        for group in self.groups:
-            group.require()
+        if (broken := self.broken) is not None:
+            raise NodeFailed(f"{self!r} cannot go on: {broken}. Its members are there: mesh.lines(...) connects them anew")
         if op is not None:
             require_reduction(self.groups[0], op, (given or written_to)[0].dtype)
         if operation != "copy":
@@ -163,6 +179,12 @@ def run_reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
 def run_all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
     """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
     own: Spec = lines.on_mesh(x)._handle.spec
+    sizes = {int(n) for n in (*output, *inputs)}
+    if [len(output), len(inputs)] != [lines.size] * 2 or len(sizes) > 1 or own.size[:1] != (sum(inputs),):
+        raise NotSupportedError(
+            f"all_to_all along a mesh: each of a line's {lines.size} members sends as many rows to each, which are all that it has; got "
+            f"{tuple(own.size)}, sends {list(inputs)}, gets {list(output)}. Uneven parts are for lists of tensors: dr.functional.all_to_all"
+        )
     spec = contiguous(own, (sum(output), *own.size[1:]))
     row = spec.nbytes // max(1, spec.size[0]) if spec.size[0] else own.nbytes // max(1, own.size[0])
     table = [[n * row for n in inputs]] * lines.size, [[n * row for n in output]] * lines.size

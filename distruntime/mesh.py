@@ -190,11 +190,14 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
             return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
-        wanted = {self._dims[self._dim(d)] for d in dims}
-        rows: dict[tuple[int, ...], list[int]] = {}
-        for k, at in enumerate(product(*map(range, self._whole._sizes))):
-            rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
-        return self._team.lines_of(list(rows.values()), Lines)  # type: ignore[no-any-return]
+        wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
+        found: Lines | None = kept.get(wanted)
+        if found is None or found.broken is not None:
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for k, at in enumerate(product(*map(range, self._whole._sizes))):
+                rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
+            found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
+        return found
 
     # -- what differs from member to member, as torch asks for it -----------------------------------------------------------------------
 

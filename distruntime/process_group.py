@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -61,14 +61,23 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, name: str, size: int, lines: Callable[[], Lines], ranks: Sequence[int] = ()) -> None:
         super().__init__(0, size)
-        self._name, self._lines = name, lines
-        self.ranks = list(ranks)  # each member's, in its line
+        self._name = name
+        self.use(lines, ranks)
         self._desc = "a dimension of a distruntime mesh"
+
+    def use(self, lines: Callable[[], Lines], ranks: Sequence[int]) -> None:
+        """Say which lines of members it stands for, and each member's rank in its line."""
+        self._lines = lines
+        self._found: Lines | None = None
+        self.ranks = list(ranks)
 
     @property
     def lines(self) -> Lines:
         """The members' groups."""
-        return self._lines()
+        found = self._found
+        if found is None or found.broken is not None:
+            found = self._found = self._lines()
+        return found
 
     def getBackendName(self) -> str:  # torch's name
         """Return "distruntime"."""
@@ -100,6 +109,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         op, factor = reduction(getattr(opts, "reduceOp", opts))
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
+            if op in ("MIN", "MAX") and not is_on_mesh(t):
+                continue  # one value, which is every member's, as this process speaks for all: DTensor's `torch.equal` asks so
             x = on_mesh(t)
             self.lines.run("all_reduce", [x], into=[x], op=op, factor=factor)
         return Issued(given)
@@ -168,9 +179,14 @@ def is_local(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
 
 
+def is_on_mesh(t: Any) -> TypeGuard[DistributedTensor]:
+    """Whether a tensor is on a mesh."""
+    return isinstance(t, DistributedTensor) and bool(t._handle.place.node.members)
+
+
 def on_mesh(t: Any) -> DistributedTensor:
     """Return a tensor that is on a mesh; raise `UsageError` for another."""
-    if isinstance(t, DistributedTensor) and t._handle.place.node.members:
+    if is_on_mesh(t):
         return t
     where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
     raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
@@ -269,7 +285,7 @@ def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
         group = _c10d._resolve_process_group(name)
         lines = functools.partial(team.lines_of, rows, Lines)
         if isinstance(group, MeshGroup) and _rows:
-            group.ranks, group._lines = ranks, lines
+            group.use(lines, ranks)
             return name
         return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name  # of all: torch gives its default group for them
 

@@ -67,8 +67,22 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
         dr.lines.all_reduce(lines, x.long(), "AVG")
     with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
         dr.lines.broadcast(lines, x, lines.size)
+    for sent, got in (([1, 1], [2, 0]), ([1], [1]), ([2, 2], [2, 2])):  # once these went to the workers, whose channel broke for good
+        with pytest.raises(dr.NotSupportedError, match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all"):
+            dr.lines.all_to_all(lines, x, got, sent)
     for op in ("SUM", "sum", dr.ReduceOp.SUM):
         same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
+
+
+def test_lines_that_broke_are_opened_again(mesh: Mesh) -> None:
+    """Where nobody was lost."""
+    x, lines = torch.ones(2, device=mesh.device), mesh.lines("dp")
+    lines.groups[0].close()
+    with pytest.raises(dr.NodeFailed, match=r"a group was closed.*mesh.lines\(...\) connects them anew"):
+        dr.lines.all_reduce(lines, x)
+    same(dr.lines.all_reduce(mesh.lines("dp"), x), torch.full((2,), 2.0))
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    same(x, torch.full((2,), 2.0))
 
 
 def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:

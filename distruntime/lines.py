@@ -30,6 +30,7 @@ from .wire.messages import OpenLines
 from .wrap import wrap
 
 _REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+_MOST_NUMBERS = 64  # tensors of one number for each member that a mesh keeps
 
 
 def reduction(op: Any) -> tuple[str, float | None]:
@@ -43,6 +44,18 @@ def reduction(op: Any) -> tuple[str, float | None]:
     if name == "PREMUL_SUM":
         return name, float(op.__getstate__()[1])
     return name, None
+
+
+def numbers(team: Team, values: tuple[int, ...]) -> Any:
+    """Return a tensor of one int64 that is `values[k]` on member k: never to be written, as it is kept. Return at once."""
+    found = team.numbers.get(values)
+    if found is None:
+        if len(team.numbers) >= _MOST_NUMBERS:
+            team.numbers.clear()
+        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        handles = [upload(torch.tensor(n, device="cpu"), home) for n, home in zip(values, places)]
+        found = team.numbers[values] = wrap(DistributedTensor, mesh_of(team, team.residence(), handles))
+    return found
 
 
 class Lines:
@@ -66,7 +79,6 @@ class Lines:
         self.capabilities = self.groups[0].capabilities
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)
-        self._ranks: Any = None
         at = {k: [group.number, rank] for group, row in zip(self.groups, rows) for rank, k in enumerate(row)}
         for node, ranks in team.ranks.items():
             session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
@@ -86,12 +98,8 @@ class Lines:
 
     def ranks(self) -> Any:
         """Return a tensor of one int64 that is, on each member, its rank in its line. Return at once."""
-        if self._ranks is None:
-            at = {k: rank for row in self.rows for rank, k in enumerate(row)}
-            places = [self.team.session.places.residence(place, numbered=False) for place in self.team.members]
-            handles = [upload(torch.tensor(at[k], device="cpu"), home) for k, home in enumerate(places)]
-            self._ranks = wrap(DistributedTensor, mesh_of(self.team, self.team.residence(), handles))
-        return self._ranks
+        at = {k: rank for row in self.rows for rank, k in enumerate(row)}
+        return numbers(self.team, tuple(at[k] for k in range(len(at))))
 
     def on_mesh(self, t: Any) -> DistributedTensor:
         """Return `t`; raise `PlacementError` unless it lives on this mesh."""

@@ -17,10 +17,14 @@ import torch
 from torch.distributed import _local_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .context import current_member
 from .errors import NotSupportedError, UsageError
+from .lines import numbers
 from .shards import member_of, mesh_of
 from .tensor import DistributedTensor
 from .wrap import wrap
+
+_MOST_RESULTS = 1024
 
 
 class _Varying(_local_tensor.LocalIntNode):
@@ -133,14 +137,83 @@ def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     """Call a function once for each member, on its shards and its numbers; return the results as a mesh's."""
     flat, shape = tree_flatten((list(args), kwargs))
     homes = [t._handle.place for t in flat if isinstance(t, DistributedTensor) and t._handle.place.node.members]
+    name = getattr(function, "__qualname__", str(function))
+    if not homes and all(value is None or isinstance(value, int) or varies(value) for value in flat):
+        return _computed_once(function, flat, shape, name)
+    once = _AT_ONCE.get(name)
+    if once is not None and homes and (done := once(function, *args, **kwargs)) is not NotImplemented:
+        return done
     count = len(homes[0].node.members) if homes else len(next(v for v in flat if varies(v)).node._local_ints)
     found = []
     with torch.no_grad():
         for k in range(count):
             own, named = tree_unflatten([_at(value, k) for value in flat], shape)
-            found.append(function(*own, **named))
-    name = getattr(function, "__qualname__", str(function))
+            token = current_member.set(_member(homes[0], k) if homes else None)
+            try:
+                found.append(function(*own, **named))
+            finally:
+                current_member.reset(token)
     return _joined(found, homes[0] if homes else None, name)
+
+
+def _member(home: Any, k: int) -> Any:
+    return home.node.session.places.residence(home.node.members[k], numbered=False)
+
+
+# -- what would cost an instruction or two for each member, and can be one for all; or NotImplemented, as where shards are uneven --------
+
+
+def _on(value: Any, t: Any) -> Any:
+    """Return a number that differs as a tensor where `t` is."""
+    return numbers(t._handle.place.node, tuple(value.node._local_ints.values())) if varies(value) else value
+
+
+def _select_split(function: Any, shard: Any, tensor: Any, num_chunks: int, index: Any, **options: Any) -> Any:
+    dim, rows = shard.dim, tensor.size(shard.dim)
+    if rows % num_chunks:
+        return NotImplemented
+    with torch.no_grad():
+        return tensor.unflatten(dim, (num_chunks, rows // num_chunks)).index_select(dim, _on(index, tensor)).squeeze(dim)
+
+
+def _unpad_new_dim(function: Any, shape: Any, tensor: Any, num_chunks: int, old: int, new: int, rank: Any) -> Any:
+    return NotImplemented if shape[old] % num_chunks or shape[new] % num_chunks else tensor
+
+
+def _unpad_sizes(function: Any, dim: int, tensor: Any, pads: Any, rank: Any, make_contiguous: bool) -> Any:
+    return NotImplemented if any(pads) else tensor
+
+
+def _mask(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
+    offset, size = _on(offset, tensor), _on(size, tensor)
+    mask = (tensor < offset) | (tensor >= offset + size)
+    return mask, (tensor - offset).masked_fill(mask, 0)  # torch's own writes by the mask, whose places are to be asked of each member
+
+
+_AT_ONCE: dict[str, Callable[..., Any]] = {
+    "Shard._select_split_tensor": _select_split,
+    "Shard._unpad_for_new_shard_dim": _unpad_new_dim,
+    "Shard._maybe_unpad_tensor_with_sizes": _unpad_sizes,
+    "_MaskPartial._mask_tensor": _mask,
+}
+
+_results: dict[Any, Any] = {}  # of arithmetic on ranks and sizes, which DTensor does anew with every operator
+
+
+def _computed_once(function: Callable[..., Any], flat: list[Any], shape: Any, name: str) -> Any:
+    values = [tuple(v.node._local_ints.values()) if varies(v) else v for v in flat]
+    key = function, shape, tuple(values)
+    found = _results.get(key)
+    if found is None:
+        if len(_results) >= _MOST_RESULTS:
+            _results.clear()
+        each = []
+        for k in range(len(next(v for v in values if type(v) is tuple))):
+            own, named = tree_unflatten([v[k] if type(v) is tuple else v for v in values], shape)
+            each.append(function(*own, **named))
+        found = _joined(each, None, name)
+        _results[key] = found
+    return found
 
 
 def _joined(found: list[Any], home: Any, name: str) -> Any:

@@ -27,7 +27,7 @@ from .handle import Place
 from .issue import issue_default
 from .layout import Layout
 from .line import user_line
-from .lines import Lines
+from .lines import Lines, numbers
 from .member_ints import varying
 from .process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
 from .session import Session, active_session
@@ -144,7 +144,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         k, kept = self._dim(dim), self._whole._kept
         key = "coordinate", self._dims[k]
         if key not in kept:
-            kept[key] = from_shards([torch.tensor(at[k], device="cpu") for at in self.coordinates()], self)
+            kept[key] = numbers(self._team, tuple(at[k] for at in self.coordinates()))
         return kept[key].clone()  # type: ignore[no-any-return]
 
     def manual_seed(self, seed: int, distinct: bool = False) -> None:
@@ -152,10 +152,13 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
         `torch.manual_seed` seeds them all alike, too.
         """
-        self._seed([seed + (k if distinct else 0) for k in range(len(self.places))])
+        self._seed(seed, tuple(range(len(self.places))) if distinct else None)
 
-    def _seed(self, seeds: Sequence[int]) -> None:
-        value = from_shards([torch.tensor(n, device="cpu") for n in seeds], self)
+    def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
+        """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""
+        value: Any = torch.tensor(seed, device="cpu").to(self.device)
+        if distinct is not None:
+            value = value + numbers(self._team, distinct)
         node = self._team
         with node.lock:
             number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
@@ -168,17 +171,21 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         What they draw follows this process's own generator, which `torch.manual_seed` seeds.
         """
         base = int(torch.randint(1 << 62, (1,), generator=generator, device="cpu"))
-        seeds = []
-        for at in self.coordinates():
-            shard = 0
-            for k, placement in enumerate(placements):
-                shard = shard * self.shape[k] + at[k] if placement.is_shard() else shard
-            seeds.append(base + shard)
-        self._seed(seeds)
+        cut = tuple(k for k, placement in enumerate(placements) if placement.is_shard())
+        kept, key = self._whole._kept, ("shards", self._dims, cut)
+        if key not in kept:
+            shards = []
+            for at in self.coordinates():
+                shard = 0
+                for k in cut:
+                    shard = shard * self.shape[k] + at[k]
+                shards.append(shard)
+            kept[key] = tuple(shards)
+        self._seed(base, kept[key])
         try:
             yield
         finally:
-            self._seed([base + len(seeds)] * len(seeds))
+            self._seed(base + len(self.places))
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from .context import current_device, current_gpu, current_mesh, current_node
+from .context import current_device, current_gpu, current_member, current_mesh, current_node
 from .errors import PlacementError
 from .handle import Place, Residence
 from .node import Node
@@ -91,6 +91,9 @@ class Places:
         if found is None:
             self._require_open()
             if number == _UNNUMBERED:
+                member: Residence | None = current_member.get()
+                if member is not None:
+                    return member
                 raise PlacementError('"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)')
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(

@@ -62,6 +62,7 @@ class Team(Node):
         self.forgetters.append(partial(session.places.forget, self))
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
         self._lines = count().__next__
+        self.numbers: dict[tuple[int, ...], Any] = {}  # see lines.py
         self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
         self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)

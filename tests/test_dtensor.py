@@ -172,6 +172,29 @@ def test_tensors_are_equal_where_all_members_are(two_workers: None) -> None:
     assert not torch.equal(a.to_local(), b.to_local()) and not torch.equal(b.to_local(), a.to_local())
 
 
+def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) -> None:
+    """Each member's own log once had some for each of these: 0.1 ms a member and operator."""
+    mesh = make("2x2")
+    lines = mesh["tp"]
+    whole, cut = (distribute_tensor(X, lines, [p]) for p in (Replicate(), Shard(0)))
+    table, ids = distribute_tensor(X, lines, [Shard(0)]), torch.tensor([7, 0, 3, 4, 5])
+    asked = distribute_tensor(ids, lines, [Replicate()])
+    masks, session = [], dr.session.active_session()
+    own: list[list[int]] = []
+    for _ in range(2):
+        same(whole.redistribute(lines, [Shard(1)]), X)
+        same(cut.redistribute(lines, [Shard(1)]), X)
+        same(F.embedding(asked, table), X[ids])
+        dr.synchronize()
+        own.append([node.base + len(node.log) for node in session.nodes])
+        again = whole.redistribute(lines, [Shard(0)]), cut.redistribute(lines, [Shard(1)]), F.embedding(asked, table).full_tensor()
+        masks.append(F.dropout(cut, 0.5))
+        mesh.manual_seed(3, distinct=True)
+        own[-1] = [node.base + len(node.log) - before for node, before in zip(session.nodes, own[-1])]
+        del again
+    assert own[1] == [0, 0]
+
+
 def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: None) -> None:
     mesh = make("2x2")
     torch.manual_seed(3)

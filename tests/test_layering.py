@@ -88,7 +88,7 @@ MASTER = {
     "partition": "errors fetch group handle members plans session tensor",
     "primitives": "errors functional group handle joint partition plans special tensor",
     "lines": "errors first group handle issue joint line members shards spec team tensor transfer wire.messages wrap",
-    "member_ints": "errors shards tensor wrap",
+    "member_ints": "context errors lines shards tensor wrap",
     "process_group": "errors lines team tensor",
     "functional_collectives": "lines process_group special",
     "dtensor": "context first functional_collectives member_ints process_group tensor",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.member_ints import run_for_each
 from mesh_programs import Program
 from processes import slots, until
 
@@ -393,3 +394,6 @@ def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., 
     assert [t.item() for t in doubled[::37]] == [2.0 * k for k in range(200)[::37]]
     assert [s.item() for s in dr.shards(ranks + 1)] == [k + 1.0 for k in range(200)]
     assert torch.zeros_like(held[150]).place == mesh.places[150]  # type: ignore[attr-defined]
+    rank = mesh.get_local_rank(1)  # torch's own code, run for each, names the device that a member's tensor shows
+    ones = run_for_each(lambda t, n: torch.full((2,), n, device=t.device), [ranks, rank], {})
+    assert [s.tolist() for s in dr.shards(ones)[::37]] == [[k % 100] * 2 for k in range(200)[::37]]

@@ -11,14 +11,14 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import UsageError
-from .lines import Lines, reduction
+from .errors import NotSupportedError, UsageError
+from .lines import Lines, reduction, run_all_reduce, run_all_to_all
 from .team import Team
 from .tensor import DistributedTensor
 
@@ -168,6 +168,32 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Give each member its part of the reduction of all members' lists."""
+        return self._reduce_scatter_base(outputs[0], torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]]), opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Issued:
+        """Reduce into the root's tensor; the others' stay as they are."""
+        for t in tensors:
+            total = run_all_reduce(self.lines, on_mesh(t), opts.reduceOp)
+            t.copy_(torch.where(self.lines.ranks() == int(opts.rootRank), total, t))
+        return Issued(tensors)
+
+    def alltoall_base(self, output: Any, given: Any, got: Any, sent: Any, opts: Any = None) -> Issued:
+        """Exchange parts of one size along the first dimension."""
+        x, n = on_mesh(given), self.size()
+        parts = [x.shape[0] // n if x.dim() else 0] * n
+        on_mesh(output).copy_(run_all_to_all(self.lines, x, list(got) or parts, list(sent) or parts))
+        return Issued([output])
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotSupportedError(
+            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, scatter, all_gather, reduce_scatter and "
+            "all_to_all_single. For one member and another, copy their tensors: x.member(k).to(y.place), dr.functional"
+        )
+
+    gather = send = recv = recv_anysource = alltoall = _refuse
 
     def barrier(self, opts: Any = None) -> Issued:
         """Return at once: the logs keep all members in step."""

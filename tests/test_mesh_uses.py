@@ -115,6 +115,26 @@ def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
     same(x, torch.full((2,), float(mesh.size("dp"))))
 
 
+def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
+    """Some of these went to the workers as they are, who do not know them."""
+    group, lines = mesh.get_group("dp"), mesh.lines("dp")
+    n, parts = lines.size, [torch.arange(4.0) + 10 * k for k in range(mesh.size())]
+    x = dr.from_shards(parts, mesh)
+    reduced, exchanged, cut = x.clone(), torch.zeros_like(x), torch.zeros(4, device=mesh.device)
+    dist.reduce(reduced, dst=0, group=group)
+    dist.all_to_all_single(exchanged, x, group=group)
+    dist.reduce_scatter(cut, [x] * n, group=group)
+    found = [dr.shards(t) for t in (reduced, exchanged, cut)]
+    for row in lines.rows:
+        total = torch.stack([parts[k] for k in row]).sum(0)
+        for rank, k in enumerate(row):
+            assert torch.equal(found[0][k], parts[k] if rank else total)
+            assert torch.equal(found[1][k], torch.cat([parts[m].chunk(n)[rank] for m in row]))
+            assert torch.equal(found[2][k], total)
+    with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
+        dist.gather(x, [torch.zeros_like(x) for _ in range(n)], dst=0, group=group)
+
+
 def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
     torch.remote.synchronize(mesh.device)  # type: ignore[attr-defined]
     for distinct in (False, True):

@@ -76,7 +76,7 @@ class Places:
     def _enter(self, place: Place, node: Node) -> Residence:
         if not self._free:
             raise PlacementError(
-                f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "
+                f"{_LAST} places hold live tensors, or are meshes, the most that torch can tell apart (a device index has 7 bits); "
                 f"let go of the tensors of some place before you put one on {place}"
             )
         found = Residence(place, node, self._free.pop(), self._free.append)

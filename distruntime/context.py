@@ -15,6 +15,8 @@ current_device: ContextVar[str | None] = ContextVar("distruntime_device", defaul
 
 current_mesh: ContextVar[Any] = ContextVar("distruntime_mesh", default=None)  # the Residence of the mesh that was entered last
 
+current_member: ContextVar[Any] = ContextVar("distruntime_member", default=None)  # the Residence of the member that torch's code runs for
+
 # The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
 current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
 

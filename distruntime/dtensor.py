@@ -28,11 +28,9 @@ from . import functional_collectives
 from .composite import of_dtensors
 from .context import current_mesh
 from .event import Event
-from .fetch import fetch
 from .first import for_each_member
-from .member_ints import as_tensor, home_of, per_member, pick, run_for_each, varies, varying
+from .member_ints import home_of, per_member, pick, run_for_each, varies, varying
 from .process_group import MeshGroup, noting, placing, speaking_for
-from .special import SPECIAL
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
@@ -49,7 +47,6 @@ def prepare() -> None:
         return
     _done.append(True)
     functional_collectives.prepare()
-    SPECIAL["aten::equal"] = _equal_on_all
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
@@ -89,39 +86,8 @@ def _wrap_marked(owner: ModuleType | type) -> None:
     for name, value in list(vars(owner).items()):
         function: Any = value.__func__ if isinstance(value, staticmethod) else value
         if getattr(function, "__code__", None) is _MARK:
-            wrapped = per_member(function.__wrapped__, _AT_ONCE.get(function.__wrapped__.__qualname__))
+            wrapped = per_member(function.__wrapped__)
             setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
-
-
-def _own_part(
-    function: Any,
-    shard: Any,
-    tensor: Any,
-    num_chunks: int,
-    index: Any,
-    *,
-    with_padding: bool = True,
-    contiguous: bool = True,
-    clone: bool = True,
-) -> Any:
-    """What a member keeps of a whole tensor, Replicate to Shard; `Shard._select_split_tensor`, where all members keep as much."""
-    stride = getattr(shard, "split_factor", 1)
-    if home_of(tensor) is None or not varies(index) or tensor.size(shard.dim) % (num_chunks * stride):
-        return NotImplemented
-    return pick(tensor, shard.dim, num_chunks, index, stride)
-
-
-def _own_rows(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
-    """Of indices into an embedding's rows, those into a member's own; `_MaskPartial._mask_tensor`, which computes with numbers as with
-    tensors of one."""
-    home = home_of(tensor)
-    if home is None:
-        return NotImplemented
-    numbers = [as_tensor(n, home) if varies(n) else n for n in (offset, size)]
-    if tensor.ndim:
-        return function(tensor, *numbers)
-    mask, rows = function(tensor[None], *numbers)  # a mask of no dimension would be read here, to index by it
-    return mask[0], rows[0]
 
 
 def _masking(apply: Callable[..., None]) -> Callable[..., None]:
@@ -137,20 +103,8 @@ def _masking(apply: Callable[..., None]) -> Callable[..., None]:
     return choose
 
 
-def _equal_on_all(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Whether two of a mesh's tensors are equal on every member: the answer is this process's, and decides for all of them."""
-    one, other = args
-    home, also = home_of(one), home_of(other)
-    if home is None or also is None or home.node is not also.node:
-        return NotImplemented
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return func(one.member(0), other.member(0))
-    same = (one == other).all()
-    return all(answer.item() for answer in fetch([same.member(k) for k in range(len(home.node.members))]))
-
-
 def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; `_equal_on_all` has asked them already."""
+    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; here comparing has asked all members."""
     one, other = args
     if not all(home_of(getattr(t, "_local_tensor", None)) for t in args) or one.device_mesh != other.device_mesh:
         mine = handlers.pop(func)
@@ -195,13 +149,6 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: floa
     return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
 
 
-_AT_ONCE: dict[str, Callable[..., Any]] = {
-    "Shard._select_split_tensor": _own_part,
-    "_StridedShard._select_split_tensor": _own_part,
-    "_MaskPartial._mask_tensor": _own_rows,
-}
-
-
 class _Chunks(list[Any]):
     """The chunks of a parameter, of which each member keeps its own."""
 
@@ -212,9 +159,8 @@ class _Chunks(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not varies(index):
             return super().__getitem__(index)
-        if home_of(self._whole) is None or self._whole.size(self._dim) % len(self):
-            return run_for_each(list.__getitem__, [list(self), index], {})
-        return pick(self._whole, self._dim, len(self), index)
+        found = NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
+        return run_for_each(list.__getitem__, [list(self), index], {}) if found is NotImplemented else found
 
 
 def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -44,6 +44,11 @@ def _flat(results: list[Result]) -> list[Result]:
     return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
 
 
+def _vary(values: Sequence[Any]) -> bool:
+    """Whether numbers among the arguments differ from member to member."""
+    return any(type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a)) for a in values)
+
+
 def relieve(node: Node) -> None:
     """Block while the window of `node` is full. Not under its lock: whoever reads the acknowledgements needs that."""
     if node.busy:
@@ -71,7 +76,7 @@ def first_time(
     if entry is not None:
         relieve(known.node)
         return emit(cls, entry, words, args, kwargs, known, user_line())
-    if for_each_member and any(type(a) is torch.SymInt for a in args):
+    if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
     special = specials.get(func._schema.name)
     if special is not None:

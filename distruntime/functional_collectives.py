@@ -77,6 +77,16 @@ def _all_gather_copy_in(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     return into, output
 
 
+def _split_with_sizes_copy(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
+    """FSDP2's name for one of aten's, which workers have."""
+    torch.split_with_sizes_copy(*args, **kwargs)
+
+
+def _chunk_cat(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
+    """FSDP2's name for one of aten's, which workers have."""
+    torch._chunk_cat(*args, **kwargs)
+
+
 def _nothing(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """For CUDA's allocator: here the log says which streams have used a value."""
 
@@ -87,6 +97,8 @@ def prepare() -> None:
         SPECIAL.update({f"{namespace}::{name}": special for name, special in _TABLE.items()})
     SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
     SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
+    SPECIAL["fsdp::split_with_sizes_copy"] = _split_with_sizes_copy
+    SPECIAL["fsdp::chunk_cat"] = _chunk_cat
     SPECIAL["fsdp::record_grad_output_stream"] = _nothing
 
 

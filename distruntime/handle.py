@@ -36,7 +36,7 @@ class Residence:
     A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
     """
 
-    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "known", "lazy", "node", "number", "place", "unproven")
+    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "known", "lazy", "node", "number", "numbers", "place", "unproven")
 
     def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
@@ -46,6 +46,7 @@ class Residence:
         self.known: dict[tuple[Any, ...], Any] = {}
         self.cache = self.known if node.order is None else {}
         self.unproven: dict[tuple[Any, ...], Any] = {}
+        self.numbers: dict[tuple[int, ...], Any] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
         self._released = released
 
     @property

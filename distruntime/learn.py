@@ -119,7 +119,8 @@ def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], w
         if target._handle.spec is not found[0]._handle.spec:  # written, and resized on the way
             reshape_wrapper(target, found[0]._handle.spec)
         return target
-    return found[0]  # as of any number that is read: the first member's
+    # Tensors are equal where all members' are; of any other number that is read, the first member's counts.
+    return all(found) if type(found[0]) is bool else found[0]
 
 
 def _unlike(func: Any, results: list[str]) -> NotSupportedError:

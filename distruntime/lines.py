@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import torch
 
-from .errors import NotSupportedError, PlacementError, UsageError
+from .errors import NodeFailed, NotSupportedError, PlacementError, UsageError
 from .first import relieve
 from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence, Storage, next_ref
@@ -30,6 +30,7 @@ from .wire.messages import OpenLines
 from .wrap import wrap
 
 _REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+_MOST_NUMBERS = 64  # tensors of one number for each member that a mesh keeps
 
 
 def reduction(op: Any) -> tuple[str, float | None]:
@@ -45,6 +46,20 @@ def reduction(op: Any) -> tuple[str, float | None]:
     return name, None
 
 
+def numbers(home: Residence, values: tuple[int, ...]) -> Any:
+    """Return a tensor on a mesh, of one int64 that is `values[k]` on member k: never to be written, as it is kept. Return at once."""
+    kept = home.numbers
+    found = kept.get(values)
+    if found is None:
+        if len(kept) >= _MOST_NUMBERS:
+            kept.clear()
+        team: Any = home.node
+        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(values, places)]
+        found = kept[values] = wrap(DistributedTensor, mesh_of(team, home, handles))
+    return found
+
+
 class Lines:
     """The lines of a mesh along one or several of its dimensions: groups of equal size that cover the members."""
 
@@ -58,14 +73,12 @@ class Lines:
         try:
             for row in rows:
                 self.groups.append(groups.open([homes[k] for k in row]))
-        except BaseException:
-            for group in self.groups:
-                group.close()
+        except BaseException:  # Ctrl-C too: they are many
+            self.close()
             raise
         self.capabilities = self.groups[0].capabilities
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)
-        self._ranks: Any = None
         at = {k: [group.number, rank] for group, row in zip(self.groups, rows) for rank, k in enumerate(row)}
         for node, ranks in team.ranks.items():
             session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
@@ -73,14 +86,20 @@ class Lines:
     def __repr__(self) -> str:
         return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
 
+    def close(self) -> None:
+        """Close the members' groups, after what has been issued. Return at once."""
+        for group in self.groups:
+            group.close()
+
+    @property
+    def broken(self) -> str | None:
+        """Why they cannot be used any more."""
+        return next((group.broken or "a group was closed" for group in self.groups if group.broken or group.closed), None)
+
     def ranks(self) -> Any:
         """Return a tensor of one int64 that is, on each member, its rank in its line. Return at once."""
-        if self._ranks is None:
-            at = {k: rank for row in self.rows for rank, k in enumerate(row)}
-            places = [self.team.session.places.residence(place, numbered=False) for place in self.team.members]
-            handles = [upload(torch.tensor(at[k], device="cpu"), home) for k, home in enumerate(places)]
-            self._ranks = wrap(DistributedTensor, mesh_of(self.team, self.team.residence(), handles))
-        return self._ranks
+        at = {k: rank for row in self.rows for rank, k in enumerate(row)}
+        return numbers(self.team.residence(), tuple(at[k] for k in range(len(at))))
 
     def on_mesh(self, t: Any) -> DistributedTensor:
         """Return `t`; raise `PlacementError` unless it lives on this mesh."""
@@ -111,8 +130,8 @@ class Lines:
         team.session.require_open()
         team.require_alive()
         given, written_to = [self.on_mesh(t) for t in inputs], [self.on_mesh(t) for t in into]
-        for group in self.groups:
-            group.require()
+        if (broken := self.broken) is not None:
+            raise NodeFailed(f"{self!r} cannot go on: {broken}. Its members are there: mesh.lines(...) connects them anew")
         if op is not None:
             require_reduction(self.groups[0], op, (given or written_to)[0].dtype)
         if operation != "copy":
@@ -168,6 +187,12 @@ def run_reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
 def run_all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
     """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
     own: Spec = lines.on_mesh(x)._handle.spec
+    sizes = {int(n) for n in (*output, *inputs)}
+    if [len(output), len(inputs)] != [lines.size] * 2 or len(sizes) > 1 or own.size[:1] != (sum(inputs),):
+        raise NotSupportedError(
+            f"all_to_all along a mesh: each of a line's {lines.size} members sends as many rows to each, which are all that it has; got "
+            f"{tuple(own.size)}, sends {list(inputs)}, gets {list(output)}. Uneven parts are for lists of tensors: dr.functional.all_to_all"
+        )
     spec = contiguous(own, (sum(output), *own.size[1:]))
     row = spec.nbytes // max(1, spec.size[0]) if spec.size[0] else own.nbytes // max(1, own.size[0])
     table = [[n * row for n in inputs]] * lines.size, [[n * row for n in output]] * lines.size

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count, product
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.device_mesh
@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 from .context import MeshContext
 from .dtensor import prepare
 from .entries import template
-from .errors import PlacementError, UsageError
+from .errors import NotSupportedError, PlacementError, UsageError
 from .fetch import fetch
 from .group import homes_of
 from .handle import Place
 from .issue import issue_default
 from .layout import Layout
 from .line import user_line
-from .lines import Lines
+from .lines import Lines, numbers
 from .member_ints import varying
 from .process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
 from .session import Session, active_session
@@ -54,7 +54,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
         self._sizes = tuple(shape)
         self._kept: dict[Any, Any] = {}  # coordinates and slices
-        self._contexts: list[MeshContext] = []
+        self._context = MeshContext(self._home)
         self._layout_of: Layout | None = None  # which other groups of members there are
         prepare()
         if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
@@ -118,7 +118,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if key not in kept:
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
-            part._team, part._home, part._whole, part._dims, part._contexts = self._team, self._home, self._whole, key, []
+            part._team, part._home, part._whole, part._dims, part._context = self._team, self._home, self._whole, key, self._context
             part._layout_of = None
             kept[key] = part
         found: DeviceMesh = kept[key]
@@ -148,7 +148,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         k, kept = self._dim(dim), self._whole._kept
         key = "coordinate", self._dims[k]
         if key not in kept:
-            kept[key] = from_shards([torch.tensor(at[k], device="cpu") for at in self.coordinates()], self)
+            kept[key] = numbers(self._home, tuple(at[k] for at in self.coordinates()))
         return kept[key].clone()  # type: ignore[no-any-return]
 
     def manual_seed(self, seed: int, distinct: bool = False) -> None:
@@ -156,10 +156,13 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
         `torch.manual_seed` seeds them all alike, too.
         """
-        self._seed([seed + (k if distinct else 0) for k in range(len(self.places))])
+        self._seed(seed, tuple(range(len(self.places))) if distinct else None)
 
-    def _seed(self, seeds: Sequence[int]) -> None:
-        value = from_shards([torch.tensor(n, device="cpu") for n in seeds], self)
+    def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
+        """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""
+        value: Any = torch.tensor(seed, device="cpu").to(self.device)
+        if distinct is not None:
+            value = value + numbers(self._home, distinct)
         node = self._team
         with node.lock:
             number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
@@ -172,17 +175,21 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         What they draw follows this process's own generator, which `torch.manual_seed` seeds.
         """
         base = int(torch.randint(1 << 62, (1,), generator=generator, device="cpu"))
-        seeds = []
-        for at in self.coordinates():
-            shard = 0
-            for k, placement in enumerate(placements):
-                shard = shard * self.shape[k] + at[k] if placement.is_shard() else shard
-            seeds.append(base + shard)
-        self._seed(seeds)
+        cut = tuple(k for k, placement in enumerate(placements) if placement.is_shard())
+        kept, key = self._whole._kept, ("shards", self._dims, cut)
+        if key not in kept:
+            shards = []
+            for at in self.coordinates():
+                shard = 0
+                for k in cut:
+                    shard = shard * self.shape[k] + at[k]
+                shards.append(shard)
+            kept[key] = tuple(shards)
+        self._seed(base, kept[key])
         try:
             yield
         finally:
-            self._seed([base + len(seeds)] * len(seeds))
+            self._seed(base + len(self.places))
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""
@@ -194,11 +201,14 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
             return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
-        wanted = {self._dims[self._dim(d)] for d in dims}
-        rows: dict[tuple[int, ...], list[int]] = {}
-        for k, at in enumerate(product(*map(range, self._whole._sizes))):
-            rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
-        return self._team.lines_of(list(rows.values()), Lines)  # type: ignore[no-any-return]
+        wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
+        found: Lines | None = kept.get(wanted)
+        if found is None or found.broken is not None:
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for k, at in enumerate(product(*map(range, self._whole._sizes))):
+                rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
+            found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
+        return found
 
     # -- what differs from member to member, as torch asks for it -----------------------------------------------------------------------
 
@@ -220,20 +230,23 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __enter__(self) -> DeviceMesh:
         self.session.require_open()  # in another session new tensors would go to a place of that one
         super().__enter__()
-        context = MeshContext(self._home)
-        context.__enter__()
-        self._contexts.append(context)
+        self._context.__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, exc_traceback: Any) -> None:
-        self._contexts.pop().__exit__(exc_type, exc_value, exc_traceback)
+        self._context.__exit__(exc_type, exc_value, exc_traceback)
         super().__exit__(exc_type, exc_value, exc_traceback)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # as a place is, of whatever is copied there: a model of DTensors
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupportedError(
+            f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: dr.fetch(model.state_dict())"
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
-        return self  # a copied model's DTensors are on the same members
 
     def __hash__(self) -> int:
         return hash((id(self._team), super().__hash__()))  # type: ignore[no-untyped-call]

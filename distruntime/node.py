@@ -310,6 +310,9 @@ class Node:
     def settle(self, line: Line) -> None:
         """Send what meshes hold for this worker, and let what is read from now on come after it. Call under `lock`."""
         if self.teams:
+            for team in self.teams:
+                if team.freed:  # of which nothing else tells, where it is not that log's turn
+                    team.flush()
             self.flush()
             if self.meshed:  # which no position of this log tells of: a word that follows does
                 words = [FORGET, 0]

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from .context import current_device, current_gpu, current_mesh, current_node
+from .context import current_device, current_gpu, current_member, current_mesh, current_node
 from .errors import PlacementError
 from .handle import Place, Residence
 from .node import Node
@@ -79,7 +79,7 @@ class Places:
             gc.collect()  # meshes that nobody has any more are in cycles
         if not self._free:
             raise PlacementError(
-                f"{_LAST} places hold live tensors, the most that torch can tell apart (a device index has 7 bits); "
+                f"{_LAST} places hold live tensors, or are meshes, the most that torch can tell apart (a device index has 7 bits); "
                 f"let go of the tensors of some place before you put one on {place}"
             )
         found = Residence(place, node, self._free.pop(), self._free.append)
@@ -94,6 +94,9 @@ class Places:
         if found is None:
             self._require_open()
             if number == _UNNUMBERED:
+                member: Residence | None = current_member.get()
+                if member is not None:
+                    return member
                 raise PlacementError('"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)')
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(

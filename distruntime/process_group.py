@@ -11,14 +11,14 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import UsageError
-from .lines import Lines, reduction
+from .errors import NotSupportedError, UsageError
+from .lines import Lines, reduction, run_all_reduce, run_all_to_all
 from .team import Team
 from .tensor import DistributedTensor
 
@@ -62,14 +62,23 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, name: str, size: int, lines: Callable[[], Lines], ranks: Sequence[int] = ()) -> None:
         super().__init__(0, size)
-        self._name, self._lines = name, lines
-        self.ranks = list(ranks)  # each member's, in its line
+        self._name = name
+        self.use(lines, ranks)
         self._desc = "a dimension of a distruntime mesh"
+
+    def use(self, lines: Callable[[], Lines], ranks: Sequence[int]) -> None:
+        """Say which lines of members it stands for, and each member's rank in its line."""
+        self._lines = lines
+        self._found: Lines | None = None
+        self.ranks = list(ranks)
 
     @property
     def lines(self) -> Lines:
         """The members' groups."""
-        return self._lines()
+        found = self._found
+        if found is None or found.broken is not None:
+            found = self._found = self._lines()
+        return found
 
     def getBackendName(self) -> str:  # torch's name
         """Return "distruntime"."""
@@ -101,6 +110,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         op, factor = reduction(getattr(opts, "reduceOp", opts))
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
+            if op in ("MIN", "MAX") and not is_on_mesh(t):
+                continue  # one value, which is every member's, as this process speaks for all: DTensor's `torch.equal` asks so
             x = on_mesh(t)
             self.lines.run("all_reduce", [x], into=[x], op=op, factor=factor)
         return Issued(given)
@@ -159,6 +170,32 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Give each member its part of the reduction of all members' lists."""
+        return self._reduce_scatter_base(outputs[0], torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]]), opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Issued:
+        """Reduce into the root's tensor; the others' stay as they are."""
+        for t in tensors:
+            total = run_all_reduce(self.lines, on_mesh(t), opts.reduceOp)
+            t.copy_(torch.where(self.lines.ranks() == int(opts.rootRank), total, t))
+        return Issued(tensors)
+
+    def alltoall_base(self, output: Any, given: Any, got: Any, sent: Any, opts: Any = None) -> Issued:
+        """Exchange parts of one size along the first dimension."""
+        x, n = on_mesh(given), self.size()
+        parts = [x.shape[0] // n if x.dim() else 0] * n
+        on_mesh(output).copy_(run_all_to_all(self.lines, x, list(got) or parts, list(sent) or parts))
+        return Issued([output])
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotSupportedError(
+            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, scatter, all_gather, reduce_scatter and "
+            "all_to_all_single. For one member and another, copy their tensors: x.member(k).to(y.place), dr.functional"
+        )
+
+    gather = send = recv = recv_anysource = alltoall = _refuse
+
     def barrier(self, opts: Any = None) -> Issued:
         """Return at once: the logs keep all members in step."""
         return Issued([])
@@ -169,9 +206,14 @@ def is_local(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
 
 
+def is_on_mesh(t: Any) -> TypeGuard[DistributedTensor]:
+    """Whether a tensor is on a mesh."""
+    return isinstance(t, DistributedTensor) and bool(t._handle.place.node.members)
+
+
 def on_mesh(t: Any) -> DistributedTensor:
     """Return a tensor that is on a mesh; raise `UsageError` for another."""
-    if isinstance(t, DistributedTensor) and t._handle.place.node.members:
+    if is_on_mesh(t):
         return t
     where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
     raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
@@ -270,7 +312,7 @@ def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
         group = _c10d._resolve_process_group(name)
         lines = functools.partial(team.lines_of, rows, Lines)
         if isinstance(group, MeshGroup) and _rows:
-            group.ranks, group._lines = ranks, lines
+            group.use(lines, ranks)
             return name
         return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name  # of all: torch gives its default group for them
 

@@ -180,6 +180,11 @@ def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, An
     return False
 
 
+def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be (`torch.tensor` below autograd ends so).
+    return args[0]
+
+
 SPECIAL: dict[str, Special] = {
     "aten::_local_scalar_dense": _item,
     "aten::_to_copy": _to_copy,
@@ -188,6 +193,7 @@ SPECIAL: dict[str, Special] = {
     "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::histc": _histc,
     "aten::is_pinned": _never_pinned,
+    "aten::detach_": _detached,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
         _refuse("the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"),

@@ -84,13 +84,18 @@ class Team(Node):
         return f"the mesh of {self.place}"
 
     def lines_of(self, rows: list[list[int]], make: Callable[[Team, int, list[list[int]]], Any]) -> Any:
-        """Return what `make` makes of these rows of members, once for all meshes of these members."""
+        """Return what `make` makes of these rows of members, once for all meshes of these members; anew where it has broken."""
         key = tuple(map(tuple, rows))
-        if key not in self.along:
+        found = self.along.get(key)
+        if found is None or found.broken is not None:
             with self._meeting:  # a second thread may want the same ones meanwhile
-                if key not in self.along:
-                    self.along[key] = make(self, self._lines(), rows)
-        return self.along[key]
+                found = self.along.get(key)
+                if found is not None and found.broken is not None:
+                    found.close()
+                    found = None
+                if found is None:
+                    found = self.along[key] = make(self, self._lines(), rows)
+        return found
 
     def residence(self) -> Residence:
         """Return where its tensors live, with a number of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -13,9 +14,10 @@ from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones, rand, zeros
 from torch.distributed.tensor.experimental import implicit_replication, local_map
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
-from meshes import make, mesh, same, two_workers
+from meshes import MLP, copied, make, mesh, same, two_workers
 
 __all__ = ["mesh", "two_workers"]
 
@@ -56,27 +58,6 @@ def test_each_member_has_the_part_that_is_its_own(mesh: dr.DeviceMesh) -> None:
     parts = dr.shards(distribute_tensor(X.to(mesh.device), mesh, [Shard(0)] * mesh.ndim).to_local())  # type: ignore[arg-type]
     for part, wanted in zip(parts, X.chunk(mesh.size())):
         assert torch.equal(part, wanted)
-
-
-def test_what_depends_on_the_rank_is_an_instruction_of_the_mesh(mesh: dr.DeviceMesh) -> None:
-    def step() -> None:
-        for dim in (0, 1):
-            t = distribute_tensor(X.to(mesh.device), mesh, [Shard(dim)] * mesh.ndim, src_data_rank=None)
-            t.redistribute(mesh, [Replicate()] * mesh.ndim)
-        F.embedding(rows, weight).redistribute(mesh, [Replicate()] * mesh.ndim)
-
-    def own() -> list[int]:
-        return [node.base + len(node.log) for node in mesh.session.nodes]
-
-    table, given = torch.arange(48.0).reshape(16, 3), torch.tensor([[3, 15], [0, 7]])
-    one_of = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]  # torch's masks of rows are for one dimension
-    weight = distribute_tensor(table.to(mesh.device), mesh, one_of)
-    rows = distribute_tensor(given.to(mesh.device), mesh, [Replicate()] * mesh.ndim)
-    step()  # the first time the members are told their numbers
-    before = own()
-    step()
-    assert own() == before
-    same(F.embedding(rows, weight), table[given])
 
 
 def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
@@ -211,6 +192,59 @@ def test_flattened_dimensions(two_workers: None) -> None:
         flat = mesh["dp", "tp"]._flatten(name)
         same(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]), X)
         assert len(dr.shards(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]).to_local())[3]) == 2  # type: ignore[arg-type]
+
+
+def test_a_rank_is_no_one_number(two_workers: None) -> None:
+    """It equalled nothing, so `if rank == 0:` was nobody's; and what was written to a member's own columns went to a copy of them."""
+    mesh = make("2x2")
+    rank = mesh.get_local_rank("tp")
+    for ask in (lambda: bool(rank == 0), lambda: bool(rank < 1), lambda: int(rank), lambda: bool(rank)):
+        with pytest.raises(dr.UsageError, match=r"differs from member to member \(member 0: 0, member 1: 1, .*mesh.coordinate\(dim\)"):
+            ask()
+    assert rank < 2 and rank - rank == 0 and "differs" in repr(rank == 0)
+    x = torch.zeros(2, 4, device=mesh.device)
+    x[:, rank * 2 : rank * 2 + 2] = 5.0
+    x.narrow(1, rank, 1).add_(1)
+    moved = torch.roll(x, [rank], [1])
+    for k, (shard, roll) in enumerate(zip(dr.shards(x), dr.shards(moved))):
+        wanted = torch.tensor([[0.0, 1.0, 5.0, 5.0]] * 2 if k % 2 else [[6.0, 5.0, 0.0, 0.0]] * 2)
+        assert torch.equal(shard, wanted) and torch.equal(roll, wanted.roll(k % 2, 1))
+
+
+def test_models_of_dtensors_are_copied_on_their_mesh(two_workers: None) -> None:
+    mesh = make("2")
+    model = parallelize_module(copied(MLP(), mesh), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    same(again(X.to(mesh.device)), MLP()(X))
+    assert again[0].weight.device_mesh is mesh and copy.deepcopy(mesh) is mesh
+    with pytest.raises(dr.NotSupportedError, match=r"cannot be pickled.*dr.fetch"):
+        pickle.dumps(mesh)
+
+
+def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) -> None:
+    """Each member's own log once had some for each of these: 0.1 ms a member and operator."""
+    mesh = make("2x2")
+    lines = mesh["tp"]
+    whole, cut = (distribute_tensor(X, lines, [p]) for p in (Replicate(), Shard(0)))
+    table, ids = distribute_tensor(X, lines, [Shard(0)]), torch.tensor([7, 0, 3, 4, 5])
+    asked = distribute_tensor(ids, lines, [Replicate()])
+    masks, session = [], dr.session.active_session()
+    own: list[list[int]] = []
+    for _ in range(2):
+        same(whole.redistribute(lines, [Shard(1)]), X)
+        same(cut.redistribute(lines, [Shard(1)]), X)
+        same(F.embedding(asked, table), X[ids])
+        dr.synchronize()
+        own.append([node.base + len(node.log) for node in session.nodes])
+        again = whole.redistribute(lines, [Shard(0)]), cut.redistribute(lines, [Shard(1)]), F.embedding(asked, table).full_tensor()
+        masks.append(F.dropout(cut, 0.5))
+        mesh.manual_seed(3, distinct=True)
+        own[-1] = [node.base + len(node.log) - before for node, before in zip(session.nodes, own[-1])]
+        del again
+    assert own[1] == [0, 0]
 
 
 def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: None) -> None:

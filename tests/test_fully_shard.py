@@ -14,6 +14,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +171,21 @@ def test_activation_checkpointing_draws_the_same_numbers_again(two_workers: None
         found.append([dr.fetch(p.grad) for p in model.parameters()])
     for one, two in zip(*found):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("shape", ["2", "2x2"])
+def test_a_model_that_is_made_without_memory(two_workers: None, shape: str) -> None:
+    mesh, serial = make(shape), MLP()
+    with torch.device("meta"):
+        model: Any = MLP()
+    if mesh.ndim > 1:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = sharded(model, mesh["dp"] if mesh.ndim > 1 else mesh).to_empty(device=mesh.device)
+    for part in (model, serial):
+        for k, p in enumerate(part.parameters()):
+            torch.nn.init.constant_(p, 0.1 * k)
+    train(mesh, model, serial, whole=mesh.ndim == 1)
 
 
 def test_what_there_is_not(two_workers: None) -> None:

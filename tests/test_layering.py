@@ -88,10 +88,10 @@ MASTER = {
     "partition": "errors fetch group handle members plans session tensor",
     "primitives": "errors functional group handle joint partition plans special tensor",
     "lines": "errors first group handle issue joint line members shards spec team tensor transfer wire.messages wrap",
-    "member_ints": "errors handle shards tensor transfer wrap",
+    "member_ints": "context errors handle lines shards tensor wrap",
     "process_group": "errors lines team tensor",
     "functional_collectives": "lines process_group special",
-    "dtensor": "composite context event fetch first functional_collectives member_ints process_group special tensor",
+    "dtensor": "composite context event first functional_collectives member_ints process_group tensor",
     "layout": "errors",
     "mesh": "context dtensor entries errors fetch group handle issue layout "
     "line lines member_ints process_group session shards team tensor transfer wrap",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.member_ints import run_for_each
 from mesh_programs import Program
 from processes import slots, until
 
@@ -317,7 +318,9 @@ def test_nothing_stays_behind(mesh: Mesh) -> None:
 def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     session = fresh_session(world_size=2)
     mesh = dr.init_device_mesh("cpu", (2,))
-    x = torch.ones(2, device=mesh.device)
+    dr.synchronize()
+    before = slots(0)
+    x, unsent = torch.ones(2, device=mesh.device), torch.ones(3, device=mesh.device)
     dr.synchronize()
     session.local_workers[1].terminate()
     until(lambda: session.nodes[1].failed)
@@ -326,6 +329,8 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)
+    del x, unsent
+    until(lambda: slots(0) == before)  # what is left is freed, too
 
 
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
@@ -389,3 +394,6 @@ def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., 
     assert [t.item() for t in doubled[::37]] == [2.0 * k for k in range(200)[::37]]
     assert [s.item() for s in dr.shards(ranks + 1)] == [k + 1.0 for k in range(200)]
     assert torch.zeros_like(held[150]).place == mesh.places[150]  # type: ignore[attr-defined]
+    rank = mesh.get_local_rank(1)  # torch's own code, run for each, names the device that a member's tensor shows
+    ones = run_for_each(lambda t, n: torch.full((2,), n, device=t.device), [ranks, rank], {})
+    assert [s.tolist() for s in dr.shards(ones)[::37]] == [[k % 100] * 2 for k in range(200)[::37]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,22 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
         dr.lines.all_reduce(lines, x.long(), "AVG")
     with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
         dr.lines.broadcast(lines, x, lines.size)
+    for sent, got in (([1, 1], [2, 0]), ([1], [1]), ([2, 2], [2, 2])):  # once these went to the workers, whose channel broke for good
+        with pytest.raises(dr.NotSupportedError, match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all"):
+            dr.lines.all_to_all(lines, x, got, sent)
     for op in ("SUM", "sum", dr.ReduceOp.SUM):
         same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
+
+
+def test_lines_that_broke_are_opened_again(mesh: Mesh) -> None:
+    """Where nobody was lost."""
+    x, lines = torch.ones(2, device=mesh.device), mesh.lines("dp")
+    lines.groups[0].close()
+    with pytest.raises(dr.NodeFailed, match=r"a group was closed.*mesh.lines\(...\) connects them anew"):
+        dr.lines.all_reduce(lines, x)
+    same(dr.lines.all_reduce(mesh.lines("dp"), x), torch.full((2,), 2.0))
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    same(x, torch.full((2,), 2.0))
 
 
 def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
@@ -100,6 +116,26 @@ def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
     same(x, torch.full((2,), float(mesh.size("dp"))))
 
 
+def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
+    """Some of these went to the workers as they are, who do not know them."""
+    group, lines = mesh.get_group("dp"), mesh.lines("dp")
+    n, parts = lines.size, [torch.arange(4.0) + 10 * k for k in range(mesh.size())]
+    x = dr.from_shards(parts, mesh)
+    reduced, exchanged, cut = x.clone(), torch.zeros_like(x), torch.zeros(4, device=mesh.device)
+    dist.reduce(reduced, dst=0, group=group)
+    dist.all_to_all_single(exchanged, x, group=group)
+    dist.reduce_scatter(cut, [x] * n, group=group)
+    found = [dr.shards(t) for t in (reduced, exchanged, cut)]
+    for row in lines.rows:
+        total = torch.stack([parts[k] for k in row]).sum(0)
+        for rank, k in enumerate(row):
+            assert torch.equal(found[0][k], parts[k] if rank else total)
+            assert torch.equal(found[1][k], torch.cat([parts[m].chunk(n)[rank] for m in row]))
+            assert torch.equal(found[2][k], total)
+    with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
+        dist.gather(x, [torch.zeros_like(x) for _ in range(n)], dst=0, group=group)
+
+
 def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
     torch.remote.synchronize(mesh.device)  # type: ignore[attr-defined]
     for distinct in (False, True):
@@ -117,6 +153,24 @@ def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
             found.append(dr.shards(out.detach()) + dr.shards(x.grad))
         assert all(torch.equal(a, b) for a, b in zip(*found))
         assert torch.equal(found[0][0], found[0][1]) != distinct
+
+
+def test_threads_enter_and_leave_a_mesh_in_any_order(mesh: Mesh) -> None:
+    """Each took the other's way out."""
+    inside, outside = threading.Barrier(2, timeout=30), threading.Event()
+
+    def other() -> torch.Tensor:
+        with mesh:
+            inside.wait()
+            outside.wait(30)
+            return torch.zeros(2)
+
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(other)
+        with mesh:
+            inside.wait()
+        outside.set()
+        assert torch.zeros(2).device.type == "cpu" and later.result(30).device == mesh.device
 
 
 def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:

@@ -50,18 +50,17 @@ def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
         for k in range(count):
             own, named = tree_unflatten([_at(value, k) for value in flat], shape)
             found.append(function(*own, **named))
-    name = getattr(function, "__qualname__", str(function))
-    return _joined(found, homes[0] if homes else None, name)
+    return _joined(found, homes[0] if homes else None)
 
 
-def _joined(found: list[Any], home: Any, name: str) -> Any:
+def _joined(found: list[Any], home: Any) -> Any:
     first = found[0]
     if isinstance(first, torch.Tensor):
         shapes = [tuple(t.shape) for t in found]
         if len(set(shapes)) > 1:
             shown = ", ".join(f"member {k}: {shape}" for k, shape in enumerate(shapes[:4])) + (", ..." if len(shapes) > 4 else "")
             raise NotSupportedError(
-                f"{name}: the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
+                f"the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
                 "of the number of members, or use lists of tensors, which may be uneven: distruntime.primitives"
             )
         handles = [t.contiguous()._handle for t in found]
@@ -69,7 +68,7 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
     if isinstance(first, int) and not isinstance(first, bool):
         return varying(found)
     if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(items), home, name) for items in zip(*found))
+        return type(first)(_joined(list(items), home) for items in zip(*found))
     return first
 
 

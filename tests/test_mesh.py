@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,8 @@ def test_what_fails_on_one_member_is_that_members(mesh: Mesh) -> None:
         if k != 1:
             assert after.member(k).tolist() == [0.0]
     assert "member 0 of" in repr(after)
+    first = t.index_select(0, dr.from_shards([torch.tensor([0 if k else 7]) for k in range(mesh.size())], mesh))
+    assert re.match(r"<remote 1 float32, 4 B, member 0 of \d, node 0 \S+: poisoned: index out", repr(first))
     written = torch.zeros(1, device=mesh.device)
     view = written.view(1, 1)
     written.add_(bad)
@@ -167,24 +170,48 @@ def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
         x + torch.ones(2)
     with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
         x.to(dr.place(0))
+    with pytest.raises(dr.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on") as caught:
+        x.to(part.device)
+    assert "dr.from_shards([x.member(k), ...], mesh)" in str(caught.value)
+    with pytest.raises(
+        dr.PlacementError, match=r"`other` \(2,\) is a local tensor on cpu, the other operands live on \d members on nodes 0, 1\n"
+    ):
+        x + torch.ones(2)
     same(x + torch.tensor(1.0), torch.full((2,), 2.0))
 
 
 def test_bad_meshes_and_shards(mesh: Mesh) -> None:
-    with pytest.raises(dr.PlacementError, match=r"a mesh of shape .* has 64 members, and this session has 2 cpu devices on 2 nodes"):
+    with pytest.raises(dr.PlacementError, match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or"):
         dr.init_device_mesh("cpu", (64,))
     with pytest.raises(dr.UsageError, match="sizes above 0"):
         dr.init_device_mesh("cpu", (0,))
+    with pytest.raises(dr.UsageError, match=r"sizes above 0.*got 2"):
+        dr.init_device_mesh("cpu", 2)  # type: ignore[arg-type]
     with pytest.raises(dr.UsageError, match="as many names"):
         dr.init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b"))
     with pytest.raises(dr.UsageError, match="no dimension 'ep': it has dp, tp"):
         mesh["ep"]
+    with pytest.raises(dr.UsageError, match=r"names of dimensions, got 0; .* mesh.places"):
+        mesh[0]  # type: ignore[index]
+    with pytest.raises(dr.UsageError, match="dimension 'dp' has coordinates 0 to 1, got 2"):
+        mesh.select(dp=2)
+    with pytest.raises(dr.UsageError, match=r"a group is made of a list.*those of a mesh are mesh.places"):
+        dr.new_group(mesh)  # type: ignore[arg-type]
+    with pytest.raises(dr.UsageError, match=r"takes the mesh itself.*got device"):
+        dr.from_shards([torch.ones(1)] * mesh.size(), mesh.device)  # type: ignore[arg-type]
+    x = torch.ones(1, device=mesh.device)
+    with pytest.raises(dr.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"):
+        dr.from_shards([x] * mesh.size(), mesh)
+    with pytest.raises(dr.UsageError, match=r"got a local Tensor: x.to\(mesh.device\)"):
+        dr.shards(torch.ones(1))
+    with pytest.raises(IndexError, match=rf"members 0 to {mesh.size() - 1}, got {mesh.size()}"):
+        x.member(mesh.size())  # type: ignore[attr-defined]
     with pytest.raises(dr.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
         dr.from_shards([torch.ones(1)], mesh)
     uneven = [torch.ones(2 if k else 3) for k in range(mesh.size())]
     with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
-    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match="shard 1 lives on"):
+    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"):
         dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
     with pytest.raises(dr.UsageError, match="tensors on a mesh"):
         torch.ones(1, device="remote").member(0)  # type: ignore[attr-defined]
@@ -321,8 +348,13 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     dr.synchronize()
     session.local_workers[1].terminate()
     until(lambda: session.nodes[1].failed)
-    with pytest.raises(dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1"):
+    with pytest.raises(
+        dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1.*dr.init_device_mesh"
+    ) as caught:
         x + 1
+    del caught
+    with pytest.raises(dr.PlacementError, match=r"1 cpu device on 1 node \(1 lost\)"):
+        dr.init_device_mesh("cpu", (2,))
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)

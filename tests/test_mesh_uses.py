@@ -54,11 +54,18 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
     lines, part = mesh.lines("dp"), mesh.select(dp=0)
     with dr.on(mesh.places[0]):
         one = torch.ones(2)
-    for wrong, said in ((torch.ones(2), "is a local tensor"), (one, "lives on node 0"), (torch.ones(2, device=part.device), "lives on")):
+    for wrong, said in (
+        (torch.ones(2), r"is a local tensor.*x.to\(mesh.device\)"),
+        (one, r"lives on node 0 .*x.to\(mesh.device\)"),
+        (torch.ones(2, device=part.device), r"lives on \d members? on node 0\. .*dr.from_shards\("),
+    ):
         for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
-            with pytest.raises(dr.PlacementError, match=rf"takes tensors on it; this one {said}.*x.to\(mesh.device\)"):
+            with pytest.raises(dr.PlacementError, match=f"takes tensors on it; this one {said}"):
                 call(lines, wrong)
-    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.UsageError, match=r"mesh.lines\('tp'\).*got <distruntime.DeviceMesh"):
+        dr.lines.all_reduce(mesh, x := torch.ones(2, device=mesh.device))  # type: ignore[arg-type]
+    with pytest.raises(dr.NotSupportedError, match=r"2 equal parts, got \(3,\).*dr.primitives.reduce_scatter, which may be uneven"):
+        dr.lines.reduce_scatter(lines, torch.ones(3, device=mesh.device))
     with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
         dr.lines.all_reduce(lines, x, "median")
     with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
@@ -96,6 +103,34 @@ def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
     with pytest.raises(dr.UsageError, match="is of no mesh of distruntime's"):
         dist.all_reduce(x, group=dist.new_group([0]))
     dist.all_reduce(x, group=mesh.get_group("dp"))
+    same(x, torch.full((2,), float(mesh.size("dp"))))
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # newer names, which torch 2.11 does not have
+def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> None:
+    """The members' channel found out, and broke the group; DistributedDataParallel over the default group does so."""
+    group, x = mesh.get_group("dp"), torch.ones(2, device=mesh.device)
+
+    def empty(count: int, size: int) -> list[torch.Tensor]:
+        return [torch.zeros(size, device=mesh.device) for _ in range(count)]
+
+    for call, said in (
+        (lambda: dist.all_gather(empty(3, 2), x, group=group), r"list has 2 tensors.*got 3$"),
+        (lambda: dist.all_gather(empty(2, 3), x, group=group), r"output has 2 elements.*got 3$"),
+        (lambda: dist.all_gather_into_tensor(empty(1, 5)[0], x, group=group), r"output has 4 elements.*got 5$"),
+        (lambda: dist.reduce_scatter_tensor(empty(1, 5)[0], x, group=group), r"input has 10 elements.*got 2$"),
+        (lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).to(mesh.device)), r"every device.*mesh.get_group\(dim\)"),
+    ):
+        with pytest.raises(dr.UsageError, match=said):
+            call()
+    for refused in (
+        lambda: dist.send(x, dist.get_global_rank(group, 1), group=group),
+        lambda: dist.reduce(x, 0, group=group),
+        lambda: dist.all_to_all([x], [x], group),
+    ):
+        with pytest.raises(dr.NotSupportedError, match=r"does not run along a mesh, where one process speaks for all members.*dr.lines"):
+            refused()
+    dist.all_reduce(x, group=group)
     same(x, torch.full((2,), float(mesh.size("dp"))))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
@@ -178,3 +178,13 @@ def test_what_there_is_not(two_workers: None) -> None:
     mesh = make("2")
     with pytest.raises(dr.NotSupportedError, match="use fully_shard"):
         FullyShardedDataParallel(copied(MLP(), mesh), device_mesh=mesh)
+    with pytest.raises(dr.UsageError, match=r"which mesh: fully_shard\(module, mesh=mesh\)"):
+        fully_shard(copied(MLP(), mesh))
+    with pytest.raises(dr.UsageError, match=r"'0.weight' is in this process: module.to\(mesh.device\) first"):
+        fully_shard(MLP(), mesh=mesh)
+    with pytest.raises(dr.NotSupportedError, match="CPUOffloadPolicy"):
+        fully_shard(copied(MLP(), mesh), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    kept = copied(MLP(), mesh)
+    kept.register_parameter("here", nn.Parameter(torch.ones(1)))
+    fully_shard(kept, mesh=mesh, ignored_params={kept.here})  # type: ignore[arg-type]
+    assert isinstance(kept[0].weight, DTensor) and kept.here.device.type == "cpu"  # type: ignore[index, union-attr]

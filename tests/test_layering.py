@@ -91,7 +91,7 @@ MASTER = {
     "member_ints": "errors shards tensor wrap",
     "process_group": "errors lines team tensor",
     "functional_collectives": "lines process_group special",
-    "dtensor": "context first functional_collectives member_ints process_group tensor",
+    "dtensor": "context errors first functional_collectives member_ints process_group tensor",
     "layout": "errors",
     "mesh": "context dtensor entries errors fetch group handle issue layout "
     "line lines member_ints process_group session shards team tensor transfer wrap",

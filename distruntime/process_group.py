@@ -188,7 +188,8 @@ def _refused(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in ("reduce", "gather", "reduce_scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource"):
+_NOT_HERE = "reduce gather reduce_scatter alltoall alltoall_base send recv recv_anysource allreduce_coalesced allgather_coalesced"
+for _name in _NOT_HERE.split():
     setattr(MeshGroup, _name, _refused(_name))
 
 

@@ -122,6 +122,14 @@ def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None
         distribute_tensor(torch.ones(2), torch.distributed.init_device_mesh("remote", (2,)), [Shard(0)])
 
 
+def test_dtensors_beside_plain_tensors_say_what_they_are(two_workers: None) -> None:
+    """As an optimizer has them whose state was loaded by its own `load_state_dict`; "a local tensor on remote:7" was said of it."""
+    mesh = make("2")
+    t = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(dr.PlacementError, match=r"`other\[0\]` \(4,\) is a DTensor.*plain tensors on 2 members.*\n.*foreach=False"):
+        torch._foreach_add_([torch.ones(2, device=mesh.device)], [t])
+
+
 def test_a_local_tensor_is_each_members_own(two_workers: None) -> None:
     """It went to the current place, where nothing of the mesh could use it; torch sends it to the mesh's device."""
     mesh, local = make("2"), torch.ones(2, requires_grad=True)

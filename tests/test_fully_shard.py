@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -156,6 +163,37 @@ def test_state_dicts(two_workers: None) -> None:
     set_model_state_dict(model, doubled, options=StateDictOptions(full_state_dict=True))
     for p, q in zip(model.parameters(), serial.parameters()):
         same(p, q * 2)
+
+
+def test_what_was_saved_goes_on_as_it_would_have(two_workers: None, tmp_path: Path) -> None:
+    """The page's way to save and to load a sharded model and its optimizer, a schedule among them."""
+    mesh, whole = make("2"), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    models = [sharded(copied(MLP(), mesh), mesh) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    schedules: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+
+    def step(k: int, seed: int) -> None:
+        (models[k](batches(mesh, seed, True)[0]) ** 2).mean().backward()
+        optimizers[k].step()
+        optimizers[k].zero_grad()
+        schedules[k].step()
+
+    step(0, 0)
+    state = {
+        "model": dr.fetch(models[0].state_dict()),
+        "optimizer": get_optimizer_state_dict(models[0], optimizers[0], options=whole),
+        "schedule": schedules[0].state_dict(),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    set_model_state_dict(models[1], state["model"], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(models[1], optimizers[1], state["optimizer"], options=StateDictOptions(full_state_dict=True))
+    schedules[1].load_state_dict(state["schedule"])
+    for k in range(2):
+        step(k, 1)
+    for p, q in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(dr.fetch(p), dr.fetch(q))
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"] == 0.0025
 
 
 def test_activation_checkpointing_draws_the_same_numbers_again(two_workers: None) -> None:

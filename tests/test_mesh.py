@@ -275,6 +275,20 @@ def test_gradients_through_members_and_shards(mesh: Mesh) -> None:
     assert [p.grad.tolist() for p in local] == [[k + 1.0] * 2 for k in range(mesh.size())]  # type: ignore[union-attr]
 
 
+def test_gradients_of_what_is_sent_to_all_are_the_first_members(mesh: Mesh) -> None:
+    local = torch.ones(2, requires_grad=True)
+    (local.to(mesh.device) * (ranks(mesh) + 3)).sum().backward()
+    assert local.grad is not None and local.grad.tolist() == [3.0, 3.0]
+    sent = torch.ones(2, device=mesh.device, requires_grad=True)
+    (sent.cpu() * 5).sum().backward()
+    assert sent.grad is not None
+    same(sent.grad, torch.full((2,), 5.0))
+    with dr.on(mesh.places[0]):
+        single = torch.ones(2, requires_grad=True)
+    with pytest.raises(dr.PlacementError, match="have a shard each"):
+        single.to(mesh.device).sum().backward()
+
+
 def test_streams_of_a_mesh(mesh: Mesh) -> None:
     one, two = dr.Stream(mesh.device), dr.Stream(mesh.device)
     size = 64

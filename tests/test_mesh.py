@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import distruntime as dr
 from mesh_programs import Program
-from processes import slots, until
+from processes import slots, stop, until
 
 Mesh = dr.DeviceMesh
 
@@ -372,6 +375,48 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)
+
+
+def test_a_poisoned_shard_poisons_its_line_and_no_other(mesh: Mesh) -> None:
+    index = dr.from_shards([torch.tensor([7 if k == 0 else 0]) for k in range(mesh.size())], mesh)
+    bad = torch.arange(3.0, device=mesh.device).index_select(0, index)
+    total = dr.lines.all_reduce(mesh.lines("dp"), bad)
+    [mine] = [row for row in mesh.lines("dp").rows if 0 in row]
+    for k in range(mesh.size()):
+        if k in mine:
+            with pytest.raises(IndexError, match="index out of range") as caught:
+                total.member(k).tolist()
+            assert "torch.arange(3.0, device=mesh.device).index_select(0, index)" in str(caught.value)
+            del caught
+        else:
+            assert total.member(k).tolist() == [0.0]
+    x = torch.ones(2, device=mesh.device)
+    same(dr.lines.all_reduce(mesh.lines("dp"), x), torch.full((2,), 2.0))
+
+
+def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]) -> None:
+    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of those who are."""
+    session = fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    model = torch.nn.Linear(4, 4).to(mesh.device)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 4, device=mesh.device)
+    model(x).sum().backward()
+    dr.synchronize()
+    stop(session.local_workers[1].pid)
+    loss = model(x).sum()
+    loss.backward()
+    until(lambda: session.value(session.ask(session.nodes[0], "status"))[1] is not None)  # it has begun
+    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
+        loss.item()
+    until(lambda: session.nodes[1].failed)
+    with pytest.raises(dr.NodeFailed, match="the mesh of 2 members on nodes 0, 1 has lost a member"):
+        model(x)
+    part: Any = model.weight._local_tensor  # `to_local` would be an operation of all members
+    left = dr.init_device_mesh("cpu", (1,))
+    again = dr.from_shards([part.member(0)], left)
+    assert dr.shards(dr.lines.all_reduce(left.lines(), again))[0].shape == (2, 4)
 
 
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:

@@ -37,18 +37,32 @@ _state_dict: Any = torch.distributed._state_dict_utils
 _device_mesh: Any = torch.distributed.device_mesh
 _fsdp: Any = _fully_shard  # whose private parts have no stubs
 _MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
-_done: list[bool] = []
+_done: list[str] = []  # what went wrong, if anything
 
 
 def prepare() -> None:
-    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once."""
-    if _done:
-        return
-    _done.append(True)
+    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once.
+
+    Raises:
+        NotSupportedError: this torch does not have some part of what is changed.
+    """
+    if not _done:
+        try:
+            _prepare()
+            _done.append("")
+        except AttributeError as error:  # half of it is done: no later mesh may take that for all
+            _done.append(
+                f"torch {torch.__version__} has moved a part of its own that meshes need: {error}. docs/meshes.md has versions that fit"
+            )
+    if _done[0]:
+        raise NotSupportedError(_done[0])
+
+
+def _prepare() -> None:
     functional_collectives.prepare()
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
-    owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
+    owners: list[Any] = [placement_types, _utils, _collective_utils]
     owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
     for owner in owners:
         _wrap_marked(owner)
@@ -76,11 +90,15 @@ def _replace(name: str, wrapper: Any) -> None:
 
 
 def _wrap_marked(owner: ModuleType | type) -> None:
+    found = 0
     for name, value in list(vars(owner).items()):
         function: Any = value.__func__ if isinstance(value, staticmethod) else value
         if getattr(function, "__code__", None) is _MARK:
             wrapped = per_member(function.__wrapped__)
             setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+            found += 1
+    if not found:  # or every member would quietly do what the first does
+        raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
 
 
 class _Chunks(list[Any]):

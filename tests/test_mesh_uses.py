@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,22 @@ def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
     assert {d.place: d.held >= 1 << 20 for d in found.devices if d.place in mesh.places} == dict.fromkeys(mesh.places, True)
     del kept, view
     assert not any("kept = torch.ones(1 << 18" in h.line for h in dr.memory().lines)
+
+
+MOVED = {
+    "FSDPMeshInfo": "del dtensor._fsdp._fsdp_common.FSDPMeshInfo",
+    "Shard is marked": "marked = lambda f: getattr(getattr(f, '__func__', f), '__code__', 0) is dtensor._MARK\n"
+    "for name, f in list(vars(Shard).items()): marked(f) and delattr(Shard, name)",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
+    """At every mesh, not at the first alone; and not by computing what rank 0 would."""
+    tries = "for _ in 'ab':\n    try: dtensor.prepare()\n    except distruntime.NotSupportedError as error: print(error)"
+    program = f"import distruntime\nfrom distruntime import dtensor\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 2 and all(re.match(f"torch .* has moved a part of its own that meshes need: .*{name}", line) for line in printed)
 
 
 def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:

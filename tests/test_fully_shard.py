@@ -33,7 +33,7 @@ __all__ = ["two_workers"]
 def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the parts, one of each."""
     count = mesh.size() if whole else mesh.size(0)
-    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k)) for k in range(count)]
+    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k), device="cpu") for k in range(count)]
     ranks = range(mesh.size()) if whole else [at[0] for at in mesh.coordinates()]
     return dr.from_shards([parts[k] for k in ranks], mesh), parts
 
@@ -69,6 +69,15 @@ def test_layer_by_layer(two_workers: None, shape: str, reshard: bool) -> None:
     weight: Any = model[0].weight  # type: ignore[index]
     assert isinstance(weight, DTensor) and weight.to_local().shape == (32 // mesh.size(-1 if mesh.ndim > 1 else 0), 16)
     train(mesh, model, serial, clip=reshard)
+
+
+def test_within_the_mesh_its_streams_are_the_meshs(two_workers: None) -> None:
+    mesh, serial = make("4"), MLP()
+    model = sharded(copied(serial, mesh), mesh)
+    with mesh:
+        train(mesh, model, serial, steps=3)
+    state: Any = model
+    assert state._get_fsdp_state()._comm_ctx.all_gather_stream.place.members == mesh.places
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # torch's own advice about views, of what RowwiseParallel returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -320,6 +321,26 @@ def test_streams_of_a_mesh(mesh: Mesh) -> None:
     with dr.stream(one):
         same(x * 2, (local + 1) * 2)
     assert there.tolist() == [1.0, 1.0]
+
+
+def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them(mesh: Mesh) -> None:
+    s = dr.Stream(mesh.device)
+    x = torch.ones(200, 200, device=mesh.device)
+    dr.synchronize()
+    with dr.stream(s):
+        y = x
+        for _ in range(400):
+            y = y @ x / 200
+    s.cancel()
+    with pytest.raises(dr.StreamCancelled) as caught:
+        y.tolist()
+    said = str(caught.value)
+    del caught
+    assert re.search(r"on node 0 \(.*\), operands: (2 x )?\(200, 200\) float32", said) and "tensor(" not in said
+    same(x[:1, :1] + 1, torch.full((1, 1), 2.0))
+    for node in (0, 1):
+        with contextlib.suppress(dr.StreamCancelled):
+            dr.synchronize(node)
 
 
 def test_logs_keep_the_order_of_the_program(mesh: Mesh) -> None:

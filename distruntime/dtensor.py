@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -27,10 +28,11 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 from . import functional_collectives
 from .composite import of_dtensors
 from .context import current_mesh
+from .errors import NotSupportedError, PlacementError, UsageError
 from .event import Event
 from .first import for_each_member
 from .member_ints import home_of, per_member, pick, run_for_each, varies, varying
-from .process_group import MeshGroup, noting, placing, speaking_for
+from .process_group import BACKEND, MeshGroup, noting, placing, speaking_for
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
@@ -38,19 +40,33 @@ _state_dict: Any = torch.distributed._state_dict_utils
 _device_mesh: Any = torch.distributed.device_mesh
 _fsdp: Any = _fully_shard  # whose private parts have no stubs
 _MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
-_done: list[bool] = []
+_done: list[str] = []  # what went wrong, if anything
 
 
 def prepare() -> None:
-    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once."""
-    if _done:
-        return
-    _done.append(True)
+    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once.
+
+    Raises:
+        NotSupportedError: this torch does not have some part of what is changed.
+    """
+    if not _done:
+        try:
+            _prepare()
+            _done.append("")
+        except AttributeError as error:  # half of it is done: no later mesh may take that for all
+            _done.append(
+                f"torch {torch.__version__} has moved a part of its own that meshes need: {error}. docs/meshes.md has versions that fit"
+            )
+    if _done[0]:
+        raise NotSupportedError(_done[0])
+
+
+def _prepare() -> None:
     functional_collectives.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
-    owners: list[Any] = [placement_types, _utils, _collective_utils, torch.distributed.tensor._random]
+    owners: list[Any] = [placement_types, _utils, _collective_utils]
     owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
     for owner in owners:
         _wrap_marked(owner)
@@ -66,7 +82,9 @@ def prepare() -> None:
     _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
     _replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
-    _tensor._api._dtensor_init_helper = _at_members(_tensor._api._dtensor_init_helper)
+    _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
+    _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
+    _replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
     _device_mesh.new_group = noting(_device_mesh.new_group)
     _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
     if _tensor._random._rng_tracker is None:
@@ -83,11 +101,15 @@ def _replace(name: str, wrapper: Any) -> None:
 
 
 def _wrap_marked(owner: ModuleType | type) -> None:
+    found = 0
     for name, value in list(vars(owner).items()):
         function: Any = value.__func__ if isinstance(value, staticmethod) else value
         if getattr(function, "__code__", None) is _MARK:
             wrapped = per_member(function.__wrapped__)
             setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+            found += 1
+    if not found:  # or every member would quietly do what the first does
+        raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
 
 
 def _masking(apply: Callable[..., None]) -> Callable[..., None]:
@@ -212,6 +234,68 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         finally:
             current_mesh.reset(token)
+
+    return choose
+
+
+def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a new DTensor whose shards would differ in size, before a factory gets a size that differs from member to member."""
+
+    @functools.wraps(make)
+    def choose(factory: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        parts = list(size)
+        for n, placement in zip(device_mesh.shape if hasattr(device_mesh, "_home") else (), placements or ()):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and -len(parts) <= dim < len(parts):
+                if parts[dim] % n:
+                    raise NotSupportedError(
+                        f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by {n} members, and a mesh's tensor has "
+                        "one shape. Make the size a multiple of the number of members, or use lists of tensors, which may be uneven: "
+                        "distruntime.primitives"
+                    )
+                parts[dim] //= n
+        return make(factory, size, device_mesh=device_mesh, placements=placements, **kwargs)
+
+    return choose
+
+
+def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
+    """Send a local tensor to all members of the mesh, as torch sends it to its device; refuse one of another place."""
+
+    @functools.wraps(from_local)
+    def choose(local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        home = getattr(device_mesh, "_home", None)
+        if home is not None and isinstance(local_tensor, torch.Tensor):
+            if not isinstance(local_tensor, DistributedTensor):
+                local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
+            elif local_tensor._handle.place.node is not home.node:
+                raise PlacementError(
+                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent to all members; "
+                    f"this one lives on {local_tensor.place}: make it there, or by dr.from_shards([...], mesh)"
+                )
+        return from_local(local_tensor, device_mesh, *args, **kwargs)
+
+    return choose
+
+
+def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
+    """Say of FSDP2 what torch would say in words about its own insides, or not before the first step."""
+
+    @functools.wraps(shard)
+    def choose(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
+        if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND:
+            raise UsageError("fully_shard does not know which mesh: fully_shard(module, mesh=mesh)")
+        if hasattr(mesh, "_home"):
+            if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
+                raise NotSupportedError(
+                    "CPUOffloadPolicy would move shards to this process, which is not where they are used: leave it out"
+                )
+            ignored = kwargs.get("ignored_params") or ()
+            for one in module if isinstance(module, (list, tuple)) else [module]:
+                for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
+                    if value.device.type not in ("remote", "meta") and value not in ignored:
+                        raise UsageError(f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)")
+        return shard(module, *args, mesh=mesh, **kwargs)
 
     return choose
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -87,8 +87,11 @@ class ProcessGroup:
         if self.closed:
             raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
         if self.broken:
-            left = [place.node for place in self.places if self.session.nodes[place.node].failed is None]
-            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group({left})")
+            left = [place for place in self.places if self.session.nodes[place.node].failed is None]
+            plain = all(place == default_place(self.session, place.node) for place in left)
+            shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
+            members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
+            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])")
 
 
 class Groups:
@@ -326,9 +329,11 @@ def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: st
     """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
-    if isinstance(nodes_or_places, (str, int, Place)) or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
+    listed = isinstance(nodes_or_places, Iterable) and not isinstance(nodes_or_places, str)
+    if not listed or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
         raise UsageError(
             f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
         )
     homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
     if not homes:

@@ -103,15 +103,16 @@ class Lines:
 
     def on_mesh(self, t: Any) -> DistributedTensor:
         """Return `t`; raise `PlacementError` unless it lives on this mesh."""
+        remedy = "Send it to all members: x.to(mesh.device)"
         if isinstance(t, DistributedTensor):
             if t._handle.place.node is self.team:
                 return t
             where = f"lives on {t.place}"
+            if t._handle.place.node.members:
+                remedy = "Name the shards that it is to have: dr.from_shards([x.member(k), ...], mesh)"
         else:
             where = "is a local tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else f"is a {type(t).__name__}"
-        raise PlacementError(
-            f"what runs along {self.team} takes tensors on it; this one {where}. Send it to all members: x.to(mesh.device)"
-        )
+        raise PlacementError(f"what runs along {self.team} takes tensors on it; this one {where}. {remedy}")
 
     def run(
         self,
@@ -179,7 +180,10 @@ def run_reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     spec, (name, factor) = lines.on_mesh(x)._handle.spec, reduction(op)
     size = spec.size[0] if spec.size else 0
     if not spec.size or size % lines.size:
-        raise NotSupportedError(f"reduce_scatter cuts the first dimension into {lines.size} equal parts, got {tuple(spec.size)}")
+        raise NotSupportedError(
+            f"reduce_scatter along a mesh cuts the first dimension into {lines.size} equal parts, got {tuple(spec.size)}: pad it, "
+            "or use lists of tensors, dr.primitives.reduce_scatter, which may be uneven"
+        )
     part = contiguous(spec, (size // lines.size, *spec.size[1:]))
     return lines.run("reduce_scatter", [x], [part], op=name, factor=factor)[0]
 
@@ -283,26 +287,32 @@ def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)  # torch leaves it untyped
 
 
+def _operand(lines: Any, x: Any) -> DistributedTensor:
+    if not isinstance(lines, Lines):
+        raise UsageError(f"this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, got {lines!r}")
+    return lines.on_mesh(x)
+
+
 def all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return the sum, or another reduction ("AVG", a ReduceOp), of each line's tensors, at each of its members. Differentiable."""
-    return _apply(_AllReduce, lines, op, lines.on_mesh(x))
+    return _apply(_AllReduce, lines, op, _operand(lines, x))
 
 
 def all_gather(lines: Lines, x: torch.Tensor) -> Any:
     """Return each line's tensors one after the other along the first dimension, at each of its members. Differentiable."""
-    return _apply(_AllGather, lines, lines.on_mesh(x))
+    return _apply(_AllGather, lines, _operand(lines, x))
 
 
 def reduce_scatter(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return each member's part of the reduction of its line's tensors, cut along the first dimension. Differentiable."""
-    return _apply(_ReduceScatter, lines, op, lines.on_mesh(x))
+    return _apply(_ReduceScatter, lines, op, _operand(lines, x))
 
 
 def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Any:
     """Return what a line's members have for each other: rows `inputs[k]` of each go to member k, `output[k]` come from it."""
-    return _apply(_AllToAll, lines, lines.on_mesh(x), list(output), list(inputs))
+    return _apply(_AllToAll, lines, _operand(lines, x), list(output), list(inputs))
 
 
 def broadcast(lines: Lines, x: torch.Tensor, root: int) -> Any:
     """Return the tensor of each line's member of rank `root`, at each of its members. Differentiable."""
-    return _apply(_Broadcast, lines, lines.on_mesh(x), root)
+    return _apply(_Broadcast, lines, _operand(lines, x), root)

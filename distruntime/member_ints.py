@@ -238,7 +238,7 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
         if len(set(shapes)) > 1:
             shown = ", ".join(f"member {k}: {shape}" for k, shape in enumerate(shapes[:4])) + (", ..." if len(shapes) > 4 else "")
             raise NotSupportedError(
-                f"{name}: the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
+                f"the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
                 "of the number of members, or use lists of tensors, which may be uneven: distruntime.primitives"
             )
         if all(t.device.type == "meta" for t in found):  # a model that has no memory yet

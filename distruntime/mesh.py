@@ -6,7 +6,7 @@ every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, product
@@ -99,7 +99,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if isinstance(dim, str):
             names = self.mesh_dim_names or ()
             if dim not in names:
-                raise UsageError(f"this mesh has no dimension {dim!r}: it has {', '.join(names) or 'none with names'}")
+                raise UsageError(
+                    f"this mesh has no dimension {dim!r}: it has {', '.join(names) or 'none with names, give mesh_dim_names='}"
+                )
             return names.index(dim)
         if not -self.ndim <= dim < self.ndim:
             raise UsageError(f"a mesh of {self.ndim} dimensions has no dimension {dim}")
@@ -107,7 +109,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
-        wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        wanted = tuple(mesh_dim_names) if isinstance(mesh_dim_names, (tuple, list)) else (mesh_dim_names,)
+        if not all(isinstance(name, str) for name in wanted):
+            raise UsageError(f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places are mesh.places")
         dims = [self._dim(name) for name in wanted]
         if dims != sorted(set(dims)):
             raise UsageError(f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}")
@@ -131,7 +135,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         fixed = {self._dim(name): index for name, index in where.items()}
         for dim, index in fixed.items():
             if not 0 <= index < self.shape[dim]:
-                raise UsageError(f"dimension {dim} has coordinates 0 to {self.shape[dim] - 1}, got {index}")
+                name = (self.mesh_dim_names or {dim: dim})[dim]
+                raise UsageError(f"dimension {name!r} has coordinates 0 to {self.shape[dim] - 1}, got {index}")
         kept = [d for d in range(self.ndim) if d not in fixed]
         members = [
             self.places[k] for k, at in enumerate(product(*map(range, self.shape))) if all(at[d] == index for d, index in fixed.items())
@@ -278,7 +283,8 @@ def init_device_mesh(
     """
     session = active_session()
     layout = mesh_shape if isinstance(mesh_shape, Layout) else None
-    sizes: list[Any] = list(mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape)
+    given: Any = mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape
+    sizes: list[Any] = list(given) if isinstance(given, Iterable) else []
     if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
         if mesh_dim_names is not None:
             raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
@@ -304,9 +310,12 @@ def init_device_mesh(
             if name.partition(":")[0] == device_type
         ]
     if need > len(have):
+        alive = sum(node.failed is None for node in session.nodes)
         raise PlacementError(
             f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"
-            f"{'s' if len(have) != 1 else ''} on {len(session.nodes)} nodes"
+            f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
+            + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
+            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() shows what there is"
         )
     mesh = DeviceMesh(session, have[:need], sizes, names)
     mesh._layout_of = layout
@@ -319,9 +328,8 @@ def _mesh_handle(t: Any) -> Any:
             "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, t.full_tensor() one of the whole"
         )
     if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
-        raise UsageError(
-            f"this takes a tensor on a mesh, got {'one on ' + str(t.place) if isinstance(t, DistributedTensor) else type(t).__name__}"
-        )
+        got = f"one on {t.place}" if isinstance(t, DistributedTensor) else f"a local {type(t).__name__}"
+        raise UsageError(f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members")
     return t._handle
 
 
@@ -344,12 +352,14 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
     Raises:
         UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy lives elsewhere.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"from_shards takes the mesh itself, from_shards(tensors, mesh), got {mesh!r}")
     given = list(tensors)
     if len(given) != len(mesh.places):
         raise UsageError(f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}")
     for k, t in enumerate(given):
         if not isinstance(t, torch.Tensor):
-            raise UsageError(f"shard {k} is no tensor but {type(t).__name__}")
+            raise UsageError(f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: torch.tensor(...) makes one")
         if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
             raise UsageError(
                 f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
@@ -357,7 +367,8 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
             )
     for k, (t, place) in enumerate(zip(given, mesh.places)):
         if isinstance(t, DistributedTensor) and t.place != place:
-            raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: move it there, t.to(dr.place(...))")
+            move = f"t.member({k})" if t._handle.place.node.members else f"t.to(dr.place({place.node}, {place.device!r}))"
+            raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _FromShards.apply(mesh, *given)  # type: ignore[no-any-return, no-untyped-call]
     return _put_together(mesh, given)

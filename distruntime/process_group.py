@@ -103,6 +103,15 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"<distruntime process group {self._name}, {self.size()} members in a line>"
 
+    def _expect(self, what: str, unit: str, got: int, wanted: int) -> None:
+        """Raise `UsageError` here for what the members' channel would break the group over."""
+        if got != wanted:
+            size = self.lines.size
+            ranks = f". This group has {self.size()} ranks, for every device of the session: name the mesh's, group=mesh.get_group(dim)"
+            raise UsageError(
+                f"{what} has {wanted} {unit} where a line has {size} members, got {got}" + (ranks if self.size() != size else "")
+            )
+
     # -- what torch.distributed calls, by the names of the c10d operators -------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
@@ -122,12 +131,13 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         for t in given:
             if is_local(t):  # an object of torch's own: this process speaks for all members
                 continue
-            x = on_mesh(t)
-            self.lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
+            lines, x = self.lines, on_mesh(t)
+            lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
         return Issued(given)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
         """Give each member its part of the root's list."""
+        self._expect("scatter's list", "tensors", len(inputs[0]), self.lines.size)
         whole = torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]])
         self.lines.run("scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank))
         return Issued(outputs)
@@ -136,7 +146,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         if is_local(given) and given.dtype in _OBJECTS:
             output.view(-1).copy_(given.reshape(-1).repeat(self.size()))
             return Issued([output])
-        self.lines.run("all_gather", [on_mesh(given)], into=[on_mesh(output)])
+        self._expect("all_gather's output", "elements", on_mesh(output).numel(), on_mesh(given).numel() * self.lines.size)
+        self.lines.run("all_gather", [given], into=[output])
         return Issued([output])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
@@ -145,12 +156,16 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             for t in outputs[0]:
                 t.copy_(inputs[0])
             return Issued(outputs[0])
-        self.lines.run("all_gather", [on_mesh(inputs[0])], into=[on_mesh(t) for t in outputs[0]])
+        self._expect("all_gather's list", "tensors", len(outputs[0]), self.lines.size)
+        for t in outputs[0]:
+            self._expect("all_gather's output", "elements", on_mesh(t).numel(), on_mesh(inputs[0]).numel())
+        self.lines.run("all_gather", [inputs[0]], into=outputs[0])
         return Issued(outputs[0])
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
         op, factor = reduction(getattr(opts, "reduceOp", opts))
-        self.lines.run("reduce_scatter", [on_mesh(given)], into=[on_mesh(output)], op=op, factor=factor)
+        self._expect("reduce_scatter's input", "elements", on_mesh(given).numel(), on_mesh(output).numel() * self.lines.size)
+        self.lines.run("reduce_scatter", [given], into=[output], op=op, factor=factor)
         return Issued([output])
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.13 on
@@ -194,7 +209,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             "all_to_all_single. For one member and another, copy their tensors: x.member(k).to(y.place), dr.functional"
         )
 
-    gather = send = recv = recv_anysource = alltoall = _refuse
+    gather = send = recv = recv_anysource = alltoall = allreduce_coalesced = allgather_coalesced = _refuse
 
     def barrier(self, opts: Any = None) -> Issued:
         """Return at once: the logs keep all members in step."""

@@ -53,8 +53,10 @@ def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
     """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
     team: Any = place.node
     if not team.members or (handle.place.node.members and len(handle.place.node.members) != len(team.members)):
+        into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
         raise PlacementError(
-            f"{handle.place.place} have a shard each, which does not fit {place.place}: take a member's, x.member(k), and move that"
+            f"{handle.place.place} have a shard each, which does not fit {place.place}: "
+            + (into if team.members else "take a member's, x.member(k), and move that")
         )
     moved = []
     for k, member in enumerate(team.members):

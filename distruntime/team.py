@@ -215,7 +215,8 @@ class Team(Node):
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on all of the members."""
         return NodeFailed(
-            f"{self} {self.failed}. Nothing can run on all of its members any more; the values of the others are there: t.member(k)"
+            f"{self} {self.failed}. Nothing can run on all of its members any more; the values of the others are there, t.member(k), "
+            "and a new mesh of those that are left can be made: dr.init_device_mesh(...), dr.from_shards([t.member(k), ...], mesh)"
         )
 
 

@@ -56,8 +56,8 @@ class DistributedTensor(torch.Tensor):
         members = self._handle.place.node.members
         if not members:
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
-        if not -len(members) <= k < len(members):
-            raise IndexError(f"a mesh of {len(members)} members has no member {k}")
+        if not isinstance(k, int) or not -len(members) <= k < len(members):
+            raise IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
         if self.requires_grad and torch.is_grad_enabled():
             return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
         found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))

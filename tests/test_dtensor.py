@@ -145,13 +145,41 @@ def test_uneven_shards_are_refused_and_say_where_they_are_not(two_workers: None)
         distribute_tensor(torch.ones(7, 3), mesh, [Shard(0)])
     with pytest.raises(dr.NotSupportedError, match="different shapes"):
         DTensor.from_local(torch.ones(7, 3, device=mesh.device), mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+    for factory in (ones, zeros, rand):
+        with pytest.raises(dr.NotSupportedError, match=r"dimension 0 of \(7, 3\) .* by 2 members.*distruntime.primitives"):
+            factory(7, 3, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(dr.NotSupportedError, match=r"dimension 0 of \(6,\)"):
+        ones(6, device_mesh=make("2x2"), placements=[Shard(0), Shard(0)])
 
 
 def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None:
     mesh = make("2")
-    local = DTensor.from_local(torch.ones(2, device="remote"), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(dr.PlacementError, match=r"a DTensor on 2 members on nodes 0, 1 .* lives on node 0 .*dr.from_shards"):
+        DTensor.from_local(torch.ones(2, device="remote"), mesh, [Shard(0)], run_check=False)
     with pytest.raises(dr.UsageError, match=r"lives on node 0 .*x.to\(mesh.device\)"):
-        local.full_tensor()
+        distribute_tensor(torch.ones(2, device="remote"), mesh, [Shard(0)])
+    with pytest.raises(dr.UsageError, match=r"of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"):
+        distribute_tensor(torch.ones(2), torch.distributed.init_device_mesh("remote", (2,)), [Shard(0)])
+
+
+def test_dtensors_beside_plain_tensors_say_what_they_are(two_workers: None) -> None:
+    """As an optimizer has them whose state was loaded by its own `load_state_dict`; "a local tensor on remote:7" was said of it."""
+    mesh = make("2")
+    t = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(dr.PlacementError, match=r"`other\[0\]` \(4,\) is a DTensor.*plain tensors on 2 members.*\n.*foreach=False"):
+        torch._foreach_add_([torch.ones(2, device=mesh.device)], [t])
+
+
+def test_a_local_tensor_is_each_members_own(two_workers: None) -> None:
+    """It went to the current place, where nothing of the mesh could use it; torch sends it to the mesh's device."""
+    mesh, local = make("2"), torch.ones(2, requires_grad=True)
+    t = DTensor.from_local(local, mesh, [Shard(0)])
+    same(t, torch.ones(4))
+    t.full_tensor().sum().backward()
+    assert local.grad is not None and local.grad.tolist() == [1.0, 1.0]
+    with mesh:
+        t = DTensor.from_local(torch.ones(2), placements=[Shard(0)])
+    same(t, torch.ones(4))
 
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor")  # and takes it for one

@@ -5,14 +5,28 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
@@ -33,7 +47,7 @@ __all__ = ["two_workers"]
 def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the parts, one of each."""
     count = mesh.size() if whole else mesh.size(0)
-    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k)) for k in range(count)]
+    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k), device="cpu") for k in range(count)]
     ranks = range(mesh.size()) if whole else [at[0] for at in mesh.coordinates()]
     return dr.from_shards([parts[k] for k in ranks], mesh), parts
 
@@ -69,6 +83,15 @@ def test_layer_by_layer(two_workers: None, shape: str, reshard: bool) -> None:
     weight: Any = model[0].weight  # type: ignore[index]
     assert isinstance(weight, DTensor) and weight.to_local().shape == (32 // mesh.size(-1 if mesh.ndim > 1 else 0), 16)
     train(mesh, model, serial, clip=reshard)
+
+
+def test_within_the_mesh_its_streams_are_the_meshs(two_workers: None) -> None:
+    mesh, serial = make("4"), MLP()
+    model = sharded(copied(serial, mesh), mesh)
+    with mesh:
+        train(mesh, model, serial, steps=3)
+    state: Any = model
+    assert state._get_fsdp_state()._comm_ctx.all_gather_stream.place.members == mesh.places
 
 
 def test_mixed_precision(two_workers: None) -> None:
@@ -157,6 +180,37 @@ def test_state_dicts(two_workers: None) -> None:
         same(p, q * 2)
 
 
+def test_what_was_saved_goes_on_as_it_would_have(two_workers: None, tmp_path: Path) -> None:
+    """The page's way to save and to load a sharded model and its optimizer, a schedule among them."""
+    mesh, whole = make("2"), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    models = [sharded(copied(MLP(), mesh), mesh) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    schedules: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+
+    def step(k: int, seed: int) -> None:
+        (models[k](batches(mesh, seed, True)[0]) ** 2).mean().backward()
+        optimizers[k].step()
+        optimizers[k].zero_grad()
+        schedules[k].step()
+
+    step(0, 0)
+    state = {
+        "model": dr.fetch(models[0].state_dict()),
+        "optimizer": get_optimizer_state_dict(models[0], optimizers[0], options=whole),
+        "schedule": schedules[0].state_dict(),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    set_model_state_dict(models[1], state["model"], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(models[1], optimizers[1], state["optimizer"], options=StateDictOptions(full_state_dict=True))
+    schedules[1].load_state_dict(state["schedule"])
+    for k in range(2):
+        step(k, 1)
+    for p, q in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(dr.fetch(p), dr.fetch(q))
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"] == 0.0025
+
+
 def test_activation_checkpointing_draws_the_same_numbers_again(two_workers: None) -> None:
     mesh = make("2")
     layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
@@ -192,6 +246,16 @@ def test_what_there_is_not(two_workers: None) -> None:
     mesh = make("2")
     with pytest.raises(dr.NotSupportedError, match="use fully_shard"):
         FullyShardedDataParallel(copied(MLP(), mesh), device_mesh=mesh)
+    with pytest.raises(dr.UsageError, match=r"which mesh: fully_shard\(module, mesh=mesh\)"):
+        fully_shard(copied(MLP(), mesh))
+    with pytest.raises(dr.UsageError, match=r"'0.weight' is in this process: module.to\(mesh.device\) first"):
+        fully_shard(MLP(), mesh=mesh)
+    with pytest.raises(dr.NotSupportedError, match="CPUOffloadPolicy"):
+        fully_shard(copied(MLP(), mesh), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    kept = copied(MLP(), mesh)
+    kept.register_parameter("here", nn.Parameter(torch.ones(1)))
+    fully_shard(kept, mesh=mesh, ignored_params={kept.here})  # type: ignore[arg-type]
+    assert isinstance(kept[0].weight, DTensor) and kept.here.device.type == "cpu"  # type: ignore[index, union-attr]
 
 
 # -- the models of torch's own tests -----------------------------------------------------------------------------------------------

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import distruntime as dr
 from distruntime.member_ints import run_for_each
 from mesh_programs import Program
-from processes import slots, until
+from processes import slots, stop, until
 
 Mesh = dr.DeviceMesh
 
@@ -136,6 +141,8 @@ def test_what_fails_on_one_member_is_that_members(mesh: Mesh) -> None:
         if k != 1:
             assert after.member(k).tolist() == [0.0]
     assert "member 0 of" in repr(after)
+    first = t.index_select(0, dr.from_shards([torch.tensor([0 if k else 7]) for k in range(mesh.size())], mesh))
+    assert re.match(r"<remote 1 float32, 4 B, member 0 of \d, node 0 \S+: poisoned: index out", repr(first))
     written = torch.zeros(1, device=mesh.device)
     view = written.view(1, 1)
     written.add_(bad)
@@ -168,24 +175,48 @@ def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
         x + torch.ones(2)
     with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
         x.to(dr.place(0))
+    with pytest.raises(dr.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on") as caught:
+        x.to(part.device)
+    assert "dr.from_shards([x.member(k), ...], mesh)" in str(caught.value)
+    with pytest.raises(
+        dr.PlacementError, match=r"`other` \(2,\) is a local tensor on cpu, the other operands live on \d members on nodes 0, 1\n"
+    ):
+        x + torch.ones(2)
     same(x + torch.tensor(1.0), torch.full((2,), 2.0))
 
 
 def test_bad_meshes_and_shards(mesh: Mesh) -> None:
-    with pytest.raises(dr.PlacementError, match=r"a mesh of shape .* has 64 members, and this session has 2 cpu devices on 2 nodes"):
+    with pytest.raises(dr.PlacementError, match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or"):
         dr.init_device_mesh("cpu", (64,))
     with pytest.raises(dr.UsageError, match="sizes above 0"):
         dr.init_device_mesh("cpu", (0,))
+    with pytest.raises(dr.UsageError, match=r"sizes above 0.*got 2"):
+        dr.init_device_mesh("cpu", 2)  # type: ignore[arg-type]
     with pytest.raises(dr.UsageError, match="as many names"):
         dr.init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b"))
     with pytest.raises(dr.UsageError, match="no dimension 'ep': it has dp, tp"):
         mesh["ep"]
+    with pytest.raises(dr.UsageError, match=r"names of dimensions, got 0; .* mesh.places"):
+        mesh[0]  # type: ignore[index]
+    with pytest.raises(dr.UsageError, match="dimension 'dp' has coordinates 0 to 1, got 2"):
+        mesh.select(dp=2)
+    with pytest.raises(dr.UsageError, match=r"a group is made of a list.*those of a mesh are mesh.places"):
+        dr.new_group(mesh)  # type: ignore[arg-type]
+    with pytest.raises(dr.UsageError, match=r"takes the mesh itself.*got device"):
+        dr.from_shards([torch.ones(1)] * mesh.size(), mesh.device)  # type: ignore[arg-type]
+    x = torch.ones(1, device=mesh.device)
+    with pytest.raises(dr.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"):
+        dr.from_shards([x] * mesh.size(), mesh)
+    with pytest.raises(dr.UsageError, match=r"got a local Tensor: x.to\(mesh.device\)"):
+        dr.shards(torch.ones(1))
+    with pytest.raises(IndexError, match=rf"members 0 to {mesh.size() - 1}, got {mesh.size()}"):
+        x.member(mesh.size())  # type: ignore[attr-defined]
     with pytest.raises(dr.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
         dr.from_shards([torch.ones(1)], mesh)
     uneven = [torch.ones(2 if k else 3) for k in range(mesh.size())]
     with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
-    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match="shard 1 lives on"):
+    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"):
         dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
     with pytest.raises(dr.UsageError, match="tensors on a mesh"):
         torch.ones(1, device="remote").member(0)  # type: ignore[attr-defined]
@@ -249,6 +280,20 @@ def test_gradients_through_members_and_shards(mesh: Mesh) -> None:
     assert [p.grad.tolist() for p in local] == [[k + 1.0] * 2 for k in range(mesh.size())]  # type: ignore[union-attr]
 
 
+def test_gradients_of_what_is_sent_to_all_are_the_first_members(mesh: Mesh) -> None:
+    local = torch.ones(2, requires_grad=True)
+    (local.to(mesh.device) * (ranks(mesh) + 3)).sum().backward()
+    assert local.grad is not None and local.grad.tolist() == [3.0, 3.0]
+    sent = torch.ones(2, device=mesh.device, requires_grad=True)
+    (sent.cpu() * 5).sum().backward()
+    assert sent.grad is not None
+    same(sent.grad, torch.full((2,), 5.0))
+    with dr.on(mesh.places[0]):
+        single = torch.ones(2, requires_grad=True)
+    with pytest.raises(dr.PlacementError, match="have a shard each"):
+        single.to(mesh.device).sum().backward()
+
+
 def test_streams_of_a_mesh(mesh: Mesh) -> None:
     one, two = dr.Stream(mesh.device), dr.Stream(mesh.device)
     size = 64
@@ -277,6 +322,26 @@ def test_streams_of_a_mesh(mesh: Mesh) -> None:
     with dr.stream(one):
         same(x * 2, (local + 1) * 2)
     assert there.tolist() == [1.0, 1.0]
+
+
+def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them(mesh: Mesh) -> None:
+    s = dr.Stream(mesh.device)
+    x = torch.ones(200, 200, device=mesh.device)
+    dr.synchronize()
+    with dr.stream(s):
+        y = x
+        for _ in range(400):
+            y = y @ x / 200
+    s.cancel()
+    with pytest.raises(dr.StreamCancelled) as caught:
+        y.tolist()
+    said = str(caught.value)
+    del caught
+    assert re.search(r"on node 0 \(.*\), operands: (2 x )?\(200, 200\) float32", said) and "tensor(" not in said
+    same(x[:1, :1] + 1, torch.full((1, 1), 2.0))
+    for node in (0, 1):
+        with contextlib.suppress(dr.StreamCancelled):
+            dr.synchronize(node)
 
 
 def test_logs_keep_the_order_of_the_program(mesh: Mesh) -> None:
@@ -324,13 +389,60 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     dr.synchronize()
     session.local_workers[1].terminate()
     until(lambda: session.nodes[1].failed)
-    with pytest.raises(dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1"):
+    with pytest.raises(
+        dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1.*dr.init_device_mesh"
+    ) as caught:
         x + 1
+    del caught
+    with pytest.raises(dr.PlacementError, match=r"1 cpu device on 1 node \(1 lost\)"):
+        dr.init_device_mesh("cpu", (2,))
     assert x.member(0).tolist() == [1.0, 1.0]
     with pytest.raises(dr.NodeFailed, match="node 1"):
         x.member(1)
     del x, unsent
     until(lambda: slots(0) == before)  # what is left is freed, too
+
+
+def test_a_poisoned_shard_poisons_its_line_and_no_other(mesh: Mesh) -> None:
+    index = dr.from_shards([torch.tensor([7 if k == 0 else 0]) for k in range(mesh.size())], mesh)
+    bad = torch.arange(3.0, device=mesh.device).index_select(0, index)
+    total = dr.lines.all_reduce(mesh.lines("dp"), bad)
+    [mine] = [row for row in mesh.lines("dp").rows if 0 in row]
+    for k in range(mesh.size()):
+        if k in mine:
+            with pytest.raises(IndexError, match="index out of range") as caught:
+                total.member(k).tolist()
+            assert "torch.arange(3.0, device=mesh.device).index_select(0, index)" in str(caught.value)
+            del caught
+        else:
+            assert total.member(k).tolist() == [0.0]
+    x = torch.ones(2, device=mesh.device)
+    same(dr.lines.all_reduce(mesh.lines("dp"), x), torch.full((2,), 2.0))
+
+
+def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]) -> None:
+    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of those who are."""
+    session = fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    model = torch.nn.Linear(4, 4).to(mesh.device)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 4, device=mesh.device)
+    model(x).sum().backward()
+    dr.synchronize()
+    stop(session.local_workers[1].pid)
+    loss = model(x).sum()
+    loss.backward()
+    until(lambda: session.value(session.ask(session.nodes[0], "status"))[1] is not None)  # it has begun
+    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
+        loss.item()
+    until(lambda: session.nodes[1].failed)
+    with pytest.raises(dr.NodeFailed, match="the mesh of 2 members on nodes 0, 1 has lost a member"):
+        model(x)
+    part: Any = model.weight._local_tensor  # `to_local` would be an operation of all members
+    left = dr.init_device_mesh("cpu", (1,))
+    again = dr.from_shards([part.member(0)], left)
+    assert dr.shards(dr.lines.all_reduce(left.lines(), again))[0].shape == (2, 4)
 
 
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:

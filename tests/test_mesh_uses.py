@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -57,11 +58,18 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
     lines, part = mesh.lines("dp"), mesh.select(dp=0)
     with dr.on(mesh.places[0]):
         one = torch.ones(2)
-    for wrong, said in ((torch.ones(2), "is a local tensor"), (one, "lives on node 0"), (torch.ones(2, device=part.device), "lives on")):
+    for wrong, said in (
+        (torch.ones(2), r"is a local tensor.*x.to\(mesh.device\)"),
+        (one, r"lives on node 0 .*x.to\(mesh.device\)"),
+        (torch.ones(2, device=part.device), r"lives on \d members? on node 0\. .*dr.from_shards\("),
+    ):
         for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
-            with pytest.raises(dr.PlacementError, match=rf"takes tensors on it; this one {said}.*x.to\(mesh.device\)"):
+            with pytest.raises(dr.PlacementError, match=f"takes tensors on it; this one {said}"):
                 call(lines, wrong)
-    x = torch.ones(2, device=mesh.device)
+    with pytest.raises(dr.UsageError, match=r"mesh.lines\('tp'\).*got <distruntime.DeviceMesh"):
+        dr.lines.all_reduce(mesh, x := torch.ones(2, device=mesh.device))  # type: ignore[arg-type]
+    with pytest.raises(dr.NotSupportedError, match=r"2 equal parts, got \(3,\).*dr.primitives.reduce_scatter, which may be uneven"):
+        dr.lines.reduce_scatter(lines, torch.ones(3, device=mesh.device))
     with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
         dr.lines.all_reduce(lines, x, "median")
     with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
@@ -134,6 +142,33 @@ def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
             assert torch.equal(found[2][k], total)
     with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
         dist.gather(x, [torch.zeros_like(x) for _ in range(n)], dst=0, group=group)
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # newer names, which torch 2.11 does not have
+def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> None:
+    """The members' channel found out, and broke the group; DistributedDataParallel over the default group does so."""
+    group, x = mesh.get_group("dp"), torch.ones(2, device=mesh.device)
+
+    def empty(count: int, size: int) -> list[torch.Tensor]:
+        return [torch.zeros(size, device=mesh.device) for _ in range(count)]
+
+    for call, said in (
+        (lambda: dist.all_gather(empty(3, 2), x, group=group), r"list has 2 tensors.*got 3$"),
+        (lambda: dist.all_gather(empty(2, 3), x, group=group), r"output has 2 elements.*got 3$"),
+        (lambda: dist.all_gather_into_tensor(empty(1, 5)[0], x, group=group), r"output has 4 elements.*got 5$"),
+        (lambda: dist.reduce_scatter_tensor(empty(1, 5)[0], x, group=group), r"input has 10 elements.*got 2$"),
+        (lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).to(mesh.device)), r"every device.*mesh.get_group\(dim\)"),
+    ):
+        with pytest.raises(dr.UsageError, match=said):
+            call()
+    for refused in (
+        lambda: dist.send(x, dist.get_global_rank(group, 1), group=group),
+        lambda: dist.all_to_all([x], [x], group),
+    ):
+        with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
+            refused()
+    dist.all_reduce(x, group=group)
+    same(x, torch.full((2,), float(mesh.size("dp"))))
 
 
 def test_checkpointing_replays_dropout(mesh: Mesh) -> None:
@@ -222,6 +257,22 @@ def test_meshes_come_and_go(fresh_session: Callable[..., Any]) -> None:
         again = dr.init_device_mesh("cuda", (120,), mesh_dim_names=("dp",))
         assert again == mesh and mesh.select(dp=k).size() == 1
     assert len(torch.distributed.distributed_c10d._world.pg_names) == known
+
+
+MOVED = {
+    "FSDPMeshInfo": "del dtensor._fsdp._fsdp_common.FSDPMeshInfo",
+    "Shard is marked": "marked = lambda f: getattr(getattr(f, '__func__', f), '__code__', 0) is dtensor._MARK\n"
+    "for name, f in list(vars(Shard).items()): marked(f) and delattr(Shard, name)",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
+    """At every mesh, not at the first alone; and not by computing what rank 0 would."""
+    tries = "for _ in 'ab':\n    try: dtensor.prepare()\n    except distruntime.NotSupportedError as error: print(error)"
+    program = f"import distruntime\nfrom distruntime import dtensor\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 2 and all(re.match(f"torch .* has moved a part of its own that meshes need: .*{name}", line) for line in printed)
 
 
 def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:

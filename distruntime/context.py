@@ -17,6 +17,9 @@ current_mesh: ContextVar[Any] = ContextVar("distruntime_mesh", default=None)  # 
 
 current_member: ContextVar[Any] = ContextVar("distruntime_member", default=None)  # the Residence of the member that torch's code runs for
 
+# Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see dtensor.py.
+asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
+
 # The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
 current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
 

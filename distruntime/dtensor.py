@@ -27,7 +27,7 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
 from .composite import of_dtensors
-from .context import current_mesh
+from .context import asked_by_fakes, current_mesh
 from .errors import NotSupportedError, PlacementError, UsageError
 from .event import Event
 from .first import for_each_member
@@ -75,6 +75,8 @@ def _prepare() -> None:
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    propagator = _tensor._sharding_prop.ShardingPropagator
+    propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
     group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
     group.finalize_backward = _waiting(group.finalize_backward)
     parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
@@ -110,6 +112,20 @@ def _wrap_marked(owner: ModuleType | type) -> None:
             found += 1
     if not found:  # or every member would quietly do what the first does
         raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
+
+
+def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """torch puts fake tensors on the current place, and remembers what operators on them return for whatever place is current."""
+
+    @functools.wraps(propagate)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        token = asked_by_fakes.set(True)
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            asked_by_fakes.reset(token)
+
+    return choose
 
 
 def _masking(apply: Callable[..., None]) -> Callable[..., None]:

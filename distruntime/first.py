@@ -289,11 +289,6 @@ def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            if hasattr(t, "_local_tensor"):
-                raise PlacementError(
-                    f"{func}: `{name}` {tuple(t.shape)} is a DTensor, the other operands are plain tensors on {place.place}\n"
-                    f"  make all DTensors (distribute_tensor) or none, {name}.to_local(); an optimizer of both needs foreach=False"
-                )
             what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
             host = "" if place.node.members else f" ({place.node.host})"
             raise PlacementError(

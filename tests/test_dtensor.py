@@ -162,14 +162,6 @@ def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None
         distribute_tensor(torch.ones(2), torch.distributed.init_device_mesh("remote", (2,)), [Shard(0)])
 
 
-def test_dtensors_beside_plain_tensors_say_what_they_are(two_workers: None) -> None:
-    """As an optimizer has them whose state was loaded by its own `load_state_dict`; "a local tensor on remote:7" was said of it."""
-    mesh = make("2")
-    t = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(dr.PlacementError, match=r"`other\[0\]` \(4,\) is a DTensor.*plain tensors on 2 members.*\n.*foreach=False"):
-        torch._foreach_add_([torch.ones(2, device=mesh.device)], [t])
-
-
 def test_a_local_tensor_is_each_members_own(two_workers: None) -> None:
     """It went to the current place, where nothing of the mesh could use it; torch sends it to the mesh's device."""
     mesh, local = make("2"), torch.ones(2, requires_grad=True)
@@ -237,6 +229,19 @@ def test_a_rank_is_no_one_number(two_workers: None) -> None:
     for k, (shard, roll) in enumerate(zip(dr.shards(x), dr.shards(moved))):
         wanted = torch.tensor([[0.0, 1.0, 5.0, 5.0]] * 2 if k % 2 else [[6.0, 5.0, 0.0, 0.0]] * 2)
         assert torch.equal(shard, wanted) and torch.equal(roll, wanted.roll(k % 2, 1))
+
+
+def test_wherever_new_tensors_would_go(two_workers: None) -> None:
+    """torch's fake tensors, of which DTensor learns what an operator returns, remember where that was."""
+    mesh = make("2")
+    x, w, b = (torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((3, 5), (4, 5), (4,)))
+    for within in (lambda: dr.node(1), lambda: mesh, lambda: dr.node(0)):
+        for rows in (3, 2):
+            with within():  # type: ignore[attr-defined]
+                operands = [distribute_tensor(t.to(mesh.device), mesh, [Replicate()]) for t in (x[:rows], w, b)]
+            same(F.linear(*operands), F.linear(x[:rows], w, b))
+            with within():  # type: ignore[attr-defined]
+                same(F.linear(*operands), F.linear(x[:rows], w, b))
 
 
 def test_models_of_dtensors_are_copied_on_their_mesh(two_workers: None) -> None:

@@ -221,22 +221,22 @@ def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
 
 def test_memory_knows_which_members_have_nothing(mesh: Mesh) -> None:
     """And a member's proxy is a name, no memory more."""
-    kept = torch.ones(1 << 10, device=mesh.device)
+    kept = torch.ones(1 << 16, device=mesh.device)
     name = kept.member(1)  # type: ignore[attr-defined]
-    index = dr.from_shards([torch.full((1 << 12,), 1 << 20 if k == 1 else 0) for k in range(mesh.size())], mesh)
+    index = dr.from_shards([torch.full((1 << 14,), 1 << 20 if k == 1 else 0) for k in range(mesh.size())], mesh)
     bad = kept.take(index)
 
     def holding(line: str) -> list[dr.Place]:
         return [h.place for h in dr.memory(top=1000).lines if line in h.line and h.place in mesh.places]
 
-    assert sorted(map(str, holding("kept = torch.ones(1 << 10"))) == sorted(map(str, mesh.places)) and not holding("name = kept")
+    assert sorted(map(str, holding("kept = torch.ones(1 << 16"))) == sorted(map(str, mesh.places)) and not holding("name = kept")
     places = [place for k, place in enumerate(mesh.places) if k != 1]
     assert sorted(map(str, holding("bad = kept.take"))) == sorted(map(str, places))
     huge = torch.empty(1 << 50, device=mesh.device)
     with pytest.raises(RuntimeError) as caught:
         huge.member(0).sum().item()  # type: ignore[attr-defined]
     text = str(caught.value)
-    assert "held there: " in text and "kept = torch.ones(1 << 10" in text and "huge = torch.empty" not in text.partition("held there")[2]
+    assert "held there: " in text and "kept = torch.ones(1 << 16" in text and "huge = torch.empty" not in text.partition("held there")[2]
     with pytest.raises(dr.RemoteError):
         dr.synchronize()
     assert name.dim() == bad.dim() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from .errors import ProtocolError, SessionClosed
+from .errors import DistruntimeError, ProtocolError, SessionClosed
 from .failure import out_of_memory, remote_error
 from .handle import Place
 from .launch import LocalWorker
@@ -35,6 +36,7 @@ _TICK = 0.001  # seconds between looks of the pump while something is in flight
 _WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
 _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
 _LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
+_INSIDE = 5.0  # seconds that a finalizer inside a log's own code waits for a value
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -118,6 +120,9 @@ class Session:
             last = max(after[1::2])
             if last > node.base:
                 node.flush(last)
+                if last > node.base and any(log._flushing for log in self.logs):
+                    self.requests.forget(request)
+                    raise DistruntimeError("a finalizer that runs inside the log's own sending cannot wait for what is still to be sent")
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
@@ -136,13 +141,24 @@ class Session:
             for node in self.logs:
                 if node.log:
                     node.flush()
+        inside = self._inside()
+        if inside:  # another thread may be the reader, and need the lock to go on
+            deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
-            return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
+            done = self.requests.wait(lambda: request.done, self._read, deadline, request.node)
+            if inside and timeout is None and not done:
+                raise DistruntimeError(f"a finalizer that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a value")
+            return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
             if request.then is None and not isinstance(request.buffer, Loan):
                 self.requests.forget(request)
             raise
+
+    def _inside(self) -> bool:
+        """Whether this is a finalizer that the collector runs in the midst of a log's own code: nothing else waits with the lock."""
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def results(self, requests: Sequence[Request], timeout: float) -> None:
         """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
@@ -167,6 +183,8 @@ class Session:
 
     def throttle(self, node: Node) -> None:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
+        if self._inside():  # a few words more than the window are better than a thread that waits with the lock
+            return
         for other in self.logs:
             other.flush()
         started = time.perf_counter()

@@ -87,6 +87,7 @@ def _prepare() -> None:
     _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
     _replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
+    _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
     _device_mesh.new_group = noting(_device_mesh.new_group)
     _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
     if _tensor._random._rng_tracker is None:
@@ -112,6 +113,24 @@ def _wrap_marked(owner: ModuleType | type) -> None:
             found += 1
     if not found:  # or every member would quietly do what the first does
         raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
+
+
+def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """torch remembers operators' results by mesh, those that it makes itself of others included, and takes equal ranks for equal meshes.
+
+    Those of two meshes of ours are other members, or were another session's, whose groups are gone.
+    """
+
+    @functools.wraps(equal)
+    def choose(one: Any, other: Any) -> bool:
+        if one is other:
+            return True
+        if not isinstance(other, _device_mesh.DeviceMesh):
+            return False
+        mine, theirs = (getattr(mesh._get_root_mesh(), "_team", None) for mesh in (one, other))
+        return mine is theirs and equal(one, other)
+
+    return choose
 
 
 def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:

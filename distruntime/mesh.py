@@ -250,12 +250,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: dr.fetch(model.state_dict())"
         )
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, DeviceMesh) and self._team is other._team and bool(super().__eq__(other)))
-
-    def __hash__(self) -> int:
-        return hash((id(self._team), super().__hash__()))  # type: ignore[no-untyped-call]
-
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
         return f"<distruntime.DeviceMesh ({', '.join(f'{n}={s}' for n, s in zip(names, self.shape))}), {self._team.place}>"

@@ -216,6 +216,9 @@ def test_bad_meshes_and_shards(mesh: Mesh) -> None:
     uneven = [torch.ones(2 if k else 3) for k in range(mesh.size())]
     with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
+    mixed = [torch.ones(2, dtype=torch.float64 if k else torch.float32) for k in range(mesh.size())]
+    with pytest.raises(dr.UsageError, match=r"shard 0 is \(2,\) torch.float32, shard 1 is \(2,\) torch.float64"):
+        dr.from_shards(mixed, mesh)
     with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"):
         dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
     with pytest.raises(dr.UsageError, match="tensors on a mesh"):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import distruntime as dr
 from distruntime.member_ints import run_for_each
 from mesh_programs import Program
-from processes import slots, stop, until
+from processes import blocked, slots, stop, until
 
 Mesh = dr.DeviceMesh
 
@@ -331,11 +331,10 @@ def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them
     s = dr.Stream(mesh.device)
     x = torch.ones(200, 200, device=mesh.device)
     dr.synchronize()
-    with dr.stream(s):
-        y = x
-        for _ in range(400):
-            y = y @ x / 200
-    s.cancel()
+    with blocked(s):
+        with dr.stream(s):
+            y = x @ x
+        s.cancel()
     with pytest.raises(dr.StreamCancelled) as caught:
         y.tolist()
     said = str(caught.value)

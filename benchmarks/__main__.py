@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, gpu, groups, latency, streams, training_step
+from . import bandwidth, distance, floor, gpu, groups, latency, mesh, streams, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "bandwidth": bandwidth.measure,
     "streams": streams.measure,
     "groups": groups.measure,
+    "mesh": mesh.measure,
     "distance": distance.measure,
     "gpu": gpu.measure,
 }

@@ -5,7 +5,10 @@ Importing changes nothing; `init_master_worker` opens a session.
 
 from __future__ import annotations
 
-from . import functional
+import importlib
+import typing
+
+from . import functional, primitives
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -67,8 +70,10 @@ from .factories import (
 from .fetch import Fetched, fetch, fetch_async
 from .group import ProcessGroup, new_group
 from .handle import Place
+from .layout import Layout
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
+from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
@@ -80,7 +85,21 @@ from .tensor import DistributedTensor
 from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
 from .work import Work
 
+if typing.TYPE_CHECKING:
+    from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
+
 __version__ = "0.1.0"
+
+_OF_MESHES = ("DeviceMesh", "from_shards", "init_device_mesh", "shards")
+
+
+def __getattr__(name: str) -> typing.Any:
+    # Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
+    if name not in _OF_MESHES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    mesh = importlib.import_module(".mesh", __name__)
+    globals().update((found, getattr(mesh, found)) for found in _OF_MESHES)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
@@ -96,6 +115,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
+    "DeviceMesh",
     "DistributedTensor",
     "DistruntimeError",
     "DoubleTensor",
@@ -105,12 +125,14 @@ __all__ = [
     "HalfTensor",
     "IntTensor",
     "InternalError",
+    "Layout",
     "LongTensor",
     "Membership",
     "Memory",
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
+    "Partition",
     "Place",
     "PlacementError",
     "ProcessGroup",
@@ -145,10 +167,12 @@ __all__ = [
     "eye",
     "fetch",
     "fetch_async",
+    "from_shards",
     "full",
     "functional",
     "gather",
     "get_sync_debug_mode",
+    "init_device_mesh",
     "init_master_worker",
     "irecv",
     "is_initialized",
@@ -164,6 +188,7 @@ __all__ = [
     "ones",
     "place",
     "premul_sum",
+    "primitives",
     "rand",
     "randint",
     "randn",
@@ -178,6 +203,7 @@ __all__ = [
     "set_implicit_waits",
     "set_place",
     "set_sync_debug_mode",
+    "shards",
     "shutdown",
     "stalls",
     "stream",

@@ -236,7 +236,7 @@ def _place(args: Sequence[Any]) -> Residence | None:
 def _kernel(op: Any, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[..., Any]:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         place = _place(args)
-        apply = None if place is None else on_cpu if place.place.device == "cpu" else on_gpu
+        apply = None if place is None else on_cpu if place.on_cpu else on_gpu
         if apply is None:  # not listed for this device: its parts may be
             return op.redispatch(keys & _BELOW, *args, **kwargs)
         return apply(args, kwargs)

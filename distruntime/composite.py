@@ -28,6 +28,7 @@ from .transfer import upload
 from .wrap import AUTOCAST_KEY, wrap
 
 _aten = torch.ops.aten
+of_dtensors: list[Callable[..., Any]] = []  # what attention over DTensors goes to; see dtensor.py
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
@@ -49,9 +50,13 @@ def attention(
     op = _aten.scaled_dot_product_attention.default
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     if not all(type(t) is DistributedTensor for t in given):
+        for compute in of_dtensors:
+            found = compute(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if found is not NotImplemented:
+                return found
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     place = common_place(DistributedTensor, op, (query, key, value), {})
-    if _is_cpu(place):
+    if place.has_cpu_kernels:
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
         enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
@@ -70,11 +75,6 @@ def attention(
             return result.squeeze(0) if single else result
         return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
-
-
-def _is_cpu(place: Residence) -> bool:
-    welcome = place.node.welcome
-    return place.place.device == "cpu" or (welcome is not None and welcome.simulated)
 
 
 @lru_cache(maxsize=1 << 12)

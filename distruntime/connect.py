@@ -317,7 +317,7 @@ def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welc
             f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
             "install the same distruntime on both"
         )
-    node = Node(index, peer, address, session.channel.send)
+    node = Node(index, peer, address, session.channel.send, session.lock)
     node.welcome, node.round_trip = welcome, round_trip
     node.shared = session.challenge is not None and welcome.shared == session.secret
     return node

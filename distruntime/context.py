@@ -13,6 +13,13 @@ from .errors import PlacementError
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
+current_mesh: ContextVar[Any] = ContextVar("distruntime_mesh", default=None)  # the Residence of the mesh that was entered last
+
+current_member: ContextVar[Any] = ContextVar("distruntime_member", default=None)  # the Residence of the member that torch's code runs for
+
+# Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see dtensor.py.
+asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
+
 # The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
 current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
 
@@ -60,19 +67,23 @@ class _Set:
 
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
+        # A place that is entered within a mesh's block counts there.
+        mesh = current_mesh.set(None) if self._node is not None or self._device is not None else None
         node = current_node.set(self._node) if self._node is not None else None
         device = current_device.set(self._device) if self._device is not None else None
         if mode is not None:
             mode.__enter__()
-        _entered.set((*_entered.get(), (self, node, device, mode)))
+        _entered.set((*_entered.get(), (self, node, device, (mode, mesh))))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack = _entered.get()
         last = max(k for k, entry in enumerate(stack) if entry[0] is self)
-        _, node, device, mode = stack[last]
+        _, node, device, (mode, mesh) = stack[last]
         _entered.set((*stack[:last], *stack[last + 1 :]))
         if mode is not None:
             mode.__exit__(kind, error, trace)
+        if mesh is not None:
+            current_mesh.reset(mesh)
         if device is not None:
             current_device.reset(device)
         if node is not None:
@@ -89,21 +100,47 @@ def device_context(device: str) -> _Set:
     return _Set(None, device, False)
 
 
+class MeshContext:
+    """Makes a mesh's place, and with `default` torch's default device too, current for the length of a `with` block."""
+
+    def __init__(self, residence: Any, default: bool = True) -> None:
+        self._residence, self._default = residence, default
+
+    def __enter__(self) -> None:
+        mode = torch.device("remote") if self._default else None
+        if mode is not None:
+            mode.__enter__()
+        _entered.set((*_entered.get(), (self, None, None, (mode, current_mesh.set(self._residence)))))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        stack = _entered.get()
+        last = max(k for k, entry in enumerate(stack) if entry[0] is self)
+        mode, mesh = stack[last][3]
+        _entered.set((*stack[:last], *stack[last + 1 :]))
+        if mode is not None:
+            mode.__exit__(kind, error, trace)
+        current_mesh.reset(mesh)
+
+
 def enter_stream(stream: Any) -> None:
-    """Make a stream current, and with it its node and device, until `leave_stream`."""
-    place = stream.place
-    node, device = current_node.set(place.node), current_device.set(place.device)
+    """Make a stream current, and with it its node and device, or its mesh, until `leave_stream`."""
+    place, whole = stream.place, bool(stream.residence.node.members)
+    mesh = current_mesh.set(stream.residence if whole else None)
+    node = None if whole else current_node.set(place.node)
+    device = None if whole else current_device.set(place.device)
     token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
-    _entered.set((*_entered.get(), (stream, node, device, token)))
+    _entered.set((*_entered.get(), (stream, node, device, (token, mesh))))
 
 
 def leave_stream(stream: Any) -> None:
     """Undo the last `enter_stream` of this stream."""
     stack = _entered.get()
     last = max(k for k, entry in enumerate(stack) if entry[0] is stream)
-    _, node, device, token = stack[last]
+    _, node, device, (token, mesh) = stack[last]
     _entered.set((*stack[:last], *stack[last + 1 :]))
     current_streams.reset(token)
-    assert node is not None and device is not None
-    current_device.reset(device)
-    current_node.reset(node)
+    if device is not None:
+        current_device.reset(device)
+    if node is not None:
+        current_node.reset(node)
+    current_mesh.reset(mesh)

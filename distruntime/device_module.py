@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from .context import node_context
+from .context import MeshContext, asked_by_fakes, node_context
 from .event import Event
 from .handle import Residence
+from .placing import set_place
 from .random import get_rng_state, manual_seed, set_rng_state
 from .session import active, active_session
-from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize
+from .stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize_device
 from .tensor import DeviceIndex, DistributedTensor
 
 Where = int | str | torch.device | None
@@ -53,22 +54,24 @@ class RemoteModule:
 
     def current_device(self) -> int:
         """Return the number of the current place."""
+        if asked_by_fakes.get():
+            return 0
         return active_session().places.current().number
 
     def device(self, device: Where) -> Any:
         """Return the context that makes a place current."""
-        place = _residence(device).place
-        return node_context(place.node, place.device)
+        residence = _residence(device)
+        if residence.node.members:
+            return MeshContext(residence, default=False)
+        return node_context(residence.place.node, residence.place.device)
 
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
-        place = _residence(device).place
-        active_session().places.default = (place.node, place.device)
+        set_place(_residence(device).place)
 
     def synchronize(self, device: Where = None) -> None:
         """Block until a device has done everything issued to it so far."""
-        place = _residence(device).place
-        synchronize(place.node, place.device)
+        synchronize_device(_residence(device), None)
 
     def stream(self, stream_: Stream | None) -> StreamContext:
         """Return the context in which a stream is current."""

@@ -98,6 +98,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
         entry = None
     if entry is None:
+        if len(types) > 1 and not all(issubclass(kind, cls) for kind in types):  # DTensor's turn, to say what is mixed or to make it one
+            return NotImplemented
         try:
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:

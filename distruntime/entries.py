@@ -35,7 +35,7 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
         if value.type in ("lazy", "remote"):
-            return ["device", active_session().places.numbered(value.index).place.device]
+            return ["device", active_session().places.numbered(value.index).place.device]  # of a mesh: "member"
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(

@@ -91,21 +91,34 @@ class Event:
                 with here.lock:
                     order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, user_line())
             return
-        number = here.session.signals()
+        there.flush()
+        for source in there.workers():
+            number = here.session.signals()
+            others = [worker for worker in here.workers() if worker is not source]
+            if not others:  # one worker, whose logs keep the order among each other
+                continue
+            # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
+            for worker in others:
+                self._have_signalled(recorded, source, worker, number)
+            if len(others) < len(here.workers()):
+                here.session.post(source, Signal(number, ""))
+            with here.lock:
+                words = [AWAIT, number, timeout, text]
+                if here.order is None:
+                    here.append(words, user_line())
+                else:
+                    here.order.put(stream.number, words, user_line())
+
+    def _have_signalled(self, recorded: _Recorded, there: Node, here: Node, number: int) -> None:
+        """Have one worker tell another when the event has come."""
         meeting = groups_of(here.session).meeting
-        # First who will send the signal: if the other node is lost just now, or Ctrl-C comes, nothing must be waiting for it.
         if meeting.done:
-            meeting.remember(number, here, there, recorded.position)
-            there.flush()
-            there.session.post(there, Notify(recorded.stream.number, recorded.position, here.index, number))
+            log = recorded.stream.residence.node
+            meeting.remember(number, here, there, recorded.position, log)
+            wire = log.on_wire(recorded.stream.number)
+            there.session.post(there, Notify(wire, recorded.position, here.index, number))
         else:
-            recorded.ask(quiet=True).when_done(_Forward(here, there, number))
-        with here.lock:
-            words = [AWAIT, number, timeout, text]
-            if here.order is None:
-                here.append(words, user_line())
-            else:
-                here.order.put(stream.number, words, user_line())
+            recorded.ask(there, quiet=True).when_done(_Forward(here, there, number))
 
     def query(self) -> bool:
         """Return whether all before the event has run; True if it was never recorded. Asks the worker: one round trip."""
@@ -114,7 +127,9 @@ class Event:
             return True
         node = recorded.stream.check()
         node.flush()
-        return bool(node.session.value(node.session.ask(node, "passed", [recorded.stream.number, recorded.position])))
+        where = [node.on_wire(recorded.stream.number), recorded.position]
+        asked = [node.session.ask(worker, "passed", where) for worker in node.workers()]
+        return all([bool(node.session.value(request)) for request in asked])
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until all before the event has run; raise the node's first failure that nobody has read.
@@ -127,25 +142,44 @@ class Event:
             return
         node = recorded.stream.check()
         started = time.perf_counter()
-        request = recorded.ask()
-        if not node.session.result(request, timeout):
-            node.session.requests.forget(request)
-            raise WaitTimeout(
-                f"{recorded.stream!r} did not get to the event within {timeout:g} s\n  the event {recorded.text}\n"
-                f"  waited for at {line_text(user_line())}\n  the stream goes on; wait again, or drop its work: stream.cancel()"
-            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        requests = [recorded.ask(worker) for worker in node.workers()]
+        for request in requests:
+            if not node.session.result(request, None if deadline is None else max(0.0, deadline - time.monotonic())):
+                for late in requests:
+                    node.session.requests.forget(late)
+                raise WaitTimeout(
+                    f"{recorded.stream!r} did not get to the event within {timeout:g} s\n  the event {recorded.text}\n"
+                    f"  waited for at {line_text(user_line())}\n  the stream goes on; wait again, or drop its work: stream.cancel()"
+                )
         note_wait("explicit synchronize", started)
-        node.session.raise_for(request)
-        node.early(request.value)
-        node.session.raise_unread(node)
+        for request in requests:
+            node.session.raise_for(request)
+            request.node.early(request.value)
+        for request in requests:
+            node.session.raise_unread(request.node)
 
     def when_done(self, then: Callable[[Request], None]) -> None:
         """Call `then` when all before the event has run, in whichever thread hears of it. Return at once."""
         recorded = self._recorded
         if recorded is None:
             raise UsageError("an event that was never recorded has nothing to wait for")
-        recorded.stream.check()
-        recorded.ask(quiet=True).when_done(then)
+        node = recorded.stream.check()
+        workers = node.workers()
+        if len(workers) == 1:
+            recorded.ask(workers[0], quiet=True).when_done(then)
+            return
+        left = [len(workers)]
+
+        def one_more(request: Request) -> None:
+            with node.lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                then(request)
+
+        for worker in workers:
+            recorded.ask(worker, quiet=True).when_done(one_more)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds between two events of one node, by its own clock. Block until both have happened."""
@@ -181,10 +215,13 @@ class _Recorded:
     def text(self) -> str:
         return f"was recorded at {line_text(self.line)}"
 
-    def ask(self, quiet: bool = False) -> Request:
-        """Ask the worker to say when the event has happened, and what failed, unless `quiet`: nobody would raise it. Return at once."""
-        node = self.stream.residence.node
-        request: Request = node.session.fetch(node, 0, [self.stream.number, self.position], "passed", {"quiet": True} if quiet else {})
+    def ask(self, worker: Node, quiet: bool = False) -> Request:
+        """Ask a worker to say when the event has happened, and what failed, unless `quiet`: nobody would raise it. Return at once."""
+        log = self.stream.residence.node
+        if log is not worker:
+            log.flush()
+        after = [log.on_wire(self.stream.number), self.position]
+        request: Request = worker.session.fetch(worker, 0, after, "passed", {"quiet": True} if quiet else {})
         return request
 
 

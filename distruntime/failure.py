@@ -65,9 +65,10 @@ def out_of_memory(failure: Failure) -> bool:
     )
 
 
-def _holders(node: Node, failure: Failure, poisoned: Collection[int]) -> list[str]:
+def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) -> list[str]:
     """Return lines about who holds the memory that the failed instruction did not get, of what was issued before it and lives still."""
-    everyone, _ = held([node], before=failure.position, poisoned=poisoned)
+    failure = cause.failure
+    everyone, _ = held([node], before=(cause.log or node, failure.position), poisoned=poisoned)
     card = re.search(r"\bGPU (\d+)", failure.text)
     simulated = node.welcome is not None and node.welcome.simulated  # simulated GPUs are main memory
     device = f"cuda:{card[1]}" if card else "cpu"
@@ -83,10 +84,10 @@ def _holders(node: Node, failure: Failure, poisoned: Collection[int]) -> list[st
     return lines
 
 
-def remote_error(node: Node, cause: Cause, poisoned: Collection[int] = ()) -> RemoteError:
+def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]] = ()) -> RemoteError:
     """Return the exception for a failure; raise it where the call stands, so that no local keeps it.
 
-    `poisoned` are refs that hold nothing, for who asked: an error about memory then does not name them as holders.
+    `poisoned` is what holds nothing, for who asked: an error about memory then does not name them as holders.
     """
     failure, node = cause.failure, cause.where or node
     known = failure.kind in _KNOWN
@@ -95,7 +96,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[int] = ()) -> Re
     if cause.line:
         lines.append(f"  issued at {cause.line}")
     if out_of_memory(failure):
-        lines += _holders(node, failure, poisoned)
+        lines += _holders(node, cause, poisoned)
     error = _class(failure.kind)("\n".join(lines))
     error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
     return error

@@ -70,6 +70,8 @@ def fetch_async(tree: Any) -> Fetched:
     The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and their like are opened.
     """
     leaves, shape = tree_flatten(tree)
+    # Of a DTensor, its whole value.
+    leaves = [leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf for leaf in leaves]
     future = Fetched()
     replies: dict[tuple[int, Spec], Request] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
     wanted: list[_Wanted | None] = []

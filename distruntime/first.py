@@ -27,6 +27,8 @@ from .wrap import wrap
 
 _MOST_SIGNATURES = 1 << 16
 
+for_each_member: list[Callable[..., Any]] = []  # what calls with numbers that differ from member to member go to; see dtensor.py
+
 # Operators that take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
     "aten::index",
@@ -40,6 +42,11 @@ _INDEXED = {
 
 def _flat(results: list[Result]) -> list[Result]:
     return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
+
+
+def _vary(values: Sequence[Any]) -> bool:
+    """Whether numbers among the arguments differ from member to member."""
+    return any(type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a)) for a in values)
 
 
 def relieve(node: Node) -> None:
@@ -69,6 +76,8 @@ def first_time(
     if entry is not None:
         relieve(known.node)
         return emit(cls, entry, words, args, kwargs, known, user_line())
+    if for_each_member and _vary((*args, *kwargs.values())):
+        return for_each_member[0](func, args, kwargs)
     special = specials.get(func._schema.name)
     if special is not None:
         done = special(cls, func, args, kwargs)
@@ -220,6 +229,8 @@ def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _different(func: Any, one: str, here: Residence, two: str, there: Residence, moved: Spec) -> str:
+    if here.node.members or there.node.members:
+        return _different_members(func, one, here, two, there)
     apart = here.node is not there.node
     hosts = f" ({here.node.host})", f" ({there.node.host})"
     return (
@@ -227,6 +238,28 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
         f"`{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
         f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
     )
+
+
+def _different_members(func: Any, one: str, here: Residence, two: str, there: Residence) -> str:
+    """Say which members two operands do not share."""
+    sides = [list(home.node.members or [home.place]) for home in (here, there)]
+    only = [[place for place in mine if place not in other] for mine, other in (sides, sides[::-1])]
+    lines = [f"{func}: operands live on different members: `{one}` on {here.place}, `{two}` on {there.place}"]
+    for name, places in zip((one, two), only):
+        if places:
+            lines.append(
+                f"  only `{name}` is on {', '.join(map(str, places[:4]))}" + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+            )
+    if not any(only):
+        lines.append("  they are the same members in another order")
+    if here.node.members and there.node.members:
+        lines.append(
+            "  tensors of meshes combine where all members match; make one of the other's: dr.from_shards([x.member(k), ...], mesh)"
+        )
+    else:
+        mesh, plain = (one, two) if here.node.members else (two, one)
+        lines.append(f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)")
+    return "\n".join(lines)
 
 
 def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -257,8 +290,9 @@ def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
             what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
+            host = "" if place.node.members else f" ({place.node.host})"
             raise PlacementError(
-                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place} ({place.node.host})\n"
+                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place}{host}\n"
                 f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
             )
     sent: tuple[Any, Any] = tree_map_only(

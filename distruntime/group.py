@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import cloudpickle
 import msgpack
 
-from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, ProtocolError, UsageError
+from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError
 from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
@@ -87,8 +87,11 @@ class ProcessGroup:
         if self.closed:
             raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
         if self.broken:
-            left = [place.node for place in self.places if self.session.nodes[place.node].failed is None]
-            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group({left})")
+            left = [place for place in self.places if self.session.nodes[place.node].failed is None]
+            plain = all(place == default_place(self.session, place.node) for place in left)
+            shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
+            members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
+            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])")
 
 
 class Groups:
@@ -140,6 +143,11 @@ class Groups:
         session, limit = self.session, TIMEOUT if timeout is None else timeout
         session.require_open()
         for home in homes:
+            if home.node.members:
+                raise PlacementError(
+                    f"{home.place} are a mesh, which is no member of a group: what its members do together runs along its lines, "
+                    "dr.lines.all_reduce(mesh.lines(), x)"
+                )
             home.node.require_alive()
         name = self.backend_for(homes, backend)
         capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))
@@ -317,20 +325,22 @@ def groups_of(session: Session) -> Groups:
 Where = int | Place
 
 
-def homes_of(session: Session, nodes_or_places: Sequence[Where] | None) -> list[Residence]:
-    """Return the places of a new group; raise `UsageError` or `PlacementError` for what cannot be."""
+def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group") -> list[Residence]:
+    """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
-    if isinstance(nodes_or_places, (str, int, Place)) or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
+    listed = isinstance(nodes_or_places, Iterable) and not isinstance(nodes_or_places, str)
+    if not listed or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
         raise UsageError(
-            f"a group is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
         )
     homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
     if not homes:
-        raise UsageError("a group has at least one member, got an empty list")
+        raise UsageError(f"{what} has at least one member, got an empty list")
     for k, home in enumerate(homes):
         if home in homes[:k]:
-            raise UsageError(f"{home.place} was given twice: each member of a group is another place")
+            raise UsageError(f"{home.place} was given twice: each member of {what} is another place")
     return homes
 
 

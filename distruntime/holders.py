@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from .handle import Handle, Place
 from .node import Node, line_text
+
+_LAST = 1 << 62  # no log gets there
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,54 @@ class _Held:
     line: tuple[CodeType | None, int]
 
 
-def held(nodes: Collection[Node], *, before: int | None = None, poisoned: Collection[int] = ()) -> tuple[list[Holder], Counter[Place]]:
+def held(
+    nodes: Collection[Node], *, before: tuple[Node, int] | None = None, poisoned: Collection[tuple[int, ...]] = ()
+) -> tuple[list[Holder], Counter[Place]]:
     """Return who holds memory on these nodes, biggest first, and how many values live at each place.
 
-    `before` leaves out what was issued behind that position of the log, `poisoned` the refs that are known to hold nothing.
+    `before` leaves out what was issued behind that position of that log, `poisoned` what is known to hold nothing: see `Session.poisoned`.
     """
-    storages: dict[int, _Held] = {}
+    storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
     # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that another thread is just building
     # cannot be finished while there is a second reference to it. All at once, so that a storage's id stays its own.
     found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
-    handle = None
+    handle = storage = None
     try:
         for handle in found:
             born = getattr(handle, "born", None)  # not there yet where another thread is just making one
-            if born is None or handle.place.node not in nodes or handle.ref in poisoned or (before is not None and born[0] > before):
+            if born is None:
                 continue
-            values[handle.place.place] += 1
-            nbytes = max(handle.spec.extent, handle.storage.spec.extent)
-            known = storages.setdefault(id(handle.storage), _Held(nbytes, born[0], handle.place.place, born[1:]))
-            known.nbytes = max(known.nbytes, nbytes)
-            if born[0] < known.position:
-                known.position, known.line = born[0], born[1:]
+            storage = handle.storage
+            # A member's shard of a mesh's tensor is that one's memory.
+            storage = next((whole for known in (storage.whole or {}).values() if (whole := known()) is not None), storage)
+            for place in _places(handle, nodes, before, poisoned):
+                values[place] += 1
+                resized = storage.resized  # as FSDP2 does, which gives a parameter's memory back between uses
+                nbytes = max(handle.spec.extent, storage.spec.extent) if resized is None else resized
+                position = born[0] if storage is handle.storage else _LAST  # of another log
+                mine = storages.setdefault((id(storage), place), _Held(nbytes, position, place, born[1:]))
+                mine.nbytes = max(mine.nbytes, nbytes)
+                if position < mine.position:
+                    mine.position, mine.line = position, born[1:]
     finally:
-        del handle, found  # Ctrl-C would keep this frame
+        del handle, found, storage  # Ctrl-C would keep this frame
     return _by_line(storages.values()), values
+
+
+def _places(handle: Handle, nodes: Collection[Node], before: tuple[Node, int] | None, poisoned: Collection[tuple[int, ...]]) -> list[Place]:
+    """Return where on these nodes a value lives: of a mesh, each member's place there."""
+    node: Any = handle.place.node
+    if before is not None and before[0] is node and handle.born[0] > before[1]:  # positions of other logs do not compare
+        return []
+    if node.members:
+        lanes = zip(node.members, node.lanes)
+        return [
+            place
+            for place, (worker, k) in lanes
+            if worker in nodes and (worker.index, handle.ref) not in poisoned and (worker.index, handle.ref, k) not in poisoned
+        ]
+    return [handle.place.place] if node in nodes and (node.index, handle.ref) not in poisoned else []
 
 
 def _by_line(storages: Collection[_Held]) -> list[Holder]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 from typing import Any
 
@@ -76,6 +77,8 @@ def install() -> None:
         install_autocast(_library[0], _library[-1])
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]  # make_fx records them
     _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
+    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):  # which has imported it by name
+        module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign]
@@ -130,6 +133,14 @@ _foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
 def _foreach_devices() -> list[str]:
     # What C++ groups tensors by is the wrappers' own device.
     return [*_foreach_devices_here(), "lazy"]
+
+
+_fused_devices_here = _foreach_utils._get_fused_kernels_supported_devices
+
+
+def _fused_devices() -> list[str]:
+    # A DTensor of proxies says so.
+    return [*_fused_devices_here(), "lazy"]
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:

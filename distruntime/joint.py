@@ -106,8 +106,8 @@ def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options
             [
                 rank,
                 _home(group, rank, parts[rank]).place.device,
-                [_layout(h.spec) for h in parts[rank][0]],
-                [_layout(h.spec) for h in parts[rank][1]],
+                [layout(h.spec) for h in parts[rank][0]],
+                [layout(h.spec) for h in parts[rank][1]],
             ]
             for rank in ranks
         ]
@@ -122,7 +122,7 @@ def _home(group: ProcessGroup, rank: int, part: Part) -> Residence:
     return ins[0].place if ins else outs[0].place if outs else group.homes[rank]
 
 
-def _layout(spec: Spec) -> list[Any]:
+def layout(spec: Spec) -> list[Any]:
     strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
     return [dtype_name(spec.dtype), list(spec.size), strides]
 

@@ -10,11 +10,12 @@ import torch
 
 from .entries import entry_for, results_pattern, template
 from .errors import InternalError, NotSupportedError
-from .handle import Handle, Residence, Storage, next_ref
+from .handle import Handle, Place, Residence, Storage, next_ref
 from .issue import issue
 from .node import Line, Node
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
 from .requests import Request
+from .shards import member_of, mesh_of
 from .spec import Spec, spec_from_wire
 from .stall import before_wait, note_wait
 from .wire.messages import LEARN
@@ -28,8 +29,10 @@ def learn(
     cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
 ) -> Any:
     """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
-    before_wait(f"{func} (its results depend on data)")
     node = place.node
+    if node.members:
+        return _learn_each(cls, func, args, kwargs, place, line)
+    before_wait(f"{func} (its results depend on data)")
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
     operands: list[Any] = tensors_of(args, kwargs)
@@ -77,6 +80,54 @@ def learn(
     if listed:
         return out
     return out[0] if count == 1 else tuple(out)
+
+
+def _learn_each(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line) -> Any:
+    """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
+    team: Any = home.node
+    found: list[Any] = []
+    whole: dict[int, Any] = {}  # the mesh's tensor, by the id of each member's proxy of it
+    for k, place in enumerate(team.members):
+        there = team.session.places.residence(place, numbered=False)
+        own = [_at_member(value, cls, home, k, place, whole) for value in args]
+        named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
+        found.append((learn(cls, func, own, named, there, None, line), own, named))  # held: their ids are keys
+    return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
+
+
+def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whole: dict[int, Any]) -> Any:
+    if type(value) is cls:
+        member = wrap(cls, member_of(value._handle, k))
+        whole[id(member)] = value
+        return member
+    if isinstance(value, (list, tuple)):
+        return [_at_member(item, cls, home, k, place, whole) for item in value]
+    return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
+
+
+def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], whole: dict[int, Any]) -> Any:
+    if isinstance(found[0], (list, tuple)):
+        if len({len(items) for items in found}) > 1:
+            raise _unlike(func, [f"{len(items)} results" for items in found])
+        return type(found[0])(_joined(cls, func, team, home, list(items), whole) for items in zip(*found))
+    if type(found[0]) is cls:
+        if len({id(t._handle.spec) for t in found}) > 1:
+            raise _unlike(func, [f"{tuple(t.shape)} {t.dtype}" for t in found])
+        target = whole.get(id(found[0]))
+        if target is None:
+            return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
+        if target._handle.spec is not found[0]._handle.spec:  # written, and resized on the way
+            reshape_wrapper(target, found[0]._handle.spec)
+        return target
+    # Tensors are equal where all members' are; of any other number that is read, the first member's counts.
+    return all(found) if type(found[0]) is bool else found[0]
+
+
+def _unlike(func: Any, results: list[str]) -> NotSupportedError:
+    shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (", ..." if len(results) > 4 else "")
+    return NotSupportedError(
+        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; call it for each: t.member(k)"
+    )
 
 
 def ask_specs(

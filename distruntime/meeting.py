@@ -24,7 +24,7 @@ class Meeting:
         self.done = False
         self._secret = os.urandom(16)
         self._asked: list[Request] = []
-        self._signals: dict[int, tuple[Node, int, Node]] = {}  # by number: who waits, for which position, of whom
+        self._signals: dict[int, tuple[Node, int, Node, Node]] = {}  # by number: who waits, for which position, of whom, in which log
         session.on_loss.append(self._lost)
 
     def begin(self) -> None:
@@ -56,13 +56,13 @@ class Meeting:
             if request.lost is None:  # a node that is gone need not be met
                 self.session.raise_for(request)
 
-    def remember(self, number: int, here: Node, there: Node, position: int) -> None:
-        """Note who waits for a signal of another node, which it never gets if that one is lost."""
+    def remember(self, number: int, here: Node, there: Node, position: int, log: Node) -> None:
+        """Note who waits for a signal of another node, which it never gets if that one is lost; `position` is one of `log`."""
         if len(self._signals) >= _MOST_SIGNALS:
-            passed = [n for n, (_, at, sender) in self._signals.items() if at <= sender.acknowledged]
+            passed = [n for n, (_, at, _, of) in self._signals.items() if at <= of.acknowledged]
             for n in passed:
                 self._signals.pop(n, None)  # another thread may have
-        self._signals[number] = here, position, there
+        self._signals[number] = here, position, there, log
         if there.failed is not None:  # just now
             self._unsignalled(number)
 
@@ -70,11 +70,11 @@ class Meeting:
         """Tell who waits for a signal of a lost node that it will not come."""
         waits = self._signals.pop(number, None)
         if waits is not None and waits[0].failed is None:
-            here, _, there = waits
+            here, _, there, _ = waits
             self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"))
 
     def _lost(self, node: Node) -> None:
-        for number, (_, _, there) in list(self._signals.items()):
+        for number, (_, _, there, _) in list(self._signals.items()):
             if there is node:
                 self._unsignalled(number)
 

@@ -159,6 +159,12 @@ def reduction(group: ProcessGroup, op: Any, dtype: torch.dtype) -> tuple[str, fl
         raise UsageError(f"op must be a distruntime.ReduceOp, got {op!r}")
     if (name == "PREMUL_SUM") != (factor is not None):
         raise UsageError(f"ReduceOp.{name} needs its factor: distruntime.premul_sum(0.5)")
+    require_reduction(group, name, dtype)
+    return name, factor
+
+
+def require_reduction(group: ProcessGroup, name: str, dtype: torch.dtype) -> None:
+    """Raise `NotSupportedError` where a group's data channel lacks a reduction for this dtype."""
     real = _REAL.get(dtype) if name in _LINEAR else None
     have = group.capabilities.reductions.get(name, frozenset())
     if (real or dtype) not in have:
@@ -170,7 +176,6 @@ def reduction(group: ProcessGroup, op: Any, dtype: torch.dtype) -> tuple[str, fl
         raise NotSupportedError(
             f"the data channel {group.backend!r} has no ReduceOp.{name}, only {others}: make a group with another backend="
         )
-    return name, factor
 
 
 def premul_sum(factor: float) -> Any:

@@ -79,7 +79,7 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
         session.nodes[node].require_alive()
     asked = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
     infos = [node_info(session, n) for n in asked]
-    hollow = frozenset[int]().union(*(session.poisoned(n) for n in asked))
+    hollow = frozenset[tuple[int, ...]]().union(*(session.poisoned(n) for n in asked))
     lines, values = held(asked, poisoned=hollow)
     there: Counter[Place] = Counter()
     for line in lines:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .errors import NodeFailed, ProtocolError
 from .wire.channel import PeerGone
 from .wire.codec import Buffer, encode, failure_from
-from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, Segment, Welcome
+from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, MeshSegment, Segment, Welcome
 
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
 FIRST_BATCH = 160  # words that gather behind one segment in flight; twice as many behind two, and so on: a worker that is nearly idle gets
@@ -68,6 +68,7 @@ class Cause:
     failure: Failure
     line: str
     where: Node | None = None  # that worker, where it is not the one that told of it
+    log: Node | None = None  # whose position the failure has, where that is a mesh's
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class _Flight:
     nbytes: int
     checks: int
     releases: list[Callable[[], None]]
+    whole: Any = None  # the mesh's flight that this is a worker's part of; then `lines` count the mesh's words, and `words` none
 
 
 class Node:
@@ -91,17 +93,24 @@ class Node:
     (Ctrl-C can strike between the two), and the worker drops a segment that comes twice.
     """
 
-    def __init__(self, index: int, peer: bytes, address: str, send: Callable[..., Sent | None]) -> None:
+    members: tuple[Any, ...] = ()  # of a mesh, which is issued to as a worker is: see team.py
+
+    def __init__(self, index: int, peer: bytes, address: str, send: Callable[..., Sent | None], lock: Any = None) -> None:
         self.index, self.peer, self.address = index, peer, address
         self._send = send
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
+        self.teams: list[Any] = []  # the logs of meshes that this worker is in
+        self.meshed = False  # whether a mesh's segment was sent since reads last waited for one: see `settle`
+        self.late: Any = None  # the log that wanted its turn while this one was being sent
         self.log: list[Any] = []
         self.lines: list[Line] = []
         self.freed: list[int] = []  # refs whose handles died; anyone may append at any time
         self.base = 0
         self.flights: deque[_Flight] = deque()
         self.checked = 0  # position after the last instruction that only checks: reads wait for it, as its failure has no value to poison
-        self.enough = 0  # words beyond which the log is sent: none while nothing is in flight
+        # Words beyond which the log is sent: none while nothing is in flight, and -1 while it is the turn of another log that goes to the
+        # same worker: whoever issues here then comes through `flush`, which takes the turn.
+        self.enough = 0
         self.checks: dict[int, Callable[[int | None, list[Any]], None]] = {}
         self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again
         self.unread: dict[tuple[int, int], Cause] = {}
@@ -208,6 +217,8 @@ class Node:
         with self.lock:
             if self._flushing:  # a finalizer ran inside the encoder and issued something: the flush under way or the next one takes it
                 return
+            if self.enough < 0 and not self.take_turn():
+                return
             self._flushing = True
             try:
                 if self._unsent is not None:
@@ -250,8 +261,10 @@ class Node:
                 self.flights.append(flight)
                 self._words += taken
                 self._bytes += flight.nbytes
+                if self.meshed and order is None:  # what is read from now on comes after these words, and so after the mesh's
+                    self.checked, self.meshed = self.base, False
                 self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
-                self.enough = min(BATCH, FIRST_BATCH << (len(self.flights) - 1))
+                self.enough = _enough(len(self.flights))
                 self.sent = self._send(self.peer, frames, copy=len(frames) == 1)
                 self._unsent = None
                 if self.parked[0]:
@@ -260,6 +273,72 @@ class Node:
                 self.gone(self)
             finally:
                 self._flushing = False
+            if self.late is not None:
+                self._let_late()
+
+    def gathering(self) -> bool:
+        """Whether the pump had better leave the log alone for now, as more is being issued."""
+        return False
+
+    def on_wire(self, stream: int) -> int:
+        """Return the number by which the worker knows a stream of this log; a mesh has its own."""
+        return stream
+
+    def workers(self) -> list[Node]:
+        """Return who runs this log and is there."""
+        return [self] if self.failed is None else []
+
+    def rivals(self) -> Sequence[Any]:
+        """Return the other logs that go to a worker of this one."""
+        return self.teams
+
+    def take_turn(self) -> bool:
+        """Have sent what other logs hold for the same workers, so that this one's words come after it. Return False if that must wait.
+
+        Invariant: of the logs that go to one worker at most one, whose turn it is, holds words that are not sent. Call under `lock`.
+        """
+        for rival in self.rivals():
+            if rival.enough >= 0:
+                if rival._flushing:  # a finalizer that runs in there has come here
+                    rival.late = self
+                    return False
+                rival.flush()
+                rival.enough = -1
+        self.enough = _enough(len(self.flights))
+        return True
+
+    def settle(self, line: Line) -> None:
+        """Send what meshes hold for this worker, and let what is read from now on come after it. Call under `lock`."""
+        if self.teams:
+            for team in self.teams:
+                if team.freed:  # of which nothing else tells, where it is not that log's turn
+                    team.flush()
+            self.flush()
+            if self.meshed:  # which no position of this log tells of: a word that follows does
+                words = [FORGET, 0]
+                if self.order is None:
+                    self.checked = self.append(words, line)[0]
+                else:
+                    self.order.put(0, words, line)
+                    self.order.checked[0] = self.order.last[0]
+                self.meshed = False
+
+    def _let_late(self) -> None:
+        late, self.late = self.late, None
+        late.flush()
+
+    def carry(self, whole: _Flight, frame: Buffer) -> None:
+        """Send this worker its copy of a mesh's segment, one of its own without words of its log. Call under `lock`, in the mesh's turn."""
+        if self.failed is not None:  # since the mesh counted who is to run it
+            whole.releases[0]()
+            return
+        self._seq += 1
+        self.flights.append(_Flight(self._seq, whole.lines, 0, self.base, 0, self._checks, [], whole))
+        self.meshed = True
+        try:
+            self.sent = self._send(self.peer, [encode(MeshSegment(self._seq)), frame], copy=True)
+        except PeerGone:
+            self.gone(self)
 
     def _resend(self) -> None:
         """Send the segment that Ctrl-C kept from going, or from being known to have gone: the worker drops one that comes twice."""
@@ -287,23 +366,28 @@ class Node:
                 self._bytes -= flight.nbytes
                 for release in flight.releases:
                     release()
-            self.enough = _enough(len(self.flights))
+                if flight.whole is not None:
+                    flight.whole.releases[0]()
+            if self.enough >= 0:
+                self.enough = _enough(len(self.flights))
             self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
             if flight is not None:
-                if not self.asynchronous:
+                if not self.asynchronous and flight.whole is None:
                     self.executed = flight.end
                 for number in [n for n in self.checks if n <= flight.checks]:
                     self.checks.pop(number)(None, [])
                 for failure in failures:
-                    self._file(failure, flight.lines)
-            if len(self.log) > self.enough:
+                    self._file(failure, flight)
+            if self.log and len(self.log) > self.enough:
                 self.flush()
 
-    def _file(self, failure: Failure, lines: list[Line]) -> None:
+    def _file(self, failure: Failure, flight: _Flight) -> None:
         if (failure.seq, failure.position) in self.failures:
             return  # a reply named it before its segment was done
+        lines = flight.lines
         k = bisect.bisect_right([line[0] for line in lines], failure.position)
-        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None))
+        log = None if flight.whole is None else flight.whole.releases[0].team
+        cause = Cause(failure, line_text(lines[k] if k < len(lines) else None), log=log)
         if len(self.failures) >= _MOST_FAILURES:
             self.failures.pop(next(iter(self.failures)))
         self.failures[failure.seq, failure.position] = cause
@@ -316,7 +400,7 @@ class Node:
             for failure in map(failure_from, fields):
                 for flight in self.flights:
                     if flight.seq == failure.seq:
-                        self._file(failure, flight.lines)
+                        self._file(failure, flight)
 
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
@@ -328,14 +412,16 @@ class Node:
             if key not in self.failures:
                 for flight in self.flights:  # its segment still runs
                     if flight.seq == failure.seq:
-                        self._file(failure, flight.lines)
+                        self._file(failure, flight)
             self.unread.pop(key, None)
-            return self.failures.get(key) or Cause(failure, "")
+            found = self.failures.get(key) or Cause(failure, "")
+        # Of a mesh's members here each may have failed in its own way.
+        return found if found.failure == failure else replace(found, failure=failure)
 
     def issued_at(self, position: int) -> str:
         """Return the line that issued the instruction at a position that has not been acknowledged; nothing if it has."""
         with self.lock:
-            for lines in (*(flight.lines for flight in self.flights), self.lines):
+            for lines in (*(flight.lines for flight in self.flights if flight.whole is None), self.lines):
                 k = bisect.bisect_right([line[0] for line in lines], position)
                 if k < len(lines):
                     return line_text(lines[k])
@@ -348,13 +434,18 @@ class Node:
                 self.failed = why
                 self.log.clear()
                 self.lines, self._payloads, self._payload_bytes = [], [], 0
-                self.flights.clear()
+                flights, self.flights = self.flights, deque()
                 self._words = self._bytes = 0
                 self.busy = False
                 self.enough = 0
                 self._unsent = None
                 for drop in self.forgetters:
                     drop()
+                for flight in flights:
+                    if flight.whole is not None:
+                        flight.whole.releases[0]()
+                for team in self.teams:
+                    team.fail(f"has lost a member: {self} {why}")
 
     def require_alive(self) -> None:
         """Raise `NodeFailed` if the worker is lost."""

@@ -16,6 +16,12 @@ def _checked(node: int, device: str | None) -> None:
         raise PlacementError(f"node {node} has no device {device!r}: it has {', '.join(have)}")
 
 
+def _single(place: Place) -> tuple[str, int]:
+    if place.node < 0:
+        raise PlacementError(f"{place} are a mesh, and this takes one place: enter the mesh instead, `with mesh:`")
+    return place.device, place.node
+
+
 def place(node: int, device: DeviceLike = "cpu") -> Place:
     """Return the place of a node's device: "cpu", "cuda:1", or as a number (-1 is the CPU)."""
     name = device_name(device)
@@ -40,7 +46,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     `device` left out is the node's `cuda:0`, if it has one, else its CPU.
     """
     if isinstance(node, Place):
-        device, node = node.device, node.node
+        device, node = _single(node)
     have = active_session().places.devices(node)
     name = device_name(device) if device is not None else "cuda:0" if "cuda:0" in have else "cpu"
     _checked(node, name)
@@ -50,7 +56,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
 def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
     """Make this node, and device, the default for new tensors of the session: what a REPL wants."""
     if isinstance(node, Place):
-        device, node = node.device, node.node
+        device, node = _single(node)
     name = device_name(device) if device is not None else None
     _checked(node, name)
     active_session().places.default = (node, name)

@@ -64,6 +64,16 @@ class Queue:
         """Its number on its node; 0 is the default stream of each device."""
         return self.number
 
+    @property
+    def device_index(self) -> int:
+        """The number of its place, as `device.index` says it."""
+        return self.residence.number
+
+    @property
+    def device_type(self) -> int:
+        """torch's number of the device type that "remote" is."""
+        return 20  # PrivateUse1, in c10/core/DeviceType.h
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Queue) and (self.residence, self.number) == (other.residence, other.number)
 

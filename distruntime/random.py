@@ -35,20 +35,18 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
 
 
 def _state_bytes(place: Residence) -> int:
-    welcome = place.node.welcome
-    assert welcome is not None
-    if place.place.device == "cpu" or welcome.simulated:
-        return torch.get_rng_state().numel()
-    return _CUDA_STATE_BYTES
+    return torch.get_rng_state().numel() if place.has_cpu_kernels else _CUDA_STATE_BYTES
 
 
 def get_rng_state(place: Residence) -> DistributedTensor:
-    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node. Return at once."""
+    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node, or on all members. Return at once."""
     session: Session = place.node.session
     session.require_open()
     place.node.require_alive()
     size = _state_bytes(place)
-    home = session.places.residence(Place(place.place.node, "cpu")) if "cpu" in session.places.devices(place.place.node) else place
+    home = place
+    if not place.node.members and "cpu" in session.places.devices(place.place.node):
+        home = session.places.residence(Place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
     handle = Handle(next_ref(), state, home, Storage(state))
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)

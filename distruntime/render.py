@@ -10,6 +10,7 @@ from torch import _tensor_str
 
 from .failure import remote_error
 from .handle import Handle
+from .shards import member_of
 from .spec import Spec
 from .stall import before_wait, note_wait
 from .text import size_text
@@ -26,13 +27,15 @@ def _printable(text: str) -> str:
 
 def _where(handle: Handle) -> str:
     place = handle.place
+    if place.node.members:
+        return f"device='remote:{place.number}', member 0 of {len(place.node.members)}"
     return f"device='remote:{place.number}', place=({place.place.node}, '{place.place.device}')"
 
 
-def summary(spec: Spec, handle: Handle, state: str) -> str:
+def summary(spec: Spec, where: str, state: str) -> str:
     """Return the short form: `<remote 3x3 float32, 36 B, node 0 cpu: ...>`."""
     shape = "x".join(map(str, spec.size)) or "scalar"
-    return f"<remote {shape} {dtype_name(spec.dtype)}, {size_text(spec.nbytes)}, {handle.place.place}: {state}>"
+    return f"<remote {shape} {dtype_name(spec.dtype)}, {size_text(spec.nbytes)}, {where}: {state}>"
 
 
 def _status(handle: Handle) -> str:
@@ -52,11 +55,17 @@ def _status(handle: Handle) -> str:
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     """Return the text of a remote tensor. Block for at most `BUDGET` seconds. Never raises for what went wrong on a worker."""
-    session, node, spec = handle.place.node.session, handle.place.node, handle.spec
+    whole, session, node, spec, where = handle, handle.place.node.session, handle.place.node, handle.spec, str(handle.place.place)
+    if node.members:  # what stands for all of them is the first member's
+        team: Any = node
+        node = team.lanes[0][0]
     if session.closed is not None or session.foreign:
-        return summary(spec, handle, "its session has ended")
+        return summary(spec, where, "its session has ended")
     if node.failed is not None:
-        return summary(spec, handle, f"lost, {node} {node.failed}")
+        return summary(spec, where, f"lost, {node} {node.failed}")
+    if whole.place.node.members:
+        handle = member_of(whole, 0)
+        where = f"member 0 of {len(whole.place.node.members)}, {handle.place.place}"
     options = _tensor_str.PRINT_OPTS
     asked = {
         "precision": options.precision,
@@ -75,12 +84,12 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         note_wait("repr", started)
     if not answered:
         session.requests.forget(reply)
-        return summary(spec, handle, _status(handle))
+        return summary(spec, where, _status(handle))
     if reply.lost is not None:
-        return summary(spec, handle, f"lost, {node} {reply.lost}")
+        return summary(spec, where, f"lost, {node} {reply.lost}")
     if reply.cause is not None:
         lines = str(remote_error(node, reply.cause)).splitlines()
-        return summary(spec, handle, "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t))
+        return summary(spec, where, "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t))
     body = _printable(str(reply.value))
     if spec.size.numel() == 0:
         body = "[]"
@@ -92,7 +101,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     )
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
-    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False)
+    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False)
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -13,10 +14,11 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from .errors import ProtocolError, SessionClosed
+from .errors import DistruntimeError, ProtocolError, SessionClosed
 from .failure import out_of_memory, remote_error
 from .handle import Place
 from .launch import LocalWorker
+from .line import user_line
 from .node import Cause, Node, Sent
 from .places import Places
 from .requests import Request, Requests
@@ -34,6 +36,7 @@ _TICK = 0.001  # seconds between looks of the pump while something is in flight
 _WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
 _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
 _LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
+_INSIDE = 5.0  # seconds that a finalizer inside a log's own code waits for a value
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -44,6 +47,8 @@ class Session:
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
+        self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
+        self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
         self.requests = Requests()
         self.signals = count(1).__next__  # numbers of what streams wait for across nodes
@@ -63,7 +68,7 @@ class Session:
         self._pid = os.getpid()
         self._stop = False
         self._wake = threading.Event()
-        self._parked = [False]
+        self.stir, self.parked = self._wake.set, [False]  # what wakes the pump, and whether it sleeps
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __repr__(self) -> str:
@@ -84,11 +89,16 @@ class Session:
             assert node.welcome is not None
             node.session, node.throttle, node.gone = self, self.throttle, self._gone
             node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
-            node.stir, node.parked = self._wake.set, self._parked
+            node.stir, node.parked = self.stir, self.parked
             node.forgetters.append(partial(self.places.forget, node))
             for name, *_ in node.welcome.devices:
                 self.places.pin(Place(node.index, name))
         self._pump.start()
+
+    @property
+    def logs(self) -> list[Node]:
+        """What has a command log: the workers, and the meshes of several."""
+        return [*self.nodes, *self.teams] if self.teams else self.nodes
 
     def add_node(self, node: Node) -> None:
         """Take a worker that has dialled in."""
@@ -110,6 +120,9 @@ class Session:
             last = max(after[1::2])
             if last > node.base:
                 node.flush(last)
+                if last > node.base and any(log._flushing for log in self.logs):
+                    self.requests.forget(request)
+                    raise DistruntimeError("a finalizer that runs inside the log's own sending cannot wait for what is still to be sent")
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
@@ -125,16 +138,27 @@ class Session:
         """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if self.joined:
-            for node in self.nodes:
+            for node in self.logs:
                 if node.log:
                     node.flush()
+        inside = self._inside()
+        if inside:  # another thread may be the reader, and need the lock to go on
+            deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
-            return self.requests.wait(lambda: request.done, self._read, deadline, request.node)
+            done = self.requests.wait(lambda: request.done, self._read, deadline, request.node)
+            if inside and timeout is None and not done:
+                raise DistruntimeError(f"a finalizer that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a value")
+            return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
             if request.then is None and not isinstance(request.buffer, Loan):
                 self.requests.forget(request)
             raise
+
+    def _inside(self) -> bool:
+        """Whether this is a finalizer that the collector runs in the midst of a log's own code: nothing else waits with the lock."""
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def results(self, requests: Sequence[Request], timeout: float) -> None:
         """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
@@ -159,7 +183,9 @@ class Session:
 
     def throttle(self, node: Node) -> None:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
-        for other in self.nodes:
+        if self._inside():  # a few words more than the window are better than a thread that waits with the lock
+            return
+        for other in self.logs:
             other.flush()
         started = time.perf_counter()
         try:
@@ -175,6 +201,7 @@ class Session:
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
+            node.settle(user_line())
             node.flush()
             target = node.base
         request = self.requests.new(node)
@@ -197,16 +224,20 @@ class Session:
                 log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
             raise remote_error(node, cause, self._poisoned_if(cause, node))
 
-    def poisoned(self, node: Node) -> frozenset[int]:
-        """Return the refs that are poisoned on a worker. Block for one round trip, at most 1 s; nothing is known of a lost worker."""
+    def poisoned(self, node: Node) -> frozenset[tuple[int, ...]]:
+        """Return what is poisoned on a worker: (node, ref), or (node, ref, k) where only a mesh's k-th member there is.
+
+        Block for one round trip, at most 1 s; nothing is known of a lost worker.
+        """
         if self.closed is not None or node.failed is not None:
             return frozenset()
         asked = self.ask(node, "memory")
         if not self.result(asked, 1.0):
             self.requests.forget(asked)
-        return frozenset(asked.value[2]) if asked.value is not None else frozenset()
+        refs: list[Any] = asked.value[2] if asked.value is not None else []
+        return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
 
-    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[int]:
+    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
         # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
@@ -284,7 +315,7 @@ class Session:
                 log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
             if event.kind == "disconnected" and node is not None and node.welcome is not None:
                 self.lose(node, self._epitaph(node) or "closed the connection")
-        for node in self.nodes:
+        for node in self.nodes[: len(self.local_workers)]:
             if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
 
@@ -315,14 +346,15 @@ class Session:
             if self._active():
                 time.sleep(_WAITED if self.requests.attended else _TICK)
             else:
-                self._parked[0] = True
-                self._wake.wait(_IDLE)
-                self._parked = [False]
+                self.parked[0] = True
+                if not self._active():  # something may have been sent before the mark stood
+                    self._wake.wait(_IDLE)
+                self.parked[0] = False
                 self._wake.clear()
             try:
                 self.requests.glance(self._read)
-                for node in self.nodes:
-                    if (node.log or node.freed) and not node.busy:
+                for node in self.logs:
+                    if (node.log or node.freed) and not node.busy and not node.gathering():
                         node.flush()
                 self.requests.announcer.look()
             except ChannelClosed:
@@ -331,7 +363,7 @@ class Session:
                 log.exception("the pump met an error; it goes on")
 
     def _active(self) -> bool:
-        return len(self.requests) > 0 or any(node.flights or node.log for node in self.nodes)
+        return len(self.requests) > 0 or any(node.flights or node.log for node in self.logs)
 
     def _gone(self, node: Node) -> None:
         self.lose(node, self._epitaph(node) or "is not connected any more")
@@ -374,7 +406,7 @@ class Session:
         try:
             if raise_unread:
                 deadline = None if limit is None else time.monotonic() + limit
-                for node in self.nodes:
+                for node in self.logs:
                     node.flush()
                 busy = next((n for n in self.nodes if n.flights and n.failed is None), None)
                 idle = lambda: not any(n.flights for n in self.nodes if n.failed is None)  # noqa: E731

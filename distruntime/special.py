@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, PlacementError
 from .first import call
 from .group import groups_of
 from .handle import Handle, Residence, Storage, next_ref
@@ -20,6 +20,7 @@ from .joint import Part, issue_operation, require_operation
 from .learn import learn
 from .line import user_line
 from .session import active_session
+from .shards import member_of, mesh_of
 from .spec import spec_of
 from .transfer import download, item, upload
 from .wrap import wrap
@@ -35,6 +36,8 @@ def move(proxy: Any, place: Residence) -> Any:
     """Return a copy of a proxy at another place: by the worker within a node, else from worker to worker. Return at once."""
     handle = proxy._handle
     cls = type(proxy)
+    if handle.place.node.members or place.node.members:
+        return _move_members(cls, handle, place)
     if handle.place.node is place.node:
         func = torch.ops.aten._to_copy.default
         handle.place.node.session.require_open()
@@ -44,6 +47,24 @@ def move(proxy: Any, place: Residence) -> Any:
     copy = Handle(next_ref(), spec, place, Storage(spec))
     _across(handle, copy)
     return wrap(cls, copy)
+
+
+def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
+    """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
+    team: Any = place.node
+    if not team.members or (handle.place.node.members and len(handle.place.node.members) != len(team.members)):
+        into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
+        raise PlacementError(
+            f"{handle.place.place} have a shard each, which does not fit {place.place}: "
+            + (into if team.members else "take a member's, x.member(k), and move that")
+        )
+    moved = []
+    for k, member in enumerate(team.members):
+        source = member_of(handle, k) if handle.place.node.members else handle
+        home = team.session.places.residence(member, numbered=False)
+        value = wrap(cls, source)
+        moved.append(value.clone() if source.place is home else move(value, home))
+    return wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
 
 
 def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
@@ -73,7 +94,9 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if k != "layout"
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
-    there = here if target is None else active_session().places.numbered(target.index)
+    # A bare "remote" is the current place; of what is on a mesh already, DTensor means by it that it stays there.
+    stays = target is None or (target.index is None and bool(here.node.members))
+    there = here if stays else active_session().places.numbered(target.index)  # type: ignore[union-attr]
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)
@@ -94,6 +117,8 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
             return NotImplemented
         if here.node is place.node:
             return call(cls, func, args, kwargs, place, None)
+        if here.node.members or place.node.members:
+            return func(target, move(source, place))
         if source.shape != target.shape or source.dtype != target.dtype or target._handle.spec.expanded:
             return func(target, move(source, place))
         _across(source._handle, target._handle, inplace=True)
@@ -115,6 +140,8 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _owns_whole(proxy: Any) -> bool:
     """Whether nobody else can see a proxy's storage, so that its slot may take a new tensor instead of new bytes."""
     handle = proxy._handle
+    if handle.storage.parts or handle.storage.whole:  # a mesh's tensor and its members' are one memory
+        return False
     # Of a storage with one handle: the handle's slot and getrefcount's argument.
     return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
 
@@ -146,13 +173,18 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
 def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no kernel for.
     source = args[0]
-    if type(source) is not cls or source.dtype.is_floating_point or source.place.device != "cpu":
+    if type(source) is not cls or source.dtype.is_floating_point or not source._handle.place.on_cpu:
         return NotImplemented
     return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
 
 
 def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
+
+
+def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be (`torch.tensor` below autograd ends so).
+    return args[0]
 
 
 SPECIAL: dict[str, Special] = {
@@ -163,6 +195,7 @@ SPECIAL: dict[str, Special] = {
     "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::histc": _histc,
     "aten::is_pinned": _never_pinned,
+    "aten::detach_": _detached,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
         _refuse("the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from .context import DeviceLike, device_name
-from .errors import PlacementError, UsageError, WaitTimeout
+from .errors import NotSupportedError, PlacementError, UsageError, WaitTimeout
 from .event import Event
 from .handle import Handle, Place, Residence
 from .line import user_line
@@ -65,6 +66,11 @@ class Stream(Queue):
             raise UsageError(f"a stream's priority is a small whole number, as in torch.cuda.Stream; got {priority!r}")
         residence, self.priority = _residence(node, device), priority
         node_, name = residence.node, residence.place.device
+        team: Any = node_
+        if node_.asynchronous and any(len(ranks) > 1 for ranks in getattr(node_, "ranks", {}).values()):
+            raise NotSupportedError(
+                f"a stream on {residence.place} would be of several GPUs of one node, which no stream is; use one member per node"
+            )
         node_.session.require_open()
         node_.require_alive()
         order = ordered(node_)
@@ -73,7 +79,8 @@ class Stream(Queue):
             if not idle and len(pool) < _MOST:
                 number = order.open()
                 pool.append(number)
-                node_.session.post(node_, OpenStream(number, name, priority))
+                for worker, where, whose in team.openings() if node_.members else [(node_, name, -1)]:
+                    node_.session.post(worker, OpenStream(number, where, priority, whose))
             elif idle:
                 number = idle.pop()
             else:
@@ -137,7 +144,8 @@ class Stream(Queue):
         with node.lock:
             node.flush()
             position = node.base if node.order is None else node.order.cancelled(self.number)
-        node.session.post(node, Cancel(self.number, position))
+        for worker in node.workers():
+            node.session.post(worker, Cancel(node.on_wire(self.number), position))
 
 
 def default_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:
@@ -193,7 +201,7 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
     """
     session, timeout = active_session(), checked(timeout)
     if device is not None:
-        _synchronize_device(_residence(node, device), timeout)
+        synchronize_device(_residence(node, device), timeout)
         return
     if node is not None:
         session.places.devices(node)
@@ -210,7 +218,8 @@ def synchronize(node: int | None = None, device: DeviceLike | None = None, timeo
                 )
 
 
-def _synchronize_device(residence: Residence, timeout: float | None) -> None:
+def synchronize_device(residence: Residence, timeout: float | None) -> None:
+    """Block until the streams of a device, or of a mesh, have run what was issued to them so far; see `synchronize`."""
     node, deadline = residence.node, None if timeout is None else time.monotonic() + timeout
     numbers = [0]
     if node.order is not None:

@@ -16,7 +16,10 @@ from .errors import NotSupportedError, PlacementError, UsageError
 from .handle import Handle, Place
 from .render import render, suffixes_of
 from .session import active_session
+from .shards import member_of, mesh_of
+from .storage import MeshStorage
 from .transfer import download, item
+from .wrap import wrap
 
 
 class DeviceIndex(int):
@@ -47,6 +50,18 @@ class DistributedTensor(torch.Tensor):
     def place(self) -> Place:
         """Where the tensor lives: its node's number and the device there."""
         return self._handle.place.place
+
+    def member(self, k: int) -> DistributedTensor:
+        """Return a proxy of the `k`-th member's shard of a tensor on a mesh: the same memory, at that member's place. Return at once."""
+        members = self._handle.place.node.members
+        if not members:
+            raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
+        if not isinstance(k, int) or not -len(members) <= k < len(members):
+            raise IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
+        found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
+        return found
 
     def get_node(self) -> int:
         """Return the number of the node that the tensor lives on."""
@@ -98,6 +113,9 @@ class DistributedTensor(torch.Tensor):
             kind = self.place.device.partition(":")[0]
             have = active_session().places.devices(node)
             return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
+        if isinstance(target, int) or torch.device(target).type == "cuda":
+            if self._handle.place.node.members:
+                raise PlacementError(f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()")
         if isinstance(target, int):
             return Place(self.place.node, device_name(target))
         device = torch.device(target)
@@ -202,14 +220,22 @@ class DistributedTensor(torch.Tensor):
             f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
-    def untyped_storage(self) -> NoReturn:
+    def untyped_storage(self) -> Any:
+        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it: its size."""
+        if self._handle.place.node.members:
+            return MeshStorage(self)
         raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def storage(self) -> NoReturn:
-        self.untyped_storage()
+        if self._handle.place.node.members:
+            raise NotSupportedError(
+                f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel needs one: use fully_shard "
+                "(torch.distributed.fsdp), which shards over a mesh"
+            )
+        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
 
     def _typed_storage(self) -> NoReturn:
-        self.untyped_storage()
+        self.storage()
 
     def share_memory_(self) -> NoReturn:
         raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")
@@ -233,3 +259,18 @@ class DistributedTensor(torch.Tensor):
     def dist_send(self) -> DistributedTensor:
         """Return itself: it is remote already."""
         return self
+
+
+class _Member(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Any, k: int) -> Any:
+        ctx.home, ctx.k = whole._handle.place, k
+        return wrap(DistributedTensor, member_of(whole._handle, k))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        team = ctx.home.node
+        zeros: Any = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
+        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles[ctx.k] = grad.contiguous()._handle
+        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None

@@ -13,6 +13,7 @@ from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_bytes, issue_shared
 from .line import user_line
 from .requests import Request
+from .shards import member_of, mesh_of
 from .spec import Spec, spec_of
 from .stall import before_wait, note_wait
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
@@ -35,13 +36,15 @@ def upload(
     node = place.node
     node.session.require_open()
     node.require_alive()
+    if node.members:
+        return _replicate(tensor, place, into)
     if into is None:
         contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
         spec = spec_of(contiguous)
         handle = Handle(next_ref(), spec, place, Storage(spec))
     else:
         contiguous, handle = tensor.detach().contiguous(), into
-    data = tensor_bytes(contiguous)
+    data = tensor_bytes(contiguous, lasting=non_blocking)
     line = user_line()
     head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
     loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
@@ -62,9 +65,35 @@ def upload(
     return handle
 
 
+def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
+    """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
+    team: Any = home.node
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = tensor_bytes(contiguous)
+    if len(data) > INLINE_BYTES:
+        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        return mesh_of(team, home, [upload(contiguous, place) for place in places], into)
+    spec = spec_of(contiguous)
+    handle = Handle(next_ref(), spec, home, Storage(spec)) if into is None else into
+    head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
+    fresh, written = ([handle], []) if into is None else ([], [handle])
+    issue(head, fresh, written, [h.storage for h in written], home, user_line())
+    if team.busy:
+        team.throttle(team)
+    return handle
+
+
 def ready(handle: Handle) -> list[int]:
     """Return [stream, position, ...]: where a value is what a read issued now must see."""
     node = handle.place.node
+    if node.teams:
+        with node.lock:
+            node.settle(user_line())
+            if node.order is not None:
+                found = node.order.ready(handle)
+                positions = dict(zip(found[::2], found[1::2]))
+                positions[0] = max(positions.get(0, 0), node.order.checked[0])
+                return [n for pair in positions.items() for n in pair]
     if node.order is None:
         return [0, max(handle.ready_at, node.checked)]
     with node.lock:
@@ -81,6 +110,8 @@ def _on_host(handle: Handle) -> Handle:
 
 def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
     """Ask for a value as it is after everything issued so far. Return at once."""
+    if handle.place.node.members:
+        handle = member_of(handle, 0)
     node, nbytes = handle.place.node, handle.spec.nbytes
     if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
         handle = _on_host(handle)
@@ -114,6 +145,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
 def read(handle: Handle, form: str, why: str) -> Any:
     """Block until a value is here; raise the failure that poisoned it."""
     session = handle.place.node.session
+    session.require_open()
     before_wait(why)
     reply = request(handle, form)
     if not reply.done:

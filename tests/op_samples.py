@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # it warns about packages that it would like an
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 # What these give is uninitialised memory: only the metadata can agree.
-_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
 _VARIANT_SAMPLES = 3  # in-place, method and out= run on this many samples of each entry
 
 
@@ -70,7 +70,7 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
         return result, gradients(processed, leaves, device)
 
     try:
-        return check(lambda: run("cpu"), lambda: run(REMOTE), values=op.name not in _UNINITIALISED)
+        return check(lambda: run("cpu"), lambda: run(REMOTE), values=op.name not in UNINITIALISED)
     except Disagreement as difference:
         where = f"{form} of input={_brief(sample.input)} args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
         raise Disagreement(f"{difference} [{where}]") from difference.__cause__

@@ -76,8 +76,10 @@ def window_is_full(node: int = 0) -> bool:
 
 def slots(node: int = 0) -> int:
     """Return how many values a worker holds, after everything issued so far."""
-    dr.synchronize(node)
     session = active_session()
+    for log in session.teams:  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
+        log.flush()
+    dr.synchronize(node)
     held: list[int] = session.value(session.ask(session.nodes[node], "memory"))
     return held[0]
 
@@ -145,7 +147,8 @@ def blocked(stream: dr.Stream) -> Iterator[None]:
     try:
         yield
     finally:
-        session.post(node, Signal(number, ""))
+        for worker in node.workers():
+            session.post(worker, Signal(number, ""))
 
 
 def free_port() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -10,17 +12,23 @@ import torch
 
 import distruntime as dr
 
-PUBLIC = {name: value for name, value in vars(dr).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
+PUBLIC = {name: value for name, value in EVERY.items() if not name.startswith("_") and not isinstance(value, ModuleType)}
 
 
 def test_all_is_complete_and_has_no_strangers() -> None:
     assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional"}
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "primitives"}
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
     assert [name for name in dir(dr) if not name.startswith("_")] == sorted(dr.__all__)
     assert all(hasattr(dr, name) for name in dir(dr))
+
+
+def test_workers_do_not_import_what_only_meshes_need() -> None:
+    code = "import sys, distruntime_worker.daemon as _; print({'torch.distributed.tensor', 'torch._dynamo', 'sympy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90).stdout == "set()\n"
 
 
 def test_the_names_of_the_design_are_there() -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import distruntime as dr
 from agree import REMOTE, agrees, is_remote, tensor
+from distruntime_worker.functions import record, replay_backward
 
 
 class _Tied(nn.Module):
@@ -301,3 +302,12 @@ def test_a_model_that_is_dropped_is_freed(session: object) -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
+    """Attention with gradients, as a real GPU has it: all of its arguments come in the schema's order, `scale` and `enable_gqa` too."""
+    q = torch.randn(1, 2, 3, 4)
+    out, tape = record("aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False)
+    wanted = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5)
+    torch.testing.assert_close(out, wanted)
+    assert [g.shape for g in replay_backward(tape, torch.ones_like(out))] == [q.shape] * 3

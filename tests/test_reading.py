@@ -155,6 +155,16 @@ def test_large_tensors_both_ways(session: object) -> None:
     assert torch.equal(both[0], local_copy) and torch.equal(both[1], local_copy * 2) and torch.equal(both[2], local_copy.t())
 
 
+def test_what_has_been_read_or_sent_can_be_resized(session: object) -> None:
+    """torch's `Tensor.numpy` leaves behind memory that nobody may resize any more; `fully_shard` resizes what it gathers."""
+    for count in (3, 5_000, 300_000):
+        local = torch.ones(count)
+        x = local.to(REMOTE) + 1
+        assert torch.equal(x.cpu(), local + 1)
+        assert local.resize_(2 * count).shape == x.resize_(2 * count).shape == x.cpu().shape
+        assert x[:count].sum().item() == 2 * count
+
+
 def test_fetch_keeps_the_trees_shape_and_its_ties(session: object) -> None:
     x, y = torch.ones(2, device=REMOTE), torch.zeros(3, device=REMOTE)
     model = torch.nn.Linear(2, 2).to(REMOTE)

@@ -36,8 +36,12 @@ from distruntime.wire.messages import (
     Goodbye,
     Hello,
     Join,
+    MeshBody,
+    MeshSegment,
     Message,
+    OpenLines,
     OpenStream,
+    OpenTeam,
     Refused,
     Reply,
     Segment,
@@ -171,8 +175,9 @@ def messages_that_are_none(target: Target) -> None:
 def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
-        OpenStream(1, "cpu", 0), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
-        Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"),
+        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
+        Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
+        MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip
     connected(talk(target, target.friend(), [[encode(message)] for message in messages]))
 
@@ -314,7 +319,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     worker, target = open_worker
     dr.shutdown()
     attacker = talk(target, None, [])
-    kinds: list[type] = [Segment, Fetch, Ask, OpenStream, Signal, Cancel, Goodbye]
+    kinds: list[type] = [Segment, Fetch, Ask, OpenStream, Signal, Cancel, Goodbye, OpenTeam, OpenLines, MeshSegment, MeshBody]
     for frame in [encode(Ask(1, "passed", [[], 1])), *malformed(kinds, 60, seed)]:
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])

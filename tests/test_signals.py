@@ -23,7 +23,7 @@ class Worker:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.executor = Executor(Devices(), lambda message, payload=None, copy=True: self.sent.append(message), lambda node, message: None)
-        self.stream: Stream = self.executor.open(OpenStream(1, "cpu", 0))
+        self.stream: Stream = self.executor.open(OpenStream(1, "cpu", 0, -1))
         self.position = self.seq = 0
         self.runs: list[threading.Thread] = []
 

@@ -348,6 +348,46 @@ def test_finalizers_that_read(session: object, collecting: None) -> None:
     assert all(value == 2.5 for value in seen if not math.isnan(value))
 
 
+def test_a_finalizer_inside_the_sending_does_not_wait_for_what_it_keeps_from_going(session: Any) -> None:
+    """A thread waited there for ever, with the lock that all others need."""
+    node, x, seen = session.nodes[0], torch.ones(3, device=REMOTE), []  # type: ignore[var-annotated]
+
+    def read(phase: str, info: object) -> None:
+        if phase == "stop" and node._flushing and node.log and not seen:
+            seen.append(None)
+            y = x + 1  # behind what is being sent
+            try:
+                seen.append(y.sum().item())
+            except dr.DistruntimeError as error:
+                seen.append(str(error))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(read)
+    gc.set_threshold(1, 2, 2)
+    try:
+        until(lambda: (x + 1) is not None and len(seen) > 1)
+    finally:
+        gc.callbacks.remove(read)
+        gc.set_threshold(*before)
+    assert "inside the log's own sending" in seen[1]
+    assert (x + 1).sum().item() == 6
+
+
+def test_a_finalizer_inside_the_log_waits_for_no_reader_that_waits_for_it(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["distruntime.session"], "_INSIDE", 0.3)
+    x = torch.ones(3, device=REMOTE)
+    busy = torch.ones(900, 900, device=REMOTE)
+    for _ in range(30):
+        busy = busy @ busy * 1e-3
+    reader = threading.Thread(target=busy.sum().item)  # type: ignore[attr-defined]
+    reader.start()
+    until(lambda: session.requests.attended)
+    with session.lock, pytest.raises(dr.DistruntimeError, match="waits no longer than"):
+        x.sum().item()
+    reader.join()
+    assert x.sum().item() == 3
+
+
 def _churn(make: Callable[[], object], x: torch.Tensor, rounds: int) -> None:
     for k in range(rounds):
         make()

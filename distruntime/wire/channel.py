@@ -48,6 +48,11 @@ class PeerGone(DistruntimeError):
     """No connection to a peer of this name."""
 
 
+def for_many(frame: bytes) -> Any:
+    """Return a frame that is sent to many peers and is in memory once, where each send of bytes makes a copy of its own."""
+    return zmq.Frame(frame, copy=True)
+
+
 class ChannelClosed(DistruntimeError):
     """The channel was closed, or belongs to the process that forked this one."""
 
@@ -146,7 +151,9 @@ class Channel:
         if not frames:
             raise ValueError("got no frames, expected at least one")
         for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
-            if type(frame) is not bytes and not (isinstance(frame, bytearray) or (isinstance(frame, memoryview) and frame.contiguous)):
+            if type(frame) is not bytes and not (
+                isinstance(frame, (bytearray, zmq.Frame)) or (isinstance(frame, memoryview) and frame.contiguous)
+            ):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
             self.sent_bytes += frame.nbytes if type(frame) is memoryview else len(frame)
         parts: tuple[Any, ...] = (peer, *frames)

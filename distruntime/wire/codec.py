@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 
 from ..errors import ProtocolError
@@ -139,13 +140,24 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor, without a copy if it is contiguous; the view keeps the memory alive."""
+class _Memory:
+    """A tensor's memory as numpy takes it. `Tensor.numpy` would leave behind a tensor that nobody may resize any more."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (flat.nbytes,), "typestr": "|u1", "version": 3}
+
+
+def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous; the view keeps the memory alive.
+
+    It is good until the tensor is resized; a `lasting` one keeps it from being resized, for good.
+    """
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return memoryview(b"")
     flat = dense.as_strided((dense.numel(),), (1,))  # not view(-1): a dimension of size 1 keeps whatever stride it had
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(flat.view(torch.uint8).numpy() if lasting else np.asarray(_Memory(flat)))  # type: ignore[arg-type]
 
 
 def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-PROTOCOL = 3  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 4  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -24,7 +24,19 @@ AWAIT = 5  # AWAIT, number, seconds or None, text: go on when `Signal` has come 
 STAMP = 6  # STAMP, ref: the time when this stream gets here, for `elapsed_time`
 RELEASE = 7  # RELEASE, ref, count: as a free, of a value that `count` streams use: the last of them frees it
 HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch of it is answered when the copy is done
+TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
+GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
 FIRST_TEMPLATE = 16
+
+
+def stream_number(team: int, stream: int) -> int:
+    """Return the number by which messages name a stream of a mesh; a worker's own (`team` -1) keep theirs, which are below 4096."""
+    return (team + 1) << 12 | stream
+
+
+def team_and_stream(number: int) -> tuple[int, int]:
+    """Return whose stream a message names (-1: the worker's own), and its number there."""
+    return (number >> 12) - 1, number & 4095
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +88,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Master to worker: from now on stretches may name this stream. Number 0, the default stream of every device, is always there."""
+    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or of a mesh's.
+
+    Number 0, the default stream of every device, is always there.
+    """
 
     stream: int
     device: str
     priority: int
+    team: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,45 @@ class Segment:
     """
 
     seq: int
+    start: int
+    templates: list[Any]
+    words: list[Any]
+    stretches: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTeam:
+    """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here, in the order of the mesh."""
+
+    team: int
+    devices: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLines:
+    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank], ..."""
+
+    team: int
+    number: int
+    members: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSegment:
+    """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeshBody:
+    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a `Segment`.
+
+    `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's own too, but that stream 0
+    takes turns with this worker's. An instruction runs for each member here.
+    """
+
+    team: int
     start: int
     templates: list[Any]
     words: list[Any]
@@ -293,6 +348,10 @@ Message = (
     | Refused
     | OpenStream
     | Segment
+    | OpenTeam
+    | OpenLines
+    | MeshSegment
+    | MeshBody
     | Done
     | Fetch
     | Ask

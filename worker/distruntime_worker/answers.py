@@ -66,13 +66,18 @@ class Answers:
 
     def _names(self, after: list[Any]) -> bool:
         """Whether `after` is [stream, position, ...] of streams that there are."""
-        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and set(after[::2]) <= self._state.streams.keys()
+        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and all(map(self._state.named, after[::2]))
+
+    def _stream(self, number: int) -> Stream:
+        stream = self._state.named(number)
+        assert stream is not None  # `_names` has looked
+        return stream
 
     def _when(self, fetch: Fetch, k: int) -> None:
         """Answer `fetch` when the streams from the `k`-th on that it names are at their positions."""
         after = fetch.after
         while k < len(after):
-            stream, position = self._state.streams[after[k]], after[k + 1]
+            stream, position = self._stream(after[k]), after[k + 1]
             k += 2
             if self._reached(stream, position):
                 continue
@@ -107,7 +112,7 @@ class Answers:
         if not self._names(after):
             raise ProtocolError(f"a question after {str(after)[:80]}")
         for number, position in zip(after[::2], after[1::2]):
-            stream = self._state.streams[number]
+            stream = self._stream(number)
             if not self._reached(stream, position):
                 return False
             if self._state.devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):
@@ -162,7 +167,7 @@ class Answers:
 
     def _events(self, after: list[Any]) -> list[Any]:
         """Return the events of a GPU that come after [stream, position, ...]."""
-        return [event for number, position in zip(after[::2], after[1::2]) for event in self._state.streams[number].events(position)]
+        return [event for number, position in zip(after[::2], after[1::2]) for event in self._stream(number).events(position)]
 
     def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""

@@ -6,13 +6,16 @@ from typing import Any
 
 from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, WAIT, Cancel, Failed
+from distruntime.wire.messages import AWAIT, CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, WAIT, Cancel, Failed
 
 from .collectives import Collective
+from .lanes import LaneCollective
 from .look import WAITING
 from .objects import Poisoned
 from .state import State
 from .streams import Stream
+from .team import Lanes
+from .template import Template
 from .waits import Waits
 
 
@@ -24,7 +27,7 @@ class Cancelling:
 
     def cancel(self, message: Cancel) -> None:
         """Drop what a stream has not begun (the reader)."""
-        stream = self._state.streams.get(message.stream)
+        stream = self._state.named(message.stream)
         if stream is None:
             raise ProtocolError(f"there is no stream {message.stream}")
         self.cut(stream, message.position)
@@ -44,12 +47,13 @@ class Cancelling:
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        if word == FORGET:
+        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, STAMP):
+        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
-            stream.owe(self._state.work(p).segment.start + i, self._state.streams[p[i + 1]], p[i + 2])
+            work = self._state.work(p)
+            stream.owe(work.segment.start + i, self._state.log(work).streams[p[i + 1]], p[i + 2])
         if word == WAIT:
             return i + 5
         if word == AWAIT:
@@ -62,11 +66,11 @@ class Cancelling:
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
-        template = self._state.info[p[first]]
+        template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
-        if template.mutates or template.views or isinstance(template, Collective):
+        if template.mutates or template.views or isinstance(template, (Collective, LaneCollective)):
             self._waits.pay(stream, p, i)
-        if isinstance(template, Collective):  # the other members count on it, in the group's order
+        if isinstance(template, (Collective, LaneCollective)):  # the other members count on it, in the group's order
             return template.drop(slots, p, first, error)
         self._state.fail(template, slots, p, first, error)
         if word == LEARN:

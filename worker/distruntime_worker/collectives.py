@@ -87,8 +87,10 @@ class Collective:
         offset = 2
         self.reads: list[int] = []
         written: list[int] = []
-        for _, ins, outs in self.members:
-            self.reads += range(offset, offset + len(ins))
+        for rank, ins, outs in self.members:
+            # Along a mesh every member has an input, of which the root's counts: another's may be poisoned.
+            if self.operation not in ("broadcast", "scatter") or rank == self.options.root:
+                self.reads += range(offset, offset + len(ins))
             written += range(offset + len(ins), offset + len(ins) + len(outs))
             offset += len(ins) + len(outs)
         self.views: list[int] = []  # nothing that it makes is a view
@@ -148,7 +150,7 @@ class Collective:
                 else:
                     channel.receive(into.data, 1 - rank, sequence)
             case "broadcast":
-                if data is None:
+                if data is None or rank != o.root:
                     channel.broadcast(into.data, o.root)
                 else:
                     channel.broadcast(data, o.root)
@@ -160,7 +162,7 @@ class Collective:
                 assert data is not None
                 channel.gather(into.data if outputs else None, data, o.root)
             case "scatter":
-                channel.scatter(into.data, data, o.root)
+                channel.scatter(into.data, data if rank == o.root else None, o.root)
             case "all_to_all":
                 assert data is not None
                 if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:  # parts would arrive over what has yet to leave

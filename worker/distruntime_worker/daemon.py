@@ -29,10 +29,13 @@ from distruntime.wire.messages import (
     Goodbye,
     Hello,
     Join,
+    MeshSegment,
     Message,
     Notify,
     OpenGroup,
+    OpenLines,
     OpenStream,
+    OpenTeam,
     Peers,
     Refused,
     Reply,
@@ -47,7 +50,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .executor import Executor
-from .objects import Poisoned, failure
+from .objects import failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work
@@ -89,7 +92,10 @@ class _Master:
 
     def open(self, message: OpenStream) -> None:
         """Open a stream: start its thread."""
-        self._start(self.executor.open(message), f"stream-{message.stream}")
+        try:
+            self._start(self.executor.open(message), f"stream-{message.stream}")
+        except RuntimeError as error:  # of threading: there is no more room for one
+            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
 
     def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
         """Send to the master, from any thread; a master that has gone meanwhile is no error here.
@@ -150,8 +156,11 @@ class _Master:
                         executor.run(work)
                     del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
-                    self.broken = str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
-                    log.exception("the thread of stream %s ends", stream.number)
+                    if isinstance(error, ProtocolError):
+                        self.broken = str(error)
+                    else:
+                        self.broken = f"a defect of the worker: {error!r}"
+                        log.exception("the thread of stream %s ends", stream.number)
                     self._channel.wake()
                     return
 
@@ -165,8 +174,23 @@ class _Master:
         if segment.templates:
             self.executor.learn(segment.templates)
         work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        self.executor.works.append(work)
+        if not self.executor.state.teams:
+            self.executor.works.append(work)
+        else:
+            self.executor.line_up(work)
         if segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
+
+    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+        """As `put`, for a segment whose body is a mesh's."""
+        if message.seq != self.executor.received + 1 or len(payloads) != 1:
+            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
+        self.executor.received = message.seq
+        work = self.executor.mesh_work(message, decode(payloads[0]))
+        self.executor.line_up(work)
+        if work.segment.stretches:
             self.executor.divide(work)
         else:
             self._default((work, 0, 0))
@@ -255,6 +279,12 @@ class Daemon:
             match message:
                 case Segment():
                     master.put(message, buffers[1:])
+                case MeshSegment():
+                    master.put_mesh(message, buffers[1:])
+                case OpenTeam():
+                    master.executor.open_team(message)
+                case OpenLines():
+                    master.executor.open_lines(message)
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask():
@@ -338,7 +368,7 @@ class Daemon:
             return [
                 len(executor.slots),
                 executor.state.executed,
-                [r for r, value in executor.slots.copy().items() if isinstance(value, Poisoned)],
+                executor.state.poisoned(),
             ]
         match what, detail:
             case "channel", [str(name)]:

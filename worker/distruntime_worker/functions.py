@@ -16,8 +16,17 @@ from .streams import elapsed_time
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
 
+seedings = [0]  # how often a generator of this worker was set
+
+
+def seed_member(device: torch.device, seed: torch.Tensor) -> None:
+    """Seed the generator of one member of a mesh."""
+    manual_seed(device, str(int(seed)))
+
+
 def manual_seed(device: torch.device, seed: str) -> None:
     """Seed the generator of one device."""
+    seedings[0] += 1
     if device.type == "cpu":
         torch.default_generator.manual_seed(int(seed))
     else:
@@ -32,10 +41,16 @@ def get_rng_state(device: torch.device) -> torch.Tensor:
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set one device's random state."""
+    seedings[0] += 1
     if device.type == "cpu":
         torch.set_rng_state(state.cpu())
     else:
         torch.cuda.set_rng_state(state.cpu(), device)
+
+
+def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Give a tensor's memory back, or take it again."""
+    tensor.untyped_storage().resize_(nbytes)
 
 
 class Tape:
@@ -95,8 +110,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::settings": settings,
     "distruntime::manual_seed": manual_seed,
+    "distruntime::seed_member": seed_member,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,
+    "distruntime::resize_storage": resize_storage,
     "distruntime::record": record,
     "distruntime::record_autocast": record_autocast,
     "distruntime::replay_backward": replay_backward,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from distruntime.errors import NotSupportedError, ProtocolError
+from distruntime.errors import InternalError, NotSupportedError, ProtocolError
 from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
-from distruntime.wire.messages import CHECK, FORGET, HOST, LEARN, RELEASE, STAMP, UPLOAD, Failed, Reply
+from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, Failed, Reply
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .functions import Tape
@@ -17,7 +17,8 @@ from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
 from .state import State
 from .streams import HostCopy, Stamp
-from .template import Run
+from .team import Lanes, Shards
+from .template import Run, Template
 
 # Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
 # order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
@@ -40,40 +41,69 @@ class Instructions:
             STAMP: self._stamp,
             RELEASE: self._release,
             HOST: self._host,
+            TAKE: self._take,
+            GIVE: self._give,
         }
 
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
         number, predicted = p[i + 1], p[i + 2]
-        template = self._state.info.get(p[i + 3])
-        after = self._state.templates[p[i + 3]](slots, p, i + 3)
+        log = self._state.log(self._state.work(p))
+        template: Template | Lanes | None = log.info.get(p[i + 3])
+        after = log.templates[p[i + 3]](slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
             value = slots[p[i + 3 + offset]]
-            if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    try:
+                        value[lane] = self._as_promised(one, expected, template.name, [number, k], p)
+                    except (RuntimeError, NotSupportedError) as error:
+                        value[lane] = Poisoned(self._state.failure(p, i + 3, error, template.name, ""))
                 continue
             try:
-                real = spec_fields(value)
-                if real == expected:
-                    continue
-                self._state.work(p).corrections.append([number, k, real])
-                if real[0] != expected[0] or real[3:] != expected[3:]:
-                    raise RuntimeError(
-                        f"{template.name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
-                        f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
-                    )
-                if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
-                    slots[p[i + 3 + offset]] = torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(
-                        value
-                    )
+                slots[p[i + 3 + offset]] = self._as_promised(value, expected, template.name, [number, k], p)
             except (RuntimeError, NotSupportedError) as error:
                 self._state.fail(template, slots, p, i + 3, error)
         return after
 
+    def _as_promised(self, value: Any, expected: list[Any], name: str, which: list[int], p: list[Any]) -> Any:
+        """Return a result as the master predicted it; report where it is not, and raise where it cannot be made so."""
+        if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
+            return value
+        real = spec_fields(value)
+        if real == expected:
+            return value
+        self._state.work(p).corrections.append([*which, real])
+        if real[0] != expected[0] or real[3:] != expected[3:]:
+            raise RuntimeError(
+                f"{name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
+                f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
+            )
+        if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
+            return torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(value)
+        return value
+
+    def _take(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        value = slots.get(p[i + 1])
+        if isinstance(value, Shards):
+            value = value[p[i + 2]]
+        if value is None:
+            error = InternalError("the value of a mesh is not here")
+            value = Poisoned(self._state.failure(p, i, error, "member", ""))
+        slots[p[i + 3]] = value
+        return i + 4
+
+    def _give(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        values = [slots[ref] for ref in p[i + 1]]
+        slots[p[i + 2]] = values[0] if len(values) == 1 else Shards(values)
+        return i + 3
+
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
-        request, template = p[i + 1], self._state.info.get(p[i + 2])
+        request = p[i + 1]
+        template: Template | Lanes | None = self._state.log(self._state.work(p)).info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2
@@ -105,6 +135,12 @@ class Instructions:
                 value = bytes_tensor(dtype, sizes, kept)
             else:
                 value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
+            if device == "member":
+                team = self._state.work(p).team
+                if team is None:
+                    raise TypeError("an upload to a mesh's members, in no mesh's log")
+                slots[ref] = self._to_members(team.devices, value)
+                return i + 6
             real = self._state.devices.real(torch.device(device))
             if real.type == "cuda":
                 self._used(slots.get(ref))
@@ -116,14 +152,20 @@ class Instructions:
             slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
         return i + 6
 
+    def _to_members(self, devices: list[str], value: torch.Tensor) -> Any:
+        """Return a copy for each of a mesh's members here."""
+        copies = Shards(torch.empty_like(value, device=self._state.devices.real(torch.device(d))).copy_(value) for d in devices)
+        return copies if len(copies) > 1 else copies[0]
+
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        for number in [n for n in self._state.info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
-            del self._state.templates[number], self._state.info[number]
+        log = self._state.log(self._state.work(p))
+        for number in [n for n in log.info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
+            del log.templates[number], log.info[number]
         return i + 2
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         mine = self._state.mine()
-        device = mine.device if mine.cuda is not None else self._state.devices.first_gpu if mine is self._state.default else None
+        device = mine.device if mine.cuda is not None else self._state.devices.first_gpu if mine.number == 0 else None
         event = None
         if device is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -151,6 +193,8 @@ class Instructions:
     def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         try:
             value = slots[p[i + 1]]
+            if isinstance(value, Shards):
+                raise TypeError("a copy to the host is of one tensor")
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
         except RuntimeError as error:  # no memory, or what a kernel before this one has done
             slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))

@@ -24,8 +24,20 @@ class Joint:
         self.node = -1  # this worker's number, once there are groups
         self.groups = Groups(state.devices, lambda message: state.send(message, None))
 
-    def begin(self, collective: Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException | None = None) -> int:
-        """Run one operation; with `error`, as if this worker's members' inputs had failed with it."""
+    def begin(
+        self,
+        collective: Collective,
+        slots: dict[int, Any],
+        p: list[Any],
+        i: int,
+        error: BaseException | None = None,
+        at: tuple[list[Any], int] | None = None,
+    ) -> int:
+        """Run one operation; with `error`, as if this worker's members' inputs had failed with it.
+
+        `at` is the instruction that a failure names, where that is not the one at `i` of `p`.
+        """
+        where = at or (p, i)
         state, group, sequence = self._state, self.groups[collective.group], p[i + 1]
         if collective.operation == "close":
             self.groups.close(collective.group)
@@ -35,14 +47,14 @@ class Joint:
         cause = next((v.failure for v in inputs if isinstance(v, Poisoned)), None)
         if cause is None and (error is not None or any(v is None for v in inputs)):
             error = error or InternalError(f"an operand of {collective.name} is not here")
-            cause = state.failure(p, i, error, collective.name, described(inputs))
+            cause = state.failure(*where, error, collective.name, described(inputs))
         new: list[torch.Tensor] = []
         try:
             if cause is not None and collective.reads:
                 group.taint(sequence, cause, self.node, self._tell)
             new = collective.perform(group, values, sequence)
         except Exception as broken:
-            cause = cause or state.failure(p, i, broken, collective.name, described(inputs))
+            cause = cause or state.failure(*where, broken, collective.name, described(inputs))
             group.fail(f"a member could not take part: {broken}")  # else the others would wait for it
             if not collective.writes and not collective.mutates:
                 state.orphans.append(cause)

@@ -23,7 +23,7 @@ class Look:
 
     def status(self) -> list[Any]:
         """Return [position, operator that is running or None, seconds since its stretch started] of the first stream that runs one."""
-        looks = [self.position(stream) for stream in list(self._state.streams.values())]
+        looks = [self.position(stream) for streams in self._state.all_streams() for stream in list(streams.values())]
         return next((look for look in looks if look[1] is not None), looks[0])
 
     def position(self, stream: Stream) -> list[Any]:
@@ -39,12 +39,13 @@ class Look:
             return [stream.reached, None, 0.0]
         names = frame.f_locals
         i, words, start = names.get("i"), names.get("words"), names.get("start")
-        if i is None or words is None or start is None:
+        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its positions are others.
+        if i is None or words is None or start is None or names.get("stream") is not stream:
             return [stream.reached, None, 0.0]
         position = start + i
         if i >= names.get("stop", names.get("n", 0)):
             return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
-        info = self._state.info.get(words[i])
+        info = self._state.log(names["work"]).info.get(words[i])
         return [position, info.name if info else WAITING.get(words[i], "a free"), time.monotonic() - stream.started]

@@ -48,8 +48,16 @@ def failure(error: BaseException, *, seq: int, position: int, op: str, operands:
 
 
 def described(values: list[Any]) -> str:
-    """Return shapes and dtypes of operands, for an error's text."""
-    return ", ".join(f"{tuple(v.shape)} {dtype_name(v.dtype)}" if isinstance(v, torch.Tensor) else repr(v) for v in values)
+    """Return shapes and dtypes of operands, for an error's text; of a list, as of a mesh's members here, how many and the first one's."""
+    return ", ".join(map(_described, values))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {dtype_name(value.dtype)}"
+    if isinstance(value, list) and value:
+        return f"{len(value)} x {_described(value[0])}"
+    return repr(value)
 
 
 def spec_fields(tensor: torch.Tensor) -> list[Any]:

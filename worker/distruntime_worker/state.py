@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from distruntime.errors import InternalError, StreamCancelled
-from distruntime.wire.messages import Failure, Message
+from distruntime.wire.messages import Failure, Message, team_and_stream
 
 from .collectives import Collective
 from .devices import Devices
 from .objects import Poisoned, described, failure, memory_of
 from .streams import Stream, Work
+from .team import Lanes, Shards, Team
 from .template import Run, Template
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
@@ -29,7 +31,8 @@ class State:
         self.devices, self.send = devices, send
         self.slots: dict[int, Any] = {}
         self.templates: dict[int, Run] = {}  # by the first word of an instruction
-        self.info: dict[int, Template | Collective] = {}  # of those that the master has sent
+        self.info: dict[int, Any] = {}  # of those that the master has sent
+        self.teams: dict[int, Team] = {}  # by number, the meshes with members here
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
@@ -39,6 +42,32 @@ class State:
         self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self.gate = threading.RLock()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
+
+    def log(self, work: Work) -> State | Team:
+        """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
+        return self if work.team is None else work.team
+
+    def named(self, number: int) -> Stream | None:
+        """Return the stream that a message names, of this worker's own log or of a mesh's."""
+        whose, stream = team_and_stream(number)
+        if whose == -1:
+            return self.streams.get(stream)
+        team = self.teams.get(whose)
+        return None if team is None else team.streams.get(stream)
+
+    def all_streams(self) -> list[dict[int, Stream]]:
+        """Return the streams of this worker's own log and of each mesh's."""
+        return [self.streams, *(team.streams for team in list(self.teams.values()))]
+
+    def poisoned(self) -> list[Any]:
+        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
+        found: list[Any] = []
+        for ref, value in self.slots.copy().items():
+            if isinstance(value, Poisoned):
+                found.append(ref)
+            elif isinstance(value, Shards):
+                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+        return found
 
     def mine(self) -> Stream:
         """Return the stream that this thread runs."""
@@ -55,8 +84,11 @@ class State:
         work.failures.append(cause)
         return cause
 
-    def fail(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+    def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        if isinstance(template, Lanes):  # of each member its own
+            template.each(slots, p, i, [partial(self._fail_one, one, error) for one in template.templates])
+            return
         operands = [slots.get(p[i + k]) for k in template.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
         if cause is None:
@@ -67,6 +99,10 @@ class State:
                 self.orphans.append(cause)
         self.poison(template, slots, p, i, cause)
 
+    def _fail_one(self, template: Template, error: BaseException, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        self.fail(template, slots, p, i, error)
+        return i + template.length
+
     def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
@@ -75,7 +111,15 @@ class State:
         for k in template.mutates:
             written = memory_of(slots.get(p[i + k]))
             if written is not None:  # its views and its base hold the same bytes
-                for ref, value in slots.copy().items():  # other streams add and free meanwhile
-                    if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == written._cdata:
-                        slots[ref] = Poisoned(cause)
+                self.spread(slots, written, cause)
             slots[p[i + k]] = Poisoned(cause)
+
+    def spread(self, slots: dict[int, Any], memory: torch.UntypedStorage, cause: Failure) -> None:
+        """Poison everything that is in `memory`."""
+        for ref, value in slots.copy().items():  # other streams add and free meanwhile
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == memory._cdata:
+                        value[lane] = Poisoned(cause)
+            elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
+                slots[ref] = Poisoned(cause)

@@ -18,7 +18,6 @@ import torch
 from distruntime.wire.codec import Buffer
 from distruntime.wire.messages import Failure, Segment
 
-MOST_STREAMS = 4096  # that a master may open; it uses 32 for each device and priority
 _MARKS = 256  # events kept; an older position waits for the oldest of them
 
 Action = Callable[[], None]
@@ -33,6 +32,8 @@ class Work:
     left: int  # stretches that have not run
     failures: list[Failure] = field(default_factory=list)
     corrections: list[Any] = field(default_factory=list)
+    team: Any = None  # whose segment it is, if it is a mesh's
+    turn: threading.Event | None = None  # set when everything before it has run, where the streams must wait for that
 
 
 Stretch = tuple[Work, int, int]  # the words from one index to another of a segment

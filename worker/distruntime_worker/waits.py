@@ -26,9 +26,10 @@ class Waits:
 
     def wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         other, position, seconds, text = p[i + 1 : i + 5]
-        mine = self._state.mine()
-        if not self._follow(mine, [(self._state.streams[other], position)], p, i, seconds, text) and seconds is None:
-            mine.owe(self._state.work(p).segment.start + i, self._state.streams[other], position)
+        mine, work = self._state.mine(), self._state.work(p)
+        target = self._state.log(work).streams[other]
+        if not self._follow(mine, [(target, position)], p, i, seconds, text) and seconds is None:
+            mine.owe(work.segment.start + i, target, position)
         return i + 5
 
     def _follow(

@@ -1,0 +1,129 @@
+"""A mesh's members on this worker: an instruction of its log runs for each of them.
+
+With one member here, a mesh's value stands in its slot as any other. With several (the GPUs of one machine), it is a `Shards`, and a
+`Lanes` runs the instruction once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure
+
+from .functions import seedings
+from .objects import Poisoned, memory_of
+from .streams import Stream
+from .template import Run, Slots, Template
+
+MEMBER = ["device", "member"]  # stands in a template for the device of whichever member runs it
+
+
+class Shards(list[Any]):
+    """What stands in the slot of a mesh's value: those of its members here, in their order."""
+
+
+class Team:
+    """One mesh as this worker sees it."""
+
+    def __init__(self, number: int, devices: list[str], instructions: dict[int, Run]) -> None:
+        self.number, self.devices = number, devices
+        self.received = 0  # words
+        self.templates, self.info = instructions, dict[int, Any]()  # as a worker's own: see State
+        self.next_template = FIRST_TEMPLATE
+        self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
+        self.generators = Generators(len(devices))
+        self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
+        self.streams: dict[int, Stream] = {0: self.default}
+
+    def enter(self, start: int, words: int) -> None:
+        """Take note of a segment that has come (the reader)."""
+        if start != self.received:
+            raise ProtocolError(f"a segment of mesh {self.number} begins at {start}, and {self.received} words have come")
+        self.received += words
+
+    def member_device(self, pattern: Any, lane: int) -> Any:
+        """Return a pattern of arguments with a member's device filled in."""
+        if pattern == MEMBER:
+            return ["device", self.devices[lane]]
+        if isinstance(pattern, list):
+            return [self.member_device(item, lane) for item in pattern]
+        return pattern
+
+
+class Generators:
+    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU of its own.
+
+    Until members are seeded one by one they draw from equal states; see `DeviceMesh.manual_seed`.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._states: list[torch.Tensor | None] = [None] * count
+        self._seeded = seedings[0]
+        self._base = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        self._base = torch.get_rng_state()
+        if self._seeded != seedings[0]:  # the worker's own generator was seeded: so are all that stand for it
+            self._states = [None] * len(self._states)
+
+    def draw(self, lane: int, run: Run, slots: Slots, p: list[Any], i: int) -> int:
+        """Run one member's instruction with its generator."""
+        state = self._states[lane]
+        torch.set_rng_state(self._base if state is None else state)
+        after = run(slots, p, i)
+        if state is not None or self._seeded != seedings[0]:
+            self._states[lane] = torch.get_rng_state()
+        return after
+
+    def __exit__(self, *_: object) -> None:
+        self._seeded = seedings[0]
+        if all(state is not None for state in self._states):
+            torch.set_rng_state(self._base)
+
+
+class Lanes:
+    """The templates of one instruction, one for each member here; stands where a `Template` stands."""
+
+    def __init__(
+        self, templates: list[Template], spread: Callable[[Slots, torch.UntypedStorage, Failure], None], generators: Generators | None
+    ) -> None:
+        first = templates[0]
+        self.templates, self._spread, self._generators = templates, spread, generators
+        self.name, self.reads, self.writes, self.mutates = first.name, first.reads, first.writes, first.mutates
+        self.views, self.length = first.views, first.length
+
+    def run(self, slots: Slots, p: list[Any], i: int) -> int:
+        """Run the instruction at `i` for each member; return the index of the word after it."""
+        if self._generators is None:
+            return self.each(slots, p, i, [template.run for template in self.templates])
+        with self._generators:
+            return self.each(slots, p, i, [partial(self._generators.draw, k, t.run) for k, t in enumerate(self.templates)])
+
+    def each(self, slots: Slots, p: list[Any], i: int, runs: list[Run]) -> int:
+        """Let each of `runs` act on its member's values."""
+        refs = [p[i + k] for k in self.reads]
+        operands = [slots.get(ref) for ref in refs]
+        made = [Shards() for _ in self.writes]
+        for lane, run in enumerate(runs):
+            own = {ref: value[lane] if type(value) is Shards else value for ref, value in zip(refs, operands)}
+            run(own, p, i)
+            for k, results in zip(self.writes, made):
+                results.append(own.get(p[i + k]))
+            for k in self.mutates:
+                self._note(slots, p[i + k], lane, own[p[i + k]])
+        for k, results in zip(self.writes, made):
+            slots[p[i + k]] = results
+        return i + self.length
+
+    def _note(self, slots: Slots, ref: int, lane: int, after: Any) -> None:
+        """Poison what was to be written and was not, under all its names."""
+        whole = slots.get(ref)
+        if isinstance(after, Poisoned) and type(whole) is Shards and after is not whole[lane]:
+            memory, whole[lane] = memory_of(whole[lane]), after
+            if memory is not None:
+                self._spread(slots, memory, after.failure)

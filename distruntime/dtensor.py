@@ -75,6 +75,8 @@ def _prepare() -> None:
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    for op in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default):
+        handlers[op] = functools.partial(_index_of, handlers[op])
     propagator = _tensor._sharding_prop.ShardingPropagator
     propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
     group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
@@ -174,6 +176,18 @@ def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kw
     with torch.no_grad():
         layout = [_tensor.Replicate() if p.is_partial() else p for p in one.placements]
         return torch.equal(*(t.redistribute(one.device_mesh, layout)._local_tensor for t in args))
+
+
+def _index_of(handler: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch finds the largest of each rank, and whose it is by numbers of its own rank; here the dimension is gathered first."""
+    t = args[0]
+    if home_of(t._local_tensor) is None:
+        return handler(func, args, kwargs)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    cut = [not p.is_replicate() and (p.is_partial() or dim is None or p.dim == dim % t.ndim) for p in t.placements]
+    if any(cut):
+        t = t.redistribute(t.device_mesh, [_tensor.Replicate() if gather else p for gather, p in zip(cut, t.placements)])
+    return handler(func, (t, *args[1:]), kwargs)
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any) -> Any:

@@ -94,6 +94,16 @@ def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
     assert torch.equal(k, k.clone()) and not torch.equal(k, torch.zeros_like(k)) and not torch.equal(k, k[None])
 
 
+def test_where_the_largest_is(mesh: dr.DeviceMesh) -> None:
+    mixed = torch.sin(X * 7)
+    for layout in itertools.product(LAYOUTS, repeat=mesh.ndim):
+        t = distribute_tensor(mixed.to(mesh.device), mesh, layout)
+        same(t.argmax(), mixed.argmax())
+        for dim in (0, 1, -1):
+            same(t.argmax(dim), mixed.argmax(dim))
+            same(t.argmin(dim, keepdim=True), mixed.argmin(dim, keepdim=True))
+
+
 def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
     for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
         t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()

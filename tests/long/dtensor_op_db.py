@@ -32,8 +32,6 @@ PATIENCE = 15  # seconds for one call: the rule of some views does not end, in t
 # What is ours and stays so, and why.
 KNOWN = {
     "geqrf": "torch has no meta kernel of it; its fake tensors would compute it, on a device that is not this process's",
-    "masked.argmax": "where a part of a flattened dimension begins, torch has in tensors of this process",
-    "masked.argmin": "where a part of a flattened dimension begins, torch has in tensors of this process",
     "native_batch_norm": "its fake kernel takes what it keeps of an evaluation to be a GPU's",
     "_native_batch_norm_legit": "its fake kernel takes what it keeps of an evaluation to be a GPU's",
 }

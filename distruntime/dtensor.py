@@ -27,7 +27,7 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from . import functional_collectives
 from .composite import of_dtensors
-from .context import asked_by_fakes, current_mesh
+from .context import MeshContext, asked_by_fakes
 from .errors import NotSupportedError, PlacementError, UsageError
 from .event import Event
 from .first import for_each_member
@@ -278,11 +278,8 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
         home = next((found for value in (*args, *kwargs.values()) if (found := getattr(value, "_home", None)) is not None), None)
         if home is None:
             return function(*args, **kwargs)
-        token = current_mesh.set(home)
-        try:
+        with MeshContext(home, default=False):
             return function(*args, **kwargs)
-        finally:
-            current_mesh.reset(token)
 
     return choose
 
@@ -354,14 +351,9 @@ def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(iterate)
     def choose(value: Any, *args: Any, **kwargs: Any) -> Any:
-        local = getattr(value, "_local_tensor", None)
-        if not isinstance(local, DistributedTensor) or not local._handle.place.node.members:
+        home = home_of(getattr(value, "_local_tensor", None))
+        with contextlib.nullcontext() if home is None else MeshContext(home, default=False):
             return iterate(value, *args, **kwargs)
-        token = current_mesh.set(local._handle.place)
-        try:
-            return iterate(value, *args, **kwargs)
-        finally:
-            current_mesh.reset(token)
 
     return choose
 

@@ -1,4 +1,4 @@
-"""PyTorch's DTensor, tensor parallelism and FSDP2 on a mesh's tensors: the few steps of theirs that depend on the rank.
+"""PyTorch's DTensor and tensor parallelism on a mesh's tensors: the few steps of theirs that depend on the rank. FSDP2's: fully_shard.py.
 
 Everything else of them runs as it is: their operators are operators, their collectives are in functional_collectives.py and
 process_group.py. `prepare` changes torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,23 +20,21 @@ import torch.distributed.device_mesh
 import torch.distributed.tensor
 import torch.distributed.tensor._random
 from torch.distributed import _local_tensor
-from torch.distributed.fsdp import _fully_shard
 from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
-from . import functional_collectives
+from . import fully_shard, functional_collectives
 from .composite import of_dtensors
 from .context import MeshContext, asked_by_fakes
-from .errors import NotSupportedError, PlacementError, UsageError
-from .event import Event
+from .errors import NotSupportedError, PlacementError
 from .first import for_each_member
-from .member_ints import home_of, per_member, pick, run_for_each, varies, varying
-from .process_group import BACKEND, MeshGroup, noting, placing, speaking_for
+from .fully_shard import replace
+from .member_ints import home_of, per_member, run_for_each
+from .process_group import noting, placing
 from .tensor import DistributedTensor
 
 _tensor: Any = torch.distributed.tensor
 _state_dict: Any = torch.distributed._state_dict_utils
 _device_mesh: Any = torch.distributed.device_mesh
-_fsdp: Any = _fully_shard  # whose private parts have no stubs
 _MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
 _done: list[str] = []  # what went wrong, if anything
 
@@ -63,6 +59,7 @@ def prepare() -> None:
 
 def _prepare() -> None:
     functional_collectives.prepare()
+    fully_shard.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
@@ -70,7 +67,6 @@ def _prepare() -> None:
     owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
     for owner in owners:
         _wrap_marked(owner)
-    _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
     buffer = _tensor.placement_types.MaskBuffer
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
@@ -79,30 +75,15 @@ def _prepare() -> None:
         handlers[op] = functools.partial(_index_of, handlers[op])
     propagator = _tensor._sharding_prop.ShardingPropagator
     propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
-    group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
-    group.finalize_backward = _waiting(group.finalize_backward)
-    parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
-    _replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
-    _replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
-    _replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
+    replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
     _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
-    _replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
     _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
     _device_mesh.new_group = noting(_device_mesh.new_group)
     _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
     if _tensor._random._rng_tracker is None:
         _tensor._random._rng_tracker = _Draws()
-    info = _fsdp._fsdp_common.FSDPMeshInfo
-    info.__post_init__ = _with_ranks(info.__post_init__)
-
-
-def _replace(name: str, wrapper: Any) -> None:
-    """Put a wrapper in the place of what it wraps, wherever that has been imported by name, as programs do at their top."""
-    for module in list(sys.modules.values()):
-        if vars(module).get(name) is wrapper.__wrapped__:
-            vars(module)[name] = wrapper
 
 
 def _wrap_marked(owner: ModuleType | type) -> None:
@@ -220,56 +201,6 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: floa
     return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
 
 
-class _Chunks(list[Any]):
-    """The chunks of a parameter, of which each member keeps its own."""
-
-    def __init__(self, chunks: list[Any], whole: Any, dim: int) -> None:
-        super().__init__(chunks)
-        self._whole, self._dim = whole, dim
-
-    def __getitem__(self, index: Any) -> Any:
-        if not varies(index):
-            return super().__getitem__(index)
-        found = NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
-        return run_for_each(list.__getitem__, [list(self), index], {}) if found is NotImplemented else found
-
-
-def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    @functools.wraps(chunk)
-    def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
-        return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
-
-    return choose
-
-
-def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
-    """FSDP2 cuts rows to learn what it would reshard to, of parameters that are cut by another dimension too, never resharded so."""
-
-    @functools.wraps(init)
-    def choose(parameter: Any, param: Any) -> None:
-        if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
-            init(parameter, param)
-        else:
-            parameter.sharded_post_forward_size = parameter.sharded_size
-            parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
-
-    return choose
-
-
-def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Until torch 2.15 FSDP2 waits for what it has gathered in vain with a `torch.Stream`, whose C++ takes any object for its own event."""
-
-    @functools.wraps(finalize)
-    def choose(group: Any) -> None:
-        gathered = group._all_gather_result
-        if gathered is not None and isinstance(gathered.all_gather_event, Event):
-            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
-            group._all_gather_result = gathered._replace(all_gather_event=None)
-        finalize(group)
-
-    return choose
-
-
 def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let what a function of torch puts on the mesh's device type, "remote", go to the members of the mesh that it is called with."""
 
@@ -324,28 +255,6 @@ def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
-    """Say of FSDP2 what torch would say in words about its own insides, or not before the first step."""
-
-    @functools.wraps(shard)
-    def choose(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
-        if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND:
-            raise UsageError("fully_shard does not know which mesh: fully_shard(module, mesh=mesh)")
-        if hasattr(mesh, "_home"):
-            if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
-                raise NotSupportedError(
-                    "CPUOffloadPolicy would move shards to this process, which is not where they are used: leave it out"
-                )
-            ignored = kwargs.get("ignored_params") or ()
-            for one in module if isinstance(module, (list, tuple)) else [module]:
-                for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
-                    if value.device.type not in ("remote", "meta") and value not in ignored:
-                        raise UsageError(f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)")
-        return shard(module, *args, mesh=mesh, **kwargs)
-
-    return choose
-
-
 def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
     """torch moves what it gathers for a state dict to the mesh's device type; of a mesh's tensors that is where they are."""
 
@@ -366,29 +275,6 @@ def _device(dtensor: Any) -> torch.device:
     return found
 
 
-def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:
-    @functools.wraps(device)
-    def choose(mesh: Any) -> torch.device:
-        home = getattr(mesh, "_home", None)  # of our meshes; of others what torch finds
-        return device(mesh) if home is None else home.device
-
-    return choose
-
-
-def _of_members(make: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP2 makes a smaller mesh to reshard to, of the members of the one that it was given."""
-
-    @functools.wraps(make)
-    def choose(reshard: Any, mesh_info: Any) -> Any:
-        team = getattr(mesh_info.mesh, "_team", None)
-        if team is None:
-            return make(reshard, mesh_info)
-        with speaking_for(team):
-            return make(reshard, mesh_info)
-
-    return choose
-
-
 class _Draws:
     """What DTensor calls around an operator that draws random numbers."""
 
@@ -397,19 +283,6 @@ class _Draws:
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Any:
         drawing = getattr(spec.mesh, "drawing", None)
         return contextlib.nullcontext() if drawing is None else drawing(spec.placements, generator)
-
-
-def _with_ranks(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """FSDP2 takes its rank from the process group, which has one for all members."""
-
-    @functools.wraps(post_init)
-    def choose(info: Any) -> None:
-        post_init(info)
-        group = getattr(info, "shard_process_group", None)
-        if isinstance(group, MeshGroup):
-            info.shard_mesh_rank = varying(group.ranks)
-
-    return choose
 
 
 __all__ = ["DistributedTensor", "prepare"]

@@ -91,7 +91,8 @@ MASTER = {
     "member_ints": "context errors handle lines shards tensor wrap",
     "process_group": "errors lines team tensor",
     "functional_collectives": "lines process_group special",
-    "dtensor": "composite context errors event first functional_collectives member_ints process_group tensor",
+    "fully_shard": "errors event member_ints process_group",
+    "dtensor": "composite context errors first fully_shard functional_collectives member_ints process_group tensor",
     "layout": "errors",
     "mesh": "context dtensor entries errors fetch group handle issue layout "
     "line lines member_ints process_group session shards team tensor transfer wrap",

@@ -260,7 +260,7 @@ def test_meshes_come_and_go(fresh_session: Callable[..., Any]) -> None:
 
 
 MOVED = {
-    "FSDPMeshInfo": "del dtensor._fsdp._fsdp_common.FSDPMeshInfo",
+    "FSDPMeshInfo": "del dtensor.fully_shard._fsdp._fsdp_common.FSDPMeshInfo",
     "Shard is marked": "marked = lambda f: getattr(getattr(f, '__func__', f), '__code__', 0) is dtensor._MARK\n"
     "for name, f in list(vars(Shard).items()): marked(f) and delattr(Shard, name)",
 }

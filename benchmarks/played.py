@@ -44,13 +44,18 @@ def main(count: int) -> None:
     welcome = encode(
         Welcome(
             PROTOCOL,
+            b"played",
+            0,
+            0.0,
             torch.__version__,
             platform.python_version(),
             "played",
             os.getpid(),
+            [],
             b"",
             [["cpu", "played", 0, 0, None, 0, 0]],
             False,
+            [],
         )
     )
     due: list[tuple[float, int, bytes]] = []  # when which segment has been run, and by whom

@@ -49,7 +49,10 @@ class Announcer:
             return
         left = sum(len(flight.lines) for flight in tuple(node.flights))
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
+        absence = node.absence
         what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
+        if absence is not None:
+            what = f"{absence.text}; it goes on when there is a connection again"
         text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:

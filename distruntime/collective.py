@@ -356,7 +356,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     home = group.homes[rank]
     node, session = home.node, group.session
     asked = session.ask(node, "status")
-    if not session.result(asked, 1.0) or asked.lost is not None:
+    if not session.result(asked, ASK.get()) or asked.lost is not None:
         session.requests.forget(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"
     if event.query():

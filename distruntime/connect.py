@@ -1,37 +1,23 @@
-"""How a session comes about: workers started here, attached to, or dialling in; and how it ends."""
+"""`init_master_worker` and its opposites: what a user says about a session, checked, and what becomes of it in the end."""
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import platform
-import shutil
-import socket
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
-import torch
-
+from .begin import Plan, attach, attached, gather_at, resume_entry, start
 from .errors import ConfigurationError, ConnectionFailed, UsageError
 from .group import Choice, Groups
 from .install import install
-from .launch import LocalWorker, start_workers
-from .node import Node
-from .session import Session, active
+from .registry import Entry, checked_name, known, read
+from .session import Session, active, active_session
 from .table import nodes_table
-from .wait import is_timeout
-from .wire.channel import Channel, PeerEvent
-from .wire.codec import encode
-from .wire.keys import choose
-from .wire.messages import PROTOCOL, Hello, Join, Refused, Welcome
+from .wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from .wire.shared import warm_malloc
-
-log = logging.getLogger("distruntime")
 
 
 def init_master_worker(
@@ -40,11 +26,18 @@ def init_master_worker(
     workers: Sequence[str] | None = None,
     listen: str | None = None,
     *,
+    session: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    keep: float | timedelta | None = None,
+    restart_workers: bool = False,
     simulate_cuda: int = 0,
     data_channel: Choice = "auto",
     key: str | os.PathLike[str] | None = None,
     insecure: bool = False,
-    timeout: float = 30.0,
+    timeout: float | timedelta | None = None,
+    unreachable: float | timedelta | None = None,
+    grace: float | timedelta | None = None,
     quiet: bool | None = None,
 ) -> Session:
     """Open the session of this process. Block until every worker is there; print where new tensors go, if at a terminal.
@@ -54,53 +47,99 @@ def init_master_worker(
         world_size: how many workers: to start on this machine (2), or to wait for with `listen`.
         workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"].
         listen: the address that workers dial: "tcp://0.0.0.0:29400".
+        session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep its values, and a later master
+            gets back what was published.
+        resume: attach to the session of that name, on the workers that it has.
+        force: take the session over from a master that is using it; without `resume`, drop the one that has this name.
+        keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12 hours.
+        restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node number is not.
         simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
         data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "mpi", a registered name, or one for each type of device,
             {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
-        timeout: seconds to wait for workers.
+        timeout: seconds to wait for workers (30).
+        unreachable: seconds of silence after which a worker is called unreachable (10).
+        grace: seconds that an unreachable worker is waited for before it is lost (600).
         quiet: print nothing; the default is quiet unless standard output is a terminal.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: there is a session already.
-        ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late.
+        ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late; there is no session to resume, or
+            it is in use.
     """
-    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, timeout)
+    name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
+    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers)
+    if name is not None:
+        checked_name(name)
+    elif resume or force or keep is not None:
+        raise ConfigurationError("resume=, force= and keep= are about a session that has a name: give session= as well")
+    wait = CONNECT.get(timeout)
     if active and active[0].closed is None and not active[0].foreign:
         raise UsageError(
             f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
             "distruntime.shutdown() first"
         )
+    plan = Plan(
+        name,
+        ("force " if force else "") + ("resume" if resume else "new"),
+        KEEP.get(keep) if name is not None else GRACE.get(grace),
+        GRACE.get(grace),
+        UNREACHABLE.get(unreachable),
+        Path(key) if key is not None else None,
+        insecure,
+        wait,
+        _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
+    )
+    found = _resumed(name, workers, listen) if resume and name is not None else None
     install()
     warm_malloc()
-    say = _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print
-    path = Path(key) if key is not None else None
+    say = plan.say
     try:
-        if workers is not None:
-            session = _attach(list(workers), path, insecure, timeout, say)
+        if found is not None:
+            opened = resume_entry(plan, found)
+        elif workers is not None:
+            opened = attach(plan, list(workers))
         elif listen is not None:
             assert world_size is not None
-            session = _listen(listen, world_size, path, insecure, timeout, say)
+            opened = gather_at(plan, listen, world_size)
         else:
-            session = _start(2 if world_size is None else world_size, simulate_cuda, timeout, say)
+            opened = start(plan, 2 if world_size is None else world_size, simulate_cuda)
     except (ConnectionFailed, KeyboardInterrupt) as error:
         say("\n")  # else the traceback would begin in the line that says what is waited for
         raise error.with_traceback(None) from error.__cause__
-    session.groups = Groups(session, data_channel)
-    session.start()
-    session.groups.meeting.begin()
-    active[:] = [session]
-    atexit.register(_at_exit, session)
-    session.on_close.append(lambda: active.remove(session) if session in active else None)
+    opened.groups = Groups(opened, data_channel)
+    opened.start()
+    opened.keeper_to_be.begin(restart_workers)
+    opened.groups.meeting.begin()
+    active[:] = [opened]
+    atexit.register(_at_exit, opened)
+    opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
-        session.groups.require_choice()
+        opened.groups.require_choice()
     except BaseException:
-        session.shutdown(raise_unread=False)
+        opened.shutdown(raise_unread=False)
         raise
-    say(nodes_table(session) + "\n")
-    say(f"new tensors go to {session.places.current().place}   (dr.set_place(...) to change)\n")
-    return session
+    say(nodes_table(opened) + "\n")
+    say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
+    if resume:
+        say(attached(opened) + "\n")
+    return opened
+
+
+def _resumed(name: str, workers: Sequence[str] | None, listen: str | None) -> Entry | None:
+    """Return where a session's workers are, from what was noted here; None where the caller says it."""
+    if workers is not None or listen is not None:
+        return None
+    entry = read(name)
+    if entry is None:
+        have = ", ".join(map(repr, known()))
+        raise ConnectionFailed(
+            f"there is no session {name!r} to resume: "
+            + (f"there are {have}" if have else "none is noted here")
+            + "; one that was opened elsewhere is found at its workers: workers=[...]"
+        )
+    return entry
 
 
 def _check(
@@ -110,7 +149,7 @@ def _check(
     listen: str | None,
     simulate_cuda: int,
     data_channel: Choice,
-    timeout: float,
+    restart_workers: bool,
 ) -> None:
     if backend in ("tcp", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
@@ -141,8 +180,8 @@ def _check(
         raise ConfigurationError(
             f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
         )
-    if not is_timeout(timeout):
-        raise ConfigurationError(f"timeout is a number of seconds to wait for workers, got {timeout!r}")
+    if restart_workers and (workers is not None or listen is not None):
+        raise ConfigurationError("restart_workers is for workers that are started here; daemons are their own supervisor's to restart")
     if simulate_cuda and (workers is not None or listen is not None):
         raise ConfigurationError("simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves")
 
@@ -153,189 +192,6 @@ def _print(text: str) -> None:
 
 def _silent(text: str) -> None:
     """Say nothing: the output is not a terminal."""
-
-
-def _hello(session: Session) -> bytes:
-    shared = session.challenge.name if session.challenge is not None else ""
-    return encode(Hello(PROTOCOL, session.name, torch.__version__, platform.python_version(), socket.gethostname(), shared))
-
-
-def _start(count: int, simulate_cuda: int, timeout: float, say: Callable[[str], None]) -> Session:
-    """Start workers on this machine; they dial an ipc socket in a directory that only this user can enter."""
-    directory = Path(tempfile.mkdtemp(prefix="distruntime-"))  # mode 0700
-    address = f"ipc://{directory}/master"
-    channel = Channel(listen=address, keys=None)
-    session = Session(channel, [], f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    session.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower (seen on 2 cores).
-    threads = max(1, ((os.cpu_count() or 1) - 1) // count)
-    started = time.monotonic()
-    say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    try:
-        session.local_workers = start_workers(
-            count, address=address, key=None, threads=threads, simulate_cuda=simulate_cuda, directory=directory
-        )
-        _gather(session, count, timeout, say, "start")
-    except BaseException:
-        _abandon(session)
-        raise
-    say(f" ready in {time.monotonic() - started:.1f} s\n")
-    return session
-
-
-def _listen(address: str, count: int, key: Path | None, insecure: bool, timeout: float, say: Callable[[str], None]) -> Session:
-    channel = Channel(listen=address, keys=choose(address, path=key, insecure=insecure))
-    session = Session(channel, [], f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    say(f"waiting at {channel.address} for {count} worker{'s' if count > 1 else ''} ")
-    try:
-        _gather(session, count, timeout, say, f"dial {channel.address}")
-    except BaseException:
-        _abandon(session)
-        raise
-    say("\n")
-    return session
-
-
-def _gather(session: Session, count: int, timeout: float, say: Callable[[str], None], verb: str) -> None:
-    """Wait until `count` workers have joined and welcomed the session; node numbers as they ask for, else in order of arrival."""
-    deadline, tick = time.monotonic() + timeout, time.monotonic()
-    joined: dict[int, tuple[bytes, float]] = {}
-    welcomed: dict[int, Node] = {}
-    while len(welcomed) < count:
-        if time.monotonic() > deadline:
-            missing = count - len(welcomed)
-            raise ConnectionFailed(
-                f"{missing} of {count} workers did not {verb} within {timeout:.0f} s{_last_words(session.local_workers)}"
-            )
-        for index, worker in enumerate(session.local_workers):
-            if index not in welcomed and (ended := worker.poll()) is not None:
-                raise ConnectionFailed(f"worker {index} ended before it was ready ({ended}){_last_words([worker])}")
-        if time.monotonic() > tick:
-            say(".")
-            tick += 0.25
-        for event in session.channel.events():
-            if event.kind in ("auth_failed", "handshake_failed"):
-                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
-        for peer, frames in session.channel.receive(0.05):
-            session.take(peer, frames)
-        for peer, message in session.greetings:
-            if isinstance(message, Join):
-                wish = message.node
-                if wish is not None and not 0 <= wish < count:
-                    raise ConnectionFailed(f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}")
-                index = wish if wish is not None and wish not in joined else next(k for k in range(count + 1) if k not in joined)
-                if index < count:
-                    joined[index] = peer, time.monotonic()
-                    session.send(peer, [_hello(session)])
-            elif isinstance(message, Refused):
-                raise ConnectionFailed(f"a worker refused: {message.reason}")
-            else:
-                for index, (known, at) in joined.items():
-                    if known == peer:
-                        welcomed[index] = _node(session, index, peer, session.channel.address, message, time.monotonic() - at)
-        session.greetings.clear()
-    for index in sorted(welcomed):
-        session.add_node(welcomed[index])
-
-
-def _attach(addresses: list[str], key: Path | None, insecure: bool, timeout: float, say: Callable[[str], None]) -> Session:
-    keys = {choose(address, path=key, insecure=insecure) for address in addresses}
-    if len(keys) > 1:
-        raise ConfigurationError("some of these addresses need a key and some do not: name the key file for all of them with key=")
-    channel = Channel(keys=keys.pop())
-    session = Session(channel, [], f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    peers = {f"node-{k}".encode(): k for k in range(len(addresses))}
-    deadline, started = time.monotonic() + timeout, time.monotonic()
-    tick = started + 0.5
-    welcomed: dict[int, Node] = {}
-    seen: dict[int, list[PeerEvent]] = {k: [] for k in range(len(addresses))}
-    say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    try:
-        greeted: dict[int, float] = {}
-        for peer, k in peers.items():
-            channel.connect(addresses[k], peer)
-        while len(welcomed) < len(addresses):
-            for event in channel.events():
-                number = peers.get(event.peer or b"")
-                if number is None:
-                    number = next((k for k, a in enumerate(addresses) if a == event.address), None)
-                if number is None:
-                    continue
-                seen[number].append(event)
-                if event.kind == "connected" and number not in welcomed:
-                    greeted[number] = time.monotonic()
-                    session.send(f"node-{number}".encode(), [_hello(session)])
-                refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
-                if refusals:  # libzmq does not dial again after a mismatch of keys
-                    raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
-            if time.monotonic() > deadline:
-                late = [k for k in range(len(addresses)) if k not in welcomed]
-                raise ConnectionFailed("\n".join(_unanswered(addresses[k], seen[k], timeout) for k in late))
-            if time.monotonic() > tick:
-                say(".")
-                tick += 0.25
-            for peer, frames in channel.receive(0.02):
-                session.take(peer, frames)
-            for peer, message in session.greetings:
-                number = peers[peer]
-                if isinstance(message, Refused):
-                    raise ConnectionFailed(f"the worker at {addresses[number]} refused: {message.reason}")
-                if isinstance(message, Welcome):
-                    welcomed[number] = _node(session, number, peer, addresses[number], message, time.monotonic() - greeted[number])
-                    say(f"{message.host} ({time.monotonic() - started:.1f} s) ")
-            session.greetings.clear()
-        for number in range(len(addresses)):
-            session.add_node(welcomed[number])
-    except BaseException:
-        _abandon(session)
-        raise
-    say("\n")
-    return session
-
-
-def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
-    kinds = {event.kind for event in seen}
-    if kinds & {"auth_failed", "handshake_failed"}:
-        return (
-            f"{address} closed the connection during the handshake: it has another key, or needs one where none was given "
-            "(or needs none where one was). Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
-        )
-    if "connected" in kinds:
-        return (
-            f"something at {address} accepts connections but did not answer as a worker within {seconds:.0f} s: "
-            "is it a distruntime-worker, and not stopped?"
-        )
-    return (
-        f"nothing answers at {address} within {seconds:.0f} s: is the worker running there (distruntime-worker --listen {address}), "
-        "and the port open?"
-    )
-
-
-def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float) -> Node:
-    if welcome.protocol != PROTOCOL:
-        raise ConnectionFailed(
-            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
-            "install the same distruntime on both"
-        )
-    node = Node(index, peer, address, session.channel.send, session.lock)
-    node.welcome, node.round_trip = welcome, round_trip
-    node.shared = session.challenge is not None and welcome.shared == session.secret
-    return node
-
-
-def _last_words(workers: Sequence[LocalWorker]) -> str:
-    words = [text for worker in workers if (text := str(worker.last_lines(5)))]
-    return "; the last lines of its log:\n" + "\n".join(words) if words else ""
-
-
-def _abandon(session: Session) -> None:
-    """Undo a session that did not come about."""
-    session.closed = "it did not come about"
-    for worker in session.local_workers:
-        worker.stop(1.0)
-    session.channel.close()
-    for callback in session.on_close:
-        callback()
 
 
 def shutdown() -> None:
@@ -351,7 +207,23 @@ def is_initialized() -> bool:
 
 def _at_exit(session: Session) -> None:
     if not session.foreign and session.closed is None:
-        session.shutdown(raise_unread=False)
+        if session.lasting:  # whoever has given it a name wants it to stay: shutdown() ends it
+            session.detach()
+        else:
+            session.shutdown(raise_unread=False)
 
 
-__all__ = ["init_master_worker", "is_initialized", "shutdown"]
+def detach(timeout: float | None = None) -> None:
+    """Leave a named session: its workers keep its values, and finish what was issued. Block until that has arrived there.
+
+    Args:
+        timeout: seconds to wait for that (10).
+
+    Raises:
+        UsageError: the session has no name, so nobody could come back to it. WaitTimeout: a worker could not be reached in time; the
+            session is left all the same, without what had not arrived there.
+    """
+    active_session().detach(timeout)
+
+
+__all__ = ["detach", "init_master_worker", "is_initialized", "shutdown"]

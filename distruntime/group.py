@@ -19,17 +19,16 @@ from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupport
 from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
-from .meeting import PATIENCE, Meeting, proposed
+from .meeting import Meeting, proposed
 from .node import Node
 from .requests import Request
 from .session import Session, active_session
 from .spec import NO_TENSOR
 from .wait import is_timeout
 from .wire.data_channel import Capabilities, registered
+from .wire.deadlines import GROUP, MEET
 from .wire.messages import BreakGroup, OpenGroup
 from .wire.shield import shield
-
-TIMEOUT = 1800.0  # seconds that an operation of a group may take, as in torch
 
 Choice = str | Mapping[str, str]
 
@@ -140,7 +139,7 @@ class Groups:
 
     def open(self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
         """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
-        session, limit = self.session, TIMEOUT if timeout is None else timeout
+        session, limit = self.session, GROUP.get() if timeout is None else timeout
         session.require_open()
         for home in homes:
             if home.node.members:
@@ -180,7 +179,7 @@ class Groups:
             session.post(node, message)
             requests.append(request)
         try:
-            session.results(requests, PATIENCE)
+            session.results(requests, MEET.get())
             # First who says why not, or is lost: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
                 self._answer(request, f"join {group!r}", 0.0)
@@ -188,12 +187,12 @@ class Groups:
             for request in requests:
                 session.requests.forget(request)
 
-    def _answer(self, request: Request, what: str, limit: float = PATIENCE) -> Any:
+    def _answer(self, request: Request, what: str, limit: float | None = None) -> Any:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
-        session = self.session
-        if not session.result(request, limit):
+        session, patience = self.session, MEET.get()
+        if not session.result(request, patience if limit is None else limit):
             session.requests.forget(request)
-            raise ConnectionFailed(f"{request.node} did not {what} within {PATIENCE:.0f} s: can the workers reach each other?")
+            raise ConnectionFailed(f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?")
         if request.lost is not None:
             session.raise_for(request)
         if request.cause is not None:
@@ -363,5 +362,5 @@ def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | Non
     """
     session = active_session()
     if timeout is not None and not (is_timeout(timeout) and timeout > 0):
-        raise UsageError(f"timeout is a number of seconds above 0, or None for {TIMEOUT:g}; got {timeout!r}")
+        raise UsageError(f"timeout is a number of seconds above 0, or None for {GROUP.get():g}; got {timeout!r}")
     return groups_of(session).open(homes_of(session, nodes_or_places), backend, timeout)

@@ -15,8 +15,10 @@ from typing import Any
 
 from .handle import Handle, Place
 from .node import Node, line_text
+from .text import size_text
 
 _LAST = 1 << 62  # no log gets there
+_MOST_LINES = 4  # that the error of a lost node names
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,15 @@ def _by_line(storages: Collection[_Held]) -> list[Holder]:
             nbytes[key] += storage.nbytes
             tensors[key] += 1
     return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]
+
+
+def lost_lines(node: Node) -> str:
+    """Return sentences about what this process has on a lost node, by the lines that made it."""
+    holders, _ = held([node])
+    if not holders:
+        return "No tensor of this process was lost with it. "
+    tensors, nbytes = sum(h.tensors for h in holders), sum(h.nbytes for h in holders)
+    lines = [f"    {size_text(h.nbytes):>9} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in holders[:_MOST_LINES]]
+    if len(holders) > _MOST_LINES:
+        lines.append(f"    and by {len(holders) - _MOST_LINES} more line{'s' if len(holders) - _MOST_LINES > 1 else ''}")
+    return "\n".join([f"Lost with it: {tensors} tensor{'s' if tensors > 1 else ''} ({size_text(nbytes)}), made", *lines, "  "])

@@ -1,4 +1,4 @@
-"""Workers on this machine: subprocesses that live no longer than this process."""
+"""Workers on this machine: subprocesses that live no longer than this process, or than the named session that they are for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 from typing import final
 
+from .wire.deadlines import UNREACHABLE
 from .wire.keys import KeyPair
 
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
@@ -84,40 +85,68 @@ def start_workers(
     directory: Path,
     python: str = sys.executable,
 ) -> list[LocalWorker]:
-    """Start workers 0 to `count` - 1, which dial `address`. Return at once; each takes about two seconds to import torch.
-
-    They end with this process, however it ends.
-
-    Args:
-        key: what they prove themselves with; it travels over stdin.
-        threads: of torch's kernels in each worker; 0: the cores are shared out.
-        directory: where their output goes, worker-K.log.
-    """
+    """Start workers 0 to `count` - 1, which dial `address`; see `start_worker`."""
     threads = threads or max(1, _cores() // count)
-    environment = _environment(threads)
     workers: list[LocalWorker] = []
     try:
         for node in range(count):
-            log = directory / f"worker-{node}.log"
-            command = [python, "-m", "distruntime_worker", "--master", address, "--node", str(node), "--local", str(os.getpid())]
-            command += ["--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    bufsize=0,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+            workers.append(
+                start_worker(
+                    node, master=address, key=key, threads=threads, simulate_cuda=simulate_cuda, directory=directory, python=python
                 )
-            workers.append(LocalWorker(node, process, log))
-            _hand_over(key, process)
+            )
     except BaseException:
         for worker in workers:
             worker.stop(0)
         raise
     return workers
+
+
+def start_worker(
+    node: int,
+    *,
+    master: str = "",
+    listen: str = "",
+    key: KeyPair | None = None,
+    threads: int,
+    simulate_cuda: int = 0,
+    directory: Path,
+    python: str = sys.executable,
+    unreachable: float | None = None,
+) -> LocalWorker:
+    """Start a worker. Return at once; it takes about two seconds to import torch.
+
+    Args:
+        master: what it dials: then it ends with this process, however that ends.
+        listen: where it waits for masters instead: then it ends with its last session.
+        key: what it proves itself with; it travels over stdin.
+        threads: of torch's kernels.
+        directory: where its output goes, worker-K.log; what was there stays in front of it.
+        unreachable: seconds of silence after which it gives a connection up.
+    """
+    environment = _environment(threads)
+    if unreachable is not None:
+        environment[UNREACHABLE.variable] = str(unreachable)
+    log = directory / f"worker-{node}.log"
+    command = [python, "-m", "distruntime_worker", "--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
+    if listen:
+        command += ["--listen", listen, "--once"]
+    else:
+        command += ["--master", master, "--node", str(node), "--local", str(os.getpid())]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL if listen else subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+        )
+    worker = LocalWorker(node, process, log)
+    if not listen:
+        _hand_over(key, process)
+    return worker
 
 
 def _hand_over(key: KeyPair | None, process: subprocess.Popen[bytes]) -> None:

@@ -10,9 +10,9 @@ from .node import Node
 from .requests import Request
 from .session import Session
 from .wire.address import host_of
+from .wire.deadlines import MEET
 from .wire.messages import Peers, Signal
 
-PATIENCE = 30.0  # seconds that workers have to meet
 _MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
 
 
@@ -37,10 +37,20 @@ class Meeting:
         for request in self._asked:
             request.when_done(self._listens)
 
+    def returned(self, node: Node) -> None:
+        """Have every worker told where one listens that has come in a lost one's place. Return at once."""
+        if len(self.session.nodes) < 2:
+            return
+        self.done = False
+        self._asked = [request for request in self._asked if request.node.index != node.index]
+        asked = self.session.ask(node, "listen", [proposed(node)])
+        self._asked.append(asked)
+        asked.when_done(self._listens)
+
     def _listens(self, request: Request) -> None:
         if not self.done and all(request.done for request in self._asked):
             # Of all of them: some may have been answered before anyone was told of it.
-            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None}
+            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None and r.node.failed is None}
             addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
             for node in self.session.nodes:
                 if node.index in listening and node.failed is None:
@@ -49,10 +59,11 @@ class Meeting:
 
     def require(self) -> None:
         """Block until every worker says where it listens, or is lost; raise `ConnectionFailed` if one does not within half a minute."""
-        deadline = time.monotonic() + PATIENCE
+        patience = MEET.get()
+        deadline = time.monotonic() + patience
         for request in self._asked:
             if not self.session.result(request, max(0.0, deadline - time.monotonic())):
-                raise ConnectionFailed(f"{request.node} did not say within {PATIENCE:.0f} s where it listens for other workers")
+                raise ConnectionFailed(f"{request.node} did not say within {patience:.0f} s where it listens for other workers")
             if request.lost is None:  # a node that is gone need not be met
                 self.session.raise_for(request)
 

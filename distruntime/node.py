@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 import linecache
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 from .errors import NodeFailed, ProtocolError
-from .wire.channel import PeerGone
 from .wire.codec import Buffer, encode, failure_from
+from .wire.link import Delivery, Link
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, MeshSegment, Segment, Welcome
 
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
@@ -24,13 +25,6 @@ PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
 _MOST_TEMPLATES = 1 << 15
 _MOST_FAILURES = 1000
 _CANCELLED = "distruntime.errors.StreamCancelled"
-
-
-class Sent(Protocol):
-    """Says whether the bytes of a send that copied nothing have left the user's memory."""
-
-    @property
-    def done(self) -> bool: ...
 
 
 Line = tuple[int, "CodeType | None", int]  # position after an instruction, and the code and offset in it that issued it
@@ -59,6 +53,24 @@ def _undisturbed() -> None:
 
 def _unthrottled(node: Node) -> None:
     """Of a node that no session has taken yet."""
+
+
+def _nothing(node: Node) -> str:
+    """Of a node that no session has taken yet."""
+    return ""
+
+
+class Absence:
+    """That a worker cannot be reached, and since when: `since` of `time.monotonic`, `clock` as people tell the time."""
+
+    def __init__(self, why: str) -> None:
+        self.why, self.since, self.clock = why, time.monotonic(), time.strftime("%H:%M:%S")
+        self.refusals = 0  # how often nobody was listening where the worker was
+
+    @property
+    def text(self) -> str:
+        """Say it in words."""
+        return f"unreachable since {self.clock}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,9 @@ class Node:
 
     members: tuple[Any, ...] = ()  # of a mesh, which is issued to as a worker is: see team.py
 
-    def __init__(self, index: int, peer: bytes, address: str, send: Callable[..., Sent | None], lock: Any = None) -> None:
-        self.index, self.peer, self.address = index, peer, address
+    def __init__(self, index: int, peer: bytes | None, address: str, send: Callable[..., Any], lock: Any = None) -> None:
+        self.index, self.address = index, address
+        self.link = Link(peer)
         self._send = send
         self.lock = threading.RLock() if lock is None else lock
         self.teams: list[Any] = []  # the logs of meshes that this worker is in
@@ -115,19 +128,23 @@ class Node:
         self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again
         self.unread: dict[tuple[int, int], Cause] = {}
         self.failed: str | None = None
+        self.has_left = False  # whether it was a farewell
+        self.taken = False  # whether another master has the session now
+        self._lost = ""
         self.welcome: Welcome | None = None
         self.round_trip = 0.0
         self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
         self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
         self.shared = False  # whether the worker reads this process's shared memory
-        self.gone: Callable[[Node], None] = _unthrottled  # called when the worker's connection is no more; the session sets it
+        self.absence: Absence | None = None  # while there is no connection
+        self.losses: Callable[[Node], str] = _nothing  # tells what of the user's lived there; the session sets it
         self.parked = [False]  # whether the pump sleeps; the session shares its own
         self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
         self.session: Any = None  # the Session that owns it, three layers up
         self.order: Any = None  # the Order among its streams, once there are several, two layers up; `log` is a StretchedLog then
         self.asynchronous = False  # whether an acknowledgement only says that everything has been issued to a GPU
         self.executed = 0  # position up to which everything is known to have run
-        self.sent: Sent | None = None  # of the last segment
+        self.sent: Delivery | None = None  # the last segment
         self._seq = 0
         self._checks = 0
         self._payloads: list[Buffer] = []
@@ -155,7 +172,14 @@ class Node:
         return f"node {self.index} ({self.host})"
 
     def __repr__(self) -> str:
-        return f"<{self}, {self.failed or 'ready'}>"
+        return f"<{self}, {self.failed or self.state}>"
+
+    @property
+    def state(self) -> str:
+        """What it is now: "ready", "busy", "unreachable", "lost", or "left" if it has said so."""
+        if self.failed is not None:
+            return "left" if self.has_left else "lost"
+        return "unreachable" if self.absence is not None else "busy" if self.flights else "ready"
 
     # -- issuing -----------------------------------------------------------------------------------------------------------------
 
@@ -265,12 +289,10 @@ class Node:
                     self.checked, self.meshed = self.base, False
                 self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
                 self.enough = _enough(len(self.flights))
-                self.sent = self._send(self.peer, frames, copy=len(frames) == 1)
+                self.sent = self._send(self.link, frames, copy=len(frames) == 1)
                 self._unsent = None
                 if self.parked[0]:
                     self.stir()
-            except PeerGone:
-                self.gone(self)
             finally:
                 self._flushing = False
             if self.late is not None:
@@ -335,15 +357,12 @@ class Node:
         self._seq += 1
         self.flights.append(_Flight(self._seq, whole.lines, 0, self.base, 0, self._checks, [], whole))
         self.meshed = True
-        try:
-            self.sent = self._send(self.peer, [encode(MeshSegment(self._seq)), frame], copy=True)
-        except PeerGone:
-            self.gone(self)
+        self.sent = self._send(self.link, [encode(MeshSegment(self._seq)), frame], copy=True)
 
     def _resend(self) -> None:
         """Send the segment that Ctrl-C kept from going, or from being known to have gone: the worker drops one that comes twice."""
         assert self._unsent is not None
-        self.sent = self._send(self.peer, self._unsent, copy=len(self._unsent) == 1)
+        self.sent = self._send(self.link, self._unsent, copy=len(self._unsent) == 1)
         self._unsent = None
 
     # -- what comes back ---------------------------------------------------------------------------------------------------------
@@ -454,4 +473,8 @@ class Node:
 
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on this lost worker."""
-        return NodeFailed(f"{self} {self.failed}. What lived there is lost; the session and its other nodes go on.")
+        if not self._lost:  # as it was when somebody first met the loss
+            self._lost = self.losses(self)
+        return NodeFailed(
+            f"{self} {self.failed}. {self._lost}The session and its other nodes go on; dr.restart({self.index}) begins anew there."
+        )

@@ -35,6 +35,14 @@ class Places:
         if len(self._pinned) < _PINNED:
             self._pinned.append(self.residence(place))
 
+    def leave(self, node: Node) -> None:
+        """Let go of a lost node's places, which another worker takes now; what lived there keeps their numbers for as long as it lives."""
+        self._pinned = [residence for residence in self._pinned if residence.node is not node]
+        for known in (self._residences, self._nameless):
+            for place, residence in list(known.items()):
+                if residence.node is node:
+                    del known[place]
+
     def devices(self, node: int) -> list[str]:
         """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self._nodes):

@@ -9,24 +9,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
 
-from .errors import DistruntimeError, ProtocolError, SessionClosed
+from .errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from .failure import out_of_memory, remote_error
 from .handle import Place
+from .holders import lost_lines
 from .launch import LocalWorker
 from .line import user_line
-from .node import Cause, Node, Sent
+from .node import Absence, Cause, Node
 from .places import Places
 from .requests import Request, Requests
 from .stall import note_wait
 from .wait import checked
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.messages import Ask, BreakGroup, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
+from .wire.deadlines import ASK, DETACH, SHUTDOWN
+from .wire.identity import has_died, out_of_memory_kills
+from .wire.link import Delivery
+from .wire.messages import Ack, Ask, BreakGroup, Detach, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 from .wire.shared import Loan, SharedPool, challenge
 from .wire.shield import shield
 
@@ -47,6 +52,7 @@ class Session:
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
+        self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
         self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
         self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
@@ -55,8 +61,11 @@ class Session:
         self.shared = SharedPool()
         self.challenge, self.secret = challenge(self.shared)
         self.closed: str | None = None
-        self.local_workers: list[LocalWorker] = []
+        self.local_workers: list[LocalWorker | None] = []  # by node, those that this process has started
+        self.starter: Callable[[int], LocalWorker] | None = None  # starts the worker of a node again
+        self._kills = out_of_memory_kills()
         self.on_close: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
         self.on_broken: Callable[[Node, int, str], None] = _unknown  # called when a worker says that a group has broken
         self.groups: Any = None  # the Groups of its workers, a layer up
@@ -64,7 +73,10 @@ class Session:
         self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
-        self._by_peer = {node.peer: node for node in nodes}
+        self.keeper_to_be: Any = None  # the same, while it starts
+        self.keeper: Any = None  # the Keeper of its workers' connections, a layer up, once it has started
+        self.retired: deque[bytes] = deque(maxlen=4096)  # names of connections that have been given up
+        self._by_peer: dict[bytes, Node] = {node.link.peer: node for node in nodes if node.link.peer is not None}
         self._pid = os.getpid()
         self._stop = False
         self._wake = threading.Event()
@@ -86,14 +98,18 @@ class Session:
     def start(self) -> None:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
-            assert node.welcome is not None
-            node.session, node.throttle, node.gone = self, self.throttle, self._gone
-            node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
-            node.stir, node.parked = self.stir, self.parked
-            node.forgetters.append(partial(self.places.forget, node))
-            for name, *_ in node.welcome.devices:
-                self.places.pin(Place(node.index, name))
+            self._begin(node)
         self._pump.start()
+
+    def _begin(self, node: Node) -> None:
+        assert node.welcome is not None
+        node.session, node.throttle = self, self.throttle
+        node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
+        node.stir, node.parked = self.stir, self.parked
+        node.losses = lost_lines
+        node.forgetters.append(partial(self.places.forget, node))
+        for name, *_ in node.welcome.devices:
+            self.places.pin(Place(node.index, name))
 
     @property
     def logs(self) -> list[Node]:
@@ -101,9 +117,19 @@ class Session:
         return [*self.nodes, *self.teams] if self.teams else self.nodes
 
     def add_node(self, node: Node) -> None:
-        """Take a worker that has dialled in."""
+        """Take a worker that has welcomed the session."""
+        assert node.link.peer is not None
         self.nodes.append(node)
-        self._by_peer[node.peer] = node
+        self._by_peer[node.link.peer] = node
+
+    def replace(self, node: Node) -> None:
+        """Let a worker have the number of one that is lost: what lived there stays lost."""
+        assert node.link.peer is not None
+        self.places.forget(self.nodes[node.index])
+        self.places.leave(self.nodes[node.index])
+        self._by_peer[node.link.peer] = node
+        self.nodes[node.index] = node
+        self._begin(node)
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
@@ -232,7 +258,7 @@ class Session:
         if self.closed is not None or node.failed is not None:
             return frozenset()
         asked = self.ask(node, "memory")
-        if not self.result(asked, 1.0):
+        if not self.result(asked, ASK.get()):
             self.requests.forget(asked)
         refs: list[Any] = asked.value[2] if asked.value is not None else []
         return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
@@ -242,18 +268,24 @@ class Session:
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
     def post(self, node: Node, message: Message) -> None:
-        """Send one message without payload to a worker."""
-        self.send(node.peer, [encode(message)])
+        """Send one message without payload to a worker; while it cannot be reached, the message waits."""
+        self.channel.send(node.link, [encode(message)])
 
-    def send(self, peer: bytes, frames: Sequence[Buffer]) -> Sent | None:
-        """Send to a worker; payload frames go without a copy. A worker that is gone is declared lost."""
+    def greet(self, peer: bytes, message: Message) -> None:
+        """Send one message to whoever is at the other end of a connection, who may be gone."""
+        with suppress(PeerGone):
+            self.channel.send(peer, [encode(message)])
+
+    def settle(self, node: Node, sent: Delivery) -> None:
+        """Block until the memory of a message may be written again: it has arrived, or Ctrl-C or a cut made this keep a copy."""
+        if self._inside():  # another thread may be the reader, and need the lock to go on
+            sent.settle()
+            return
         try:
-            return self.channel.send(peer, frames, copy=len(frames) == 1)
-        except PeerGone:
-            node = self._by_peer.get(peer)
-            if node is not None:
-                self._gone(node)
-            return None
+            self.requests.wait(lambda: sent.done or node.failed is not None, self._read, None, node)
+        except BaseException:
+            sent.settle()
+            raise
 
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
 
@@ -263,7 +295,7 @@ class Session:
         now = time.monotonic()
         if not self._arrived or now > self._looked + _LOOK:
             self._looked = now
-            self._look_for_the_dead()
+            self._look()
         with shield:
             while self._arrived:  # one at a time: a reader within this one finds the rest here
                 self.take(*self._arrived.popleft())
@@ -274,7 +306,7 @@ class Session:
         try:
             if not buffers:
                 raise ProtocolError("a message without frames")
-            self._take(peer, decode(buffers[0]), buffers[1:])
+            self._take(peer, decode(buffers[0]), buffers[1:])  # Invariant: counted exactly if it was taken
         except ProtocolError as error:
             node = self._by_peer.get(peer)
             if node is not None:
@@ -285,13 +317,21 @@ class Session:
     def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
         node = self._by_peer.get(peer)
         if isinstance(message, (Join, Welcome, Refused)):
-            if not self._pump.is_alive():
+            if self.keeper is None:
                 self.greetings.append((peer, message))
-            elif isinstance(message, Join):
-                self.send(peer, [encode(Goodbye("the session has all its workers"))])
+            else:
+                self.keeper.greeted(peer, message)
             return
         if node is None:
+            if peer in self.retired or (self.keeper is not None and self.keeper.knew(peer)):
+                return  # sent before its connection was given up; it comes again on the next one
             raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")
+        link = node.link
+        if isinstance(message, Ack):
+            link.acknowledge(message.received)
+            return
+        if link.count(sum(map(len, payloads)) if payloads else 0, type(message) is Part):
+            self.greet(peer, Ack(link.received))
         match message:
             case Done():
                 node.done(message)
@@ -304,26 +344,59 @@ class Session:
             case BreakGroup():
                 self.on_broken(node, message.group, message.reason)
             case Goodbye():
+                node.has_left = True
+                self.lose(node, f"left: {message.reason}")
+            case Detach():
+                node.has_left = node.taken = True
                 self.lose(node, f"left: {message.reason}")
             case _:
                 raise ProtocolError(f"a worker does not send {type(message).__name__}")
 
-    def _look_for_the_dead(self) -> None:
+    def _look(self) -> None:
         for event in self.channel.events():
             node = self._by_peer.get(event.peer) if event.peer is not None else None
-            if event.kind in ("auth_failed", "handshake_failed"):
-                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
-            if event.kind == "disconnected" and node is not None and node.welcome is not None:
-                self.lose(node, self._epitaph(node) or "closed the connection")
+            if event.kind == "disconnected" and node is not None:
+                self.cut(node, "the connection was closed" + (f" ({event.detail})" if event.detail else ""))
+            elif self.keeper is not None:
+                self.keeper.happened(event)
         for node in self.nodes[: len(self.local_workers)]:
             if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
+        if self.keeper is not None:
+            self.keeper.look()
+
+    def cut(self, node: Node, why: str) -> None:
+        """Note that a worker's connection is no more: what is sent to it waits for another one, unless the worker is known to be dead."""
+        self._hang_up(node)
+        if node.failed is not None or self.closed is not None:
+            return
+        epitaph = self._epitaph(node)
+        if epitaph is not None or self.keeper is None:
+            self.lose(node, epitaph or why)
+        else:
+            node.absence = Absence(why)
+            self.keeper.seek(node)
+
+    def _hang_up(self, node: Node) -> None:
+        peer, node.link.peer = node.link.peer, None
+        if peer is not None:
+            self._by_peer.pop(peer, None)
+            self.retired.append(peer)
+            self.channel.hang_up(peer)  # or libzmq would go on by itself, with messages that have no place any more
+
+    def reached(self, node: Node, peer: bytes, received: int) -> None:
+        """Go on with a worker on another connection, which has counted so many messages."""
+        self._by_peer[peer] = node
+        self.channel.resume(node.link, peer, received)
+        node.absence = None
 
     def _epitaph(self, node: Node, wait: float = 0.5) -> str | None:
-        """Return how a worker that this process started has ended, or None if it runs, or is not ours."""
-        if node.index >= len(self.local_workers):
-            return None
-        worker, deadline = self.local_workers[node.index], time.monotonic() + wait
+        """Return how a worker of this machine has ended, or None if it runs, or nobody here can know."""
+        worker = self.local_workers[node.index] if node.index < len(self.local_workers) else None
+        if worker is None:
+            assert node.welcome is not None
+            return f"(pid {node.welcome.pid}) died: there is no such process any more" if has_died(node.welcome.process) else None
+        deadline = time.monotonic() + wait
         ended = worker.poll()
         while ended is None and time.monotonic() < deadline:
             time.sleep(0.01)  # the connection closes a moment before the kernel reports the death
@@ -331,15 +404,21 @@ class Session:
         if ended is None:
             return None
         words = [line for line in worker.last_lines(5).splitlines() if " INFO " not in line]
+        if "signal 9 " in ended and out_of_memory_kills() > self._kills:
+            ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
         return f"(pid {worker.pid}) exited: {ended}" + ("; its last words:\n  " + "\n  ".join(words) + "\n" if words else "")
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: Node, why: str, quietly: bool = False) -> None:
         """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""
         if self.closed is None and node.failed is None:
+            self._hang_up(node)
+            node.link.end()
             node.fail(why)
             self.requests.lose(node, why)
             for callback in self.on_loss:
                 callback(node)
+            if self.keeper is not None and not quietly:
+                self.keeper.lost(node)
 
     def _pump_loop(self) -> None:
         while not self._stop:
@@ -364,9 +443,6 @@ class Session:
 
     def _active(self) -> bool:
         return len(self.requests) > 0 or any(node.flights or node.log for node in self.logs)
-
-    def _gone(self, node: Node) -> None:
-        self.lose(node, self._epitaph(node) or "is not connected any more")
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -394,12 +470,12 @@ class Session:
         self.closed = "it belongs to the parent process"
         self.places.forget()
 
-    def shutdown(self, *, raise_unread: bool = True, timeout: float | None = 10.0) -> None:
-        """End the session: what is in flight gets `timeout` seconds to finish, then workers drop their values.
+    def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
+        """End the session: what is in flight gets `timeout` seconds (10) to finish, then workers drop their values.
 
         Raise the first failure that nobody has read, after everything is closed.
         """
-        limit = checked(timeout)
+        limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is not None or self.foreign:
             return
         unread: list[tuple[Node, Any]] = []
@@ -408,29 +484,60 @@ class Session:
                 deadline = None if limit is None else time.monotonic() + limit
                 for node in self.logs:
                     node.flush()
-                busy = next((n for n in self.nodes if n.flights and n.failed is None), None)
-                idle = lambda: not any(n.flights for n in self.nodes if n.failed is None)  # noqa: E731
+                there = [node for node in self.nodes if node.failed is None and node.absence is None]
+                busy = next((n for n in there if n.flights), None)
+                idle = lambda: not any(n.flights for n in there if n.failed is None and n.absence is None)  # noqa: E731
                 self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [(n, n.unread[next(iter(n.unread))]) for n in self.nodes if n.unread]
         finally:
             for node in self.nodes:
                 if node.failed is None:
                     self.post(node, Goodbye("the master shut the session down"))
-            self.closed = "it was shut down"
-            self._stop = True
-            self._wake.set()
-            self.places.forget()
-            self.requests.lose(None, "shutdown")
-            if self._pump.is_alive() and self._pump is not threading.current_thread():
-                self._pump.join(2.0)
+            self._leave("it was shut down")
             for worker in self.local_workers:
-                worker.stop(2.0)
-            self.channel.close()
-            self.shared.close()
-            for callback in self.on_close:
+                if worker is not None:
+                    worker.stop(2.0)
+            for callback in (*self.on_close, *self.on_end):
                 callback()
         if unread:
             raise remote_error(*unread[0])
+
+    def detach(self, timeout: float | None = None) -> None:
+        """Leave the session to its workers: see `dr.detach`."""
+        limit = DETACH.get() if timeout is None else checked(timeout)
+        self.require_open()
+        if not self.lasting:
+            raise UsageError(
+                "this session has no name, so nobody could come back to it: name it, init_master_worker(session=...), "
+                "or end it with shutdown()"
+            )
+        late: list[Node] = []
+        try:
+            for node in self.logs:
+                node.flush()
+            there = [node for node in self.nodes if node.failed is None]
+            for node in there:
+                self.post(node, Detach("the master leaves"))  # answered by word of what has arrived
+            arrived = lambda: all(not n.link.kept or n.failed is not None for n in there)  # noqa: E731
+            self.requests.wait(arrived, self._read, None if limit is None else time.monotonic() + limit, next(iter(there), None))
+            late = [node for node in there if node.link.kept and node.failed is None]
+        finally:
+            self._leave("it was detached; resume=True attaches to it again")
+            for callback in self.on_close:
+                callback()
+        if late:
+            raise WaitTimeout(f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost")
+
+    def _leave(self, why: str) -> None:
+        self.closed = why
+        self._stop = True
+        self._wake.set()
+        self.places.forget()
+        self.requests.lose(None, "shutdown")
+        if self._pump.is_alive() and self._pump is not threading.current_thread():
+            self._pump.join(2.0)
+        self.channel.close()
+        self.shared.close()
 
 
 def _unknown(node: Node, group: int, reason: str) -> None:

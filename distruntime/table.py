@@ -10,6 +10,7 @@ from .handle import Place
 from .node import Node
 from .session import Session, active_session
 from .text import size_text, table_html, table_text
+from .wire.deadlines import ASK
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Device:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes; `state` is "ready" or how the worker was lost."""
+    """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
+
+    `state` is "ready", "busy", "unreachable" (for now), "lost", or "left" (it has said so); `why` says how it came to the last three.
+    """
 
     index: int
     host: str
@@ -43,6 +47,7 @@ class NodeInfo:
     python: str
     round_trip: float
     state: str
+    why: str = ""
 
 
 class Nodes(tuple[NodeInfo, ...]):
@@ -51,28 +56,31 @@ class Nodes(tuple[NodeInfo, ...]):
     __slots__ = ()
 
     def _rows(self) -> list[list[str]]:
-        rows = [["node", "host", "pid", "devices", "memory free", "torch", "python", "round trip"]]
+        rows = [["node", "host", "pid", "state", "devices", "memory free", "torch", "python", "round trip"]]
         for node in self:
             names = ", ".join(f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8])
             if len(node.devices) > 8:
                 names += f", … {len(node.devices)} in all"
             if node.simulated:
                 names += ", GPUs simulated"
-            if node.state == "ready":
+            if node.state in ("ready", "busy"):
                 free = size_text(node.devices[0].free) if node.devices else ""
                 real = [size_text(d.free) for d in node.devices[1:8]] if not node.simulated else []
                 trip = f"{node.round_trip * 1e3:.2f} ms"
             else:
-                free, real, trip = "lost", [], ""
-            rows.append([str(node.index), node.host, str(node.pid), names, " + ".join([free, *real]), node.torch, node.python, trip])
+                free, real, trip = "", [], ""
+            rows.append(
+                [str(node.index), node.host, str(node.pid), node.state, names, " + ".join([free, *real]), node.torch, node.python, trip]
+            )
         cards = [_cards(node) for node in self]
         if any(cards):  # a column that only clusters with GPUs have
             for row, text in zip(rows, ["GPUs", *cards]):
-                row.insert(4, text)
+                row.insert(5, text)
         return rows
 
     def __repr__(self) -> str:
-        return table_text(self._rows())
+        why = [f" node {node.index}: {node.why}" for node in self if node.why]
+        return "\n".join([table_text(self._rows()), *why])
 
     def _repr_html_(self) -> str:
         return table_html(self._rows())
@@ -100,10 +108,10 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     welcome = node.welcome
     assert welcome is not None
     devices = welcome.devices
-    if fresh and node.failed is None:
+    if fresh and node.failed is None and node.absence is None:
         started = time.perf_counter()
         asked = session.ask(node, "info")
-        if session.result(asked, 1.0) and asked.lost is None:
+        if session.result(asked, ASK.get()) and asked.lost is None:
             node.round_trip = time.perf_counter() - started
             devices = asked.value
         else:
@@ -119,5 +127,6 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
         welcome.torch,
         welcome.python,
         node.round_trip,
-        "ready" if node.failed is None else node.failed,
+        node.state,
+        node.failed or (node.absence.text if node.absence is not None else ""),
     )

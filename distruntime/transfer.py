@@ -17,12 +17,12 @@ from .shards import member_of, mesh_of
 from .spec import Spec, spec_of
 from .stall import before_wait, note_wait
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
+from .wire.link import LARGE
 from .wire.messages import HOST, UPLOAD
 from .wire.shared import LEAST, Loan
 
 INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
 PART_BYTES = 1 << 20  # a larger reply comes in parts, or through shared memory
-_MEMORY_WAIT = 0.0005  # seconds between looks whether the socket has read the user's memory
 
 
 def upload(
@@ -56,12 +56,14 @@ def upload(
     elif len(data) <= INLINE_BYTES:
         issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
     else:
-        sent = issue_bytes(head, data, fresh, written, place, line)
+        lasts = non_blocking or len(data) >= LARGE
+        sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
+        if not lasts or non_blocking:
+            sent = None
     if node.busy:
         node.throttle(node)
-    if sent is not None and not non_blocking:
-        while not sent.done and node.failed is None:
-            time.sleep(_MEMORY_WAIT)
+    if sent is not None:
+        node.session.settle(node, sent)
     return handle
 
 

@@ -32,6 +32,7 @@ from distruntime.wire.connections import PeerEvent as PeerEvent
 from distruntime.wire.inbox import LARGE as LARGE
 from distruntime.wire.inbox import Frames, Inbox
 from distruntime.wire.keys import KeyPair
+from distruntime.wire.link import Buffer, Delivery, Link
 from distruntime.wire.shield import shield
 from distruntime.wire.wake import Wake
 
@@ -66,17 +67,27 @@ class Channel:
         keys: peers must hold the same pair. None: anyone who reaches the socket is let in.
         name: what listening peers know this channel by; None: they choose.
         max_message: a peer that sends a larger frame is disconnected, in bytes.
+        silence: seconds after which a peer that says nothing is disconnected; both sides then say something all the time, in libzmq's own
+            thread, so that neither a long kernel nor a debugger keeps them from it. 0: never.
+        patient: never mind the silence of the other side, whose thread may have gigabytes to send; only that the network takes no bytes.
     """
 
     def __init__(
-        self, *, listen: str | None = None, keys: KeyPair | None = None, name: Peer | None = None, max_message: int = 1 << 34
+        self,
+        *,
+        listen: str | None = None,
+        keys: KeyPair | None = None,
+        name: Peer | None = None,
+        max_message: int = 1 << 34,
+        silence: float = 0.0,
+        patient: bool = False,
     ) -> None:
         self.address = ""
         self.sent_bytes = 0  # of messages, without their peers' names
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[tuple[Any, ...], tuple[int, ...]]] = deque()  # messages that came meanwhile
+        self._late: deque[tuple[Any, Delivery | None, Sequence[Any]]] = deque()  # messages that came meanwhile
         self._closed = False
         self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
         self._woken = False
@@ -89,8 +100,11 @@ class Channel:
         self._socket = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._context, self._socket, has_key=keys is not None)
         self._inbox = Inbox(self._socket, self._connections)
+        self._dialled: dict[Peer, str] = {}  # where
         try:
             self._set_up(name, max_message, server=listen is not None)
+            if silence:
+                self._beat(silence, patient)
             if listen is not None:
                 self._bind(listen)
         except BaseException:
@@ -121,16 +135,24 @@ class Channel:
                 self._socket.connect(address)
             except (zmq.ZMQError, UnicodeError) as error:
                 raise unusable(address, error) from error
+            self._dialled[peer] = address
             # The monitor names the first connection as it was dialled, later ones as it was resolved.
             self._connections.dial(peer, [address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT), *resolved])
             self._after_use()
         self._send_late()
+
+    def hang_up(self, peer: Peer) -> None:
+        """As `disconnect`, from wherever connect() has dialled this peer; of one that it has not, nothing."""
+        address = self._dialled.get(peer)
+        if address is not None:
+            self.disconnect(address, peer)
 
     def disconnect(self, address: str, peer: Peer) -> None:
         """Hang up on a peer that connect() dialled and drop what was not sent yet. No event tells of it."""
         with self._lock:
             self._check_open()
             self._connections.hang_up(peer)
+            self._dialled.pop(peer, None)
             try:
                 self._socket.disconnect(address)
             except zmq.ZMQError as error:
@@ -138,15 +160,15 @@ class Channel:
             self._after_use()
         self._send_late()
 
-    def send(self, peer: Peer, frames: Sequence[bytes | bytearray | memoryview], *, copy: bool = True) -> zmq.MessageTracker | None:
-        """Queue a message to `peer`. Return at once.
+    def send(self, to: Peer | Link, frames: Sequence[Buffer], *, copy: bool = True) -> Delivery | zmq.MessageTracker | None:
+        """Queue a message to a peer, or to whoever carries a link, which keeps it until it has arrived. Return at once.
 
         Args:
             frames: at least one; memory views must be contiguous. Large payloads belong behind the first.
-            copy: False: frames of 64 KiB and more are not copied; leave them alone until the returned tracker is done.
+            copy: False: frames of 64 KiB and more are not copied; leave them alone until what is returned is done.
 
         Raises:
-            PeerGone: `peer` is not connected (and was not dialled).
+            PeerGone: the peer is not connected (and was not dialled). A link's message is sent when there is a connection again.
         """
         if not frames:
             raise ValueError("got no frames, expected at least one")
@@ -156,45 +178,81 @@ class Channel:
             ):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
             self.sent_bytes += frame.nbytes if type(frame) is memoryview else len(frame)
-        parts: tuple[Any, ...] = (peer, *frames)
+        delivery = Delivery(to, frames) if type(to) is Link else None
+        parts: Sequence[Any] = frames
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
-            parts = tuple(zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts)
-        flags = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
-        trackers: list[Any] = []
+            parts = [zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in frames]
         with shield:  # else Ctrl-C could come between the lock and the `try`
             # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
-                self._late.append((parts, flags))
+                self._late.append((to, delivery, parts))
                 self._send_late()
-                return None if copy else zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
+            else:
+                self._owner = threading.get_ident()
+                try:
+                    if self._closed:
+                        raise ChannelClosed(_CLOSED)
+                    if self._unsent is not None:
+                        self._finish_sending()
+                    if self._late:
+                        self._drain_late()  # first come, first sent
+                    self._put(to, delivery, parts)
+                    if self._waiting:
+                        self._after_use()
+                finally:
+                    self._owner = None
+                    self._lock.release()
+                    if self._late:
+                        self._send_late()
+        if delivery is not None or copy:
+            return delivery
+        return zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
+
+    def _put(self, to: Any, delivery: Delivery | None, parts: Sequence[Any]) -> None:
+        """Hand one message to the socket (the lock is held)."""
+        if delivery is not None:
+            to.keep(delivery)
+            to = to.peer
+            if to is None:
+                return
+        count = len(parts)
+        flags = _FLAGS[count] if count < len(_FLAGS) else (_MORE,) * count + (_NOBLOCK,)
+        self._unsent = unsent = map(self._send_frame, (to, *parts), flags)
+        try:
+            list(unsent)
+        except zmq.ZMQError as error:
+            self._unsent = None
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if delivery is None:
+                raise PeerGone(f"no connection to {to!r}") from None
+            delivery.link.peer = None  # an event tells of it
+        except BaseException:
+            self._finish_sending()
+            raise
+        self._unsent = None
+
+    def resume(self, link: Link, peer: Peer, received: int) -> None:
+        """Let `peer` carry a link from now on: send it again what the other end, which has counted `received` messages, has not got."""
+        with shield, self._lock:
             self._owner = threading.get_ident()
             try:
-                if self._closed:
-                    raise ChannelClosed(_CLOSED)
+                self._check_open()
                 if self._unsent is not None:
                     self._finish_sending()
-                if self._late:
-                    self._drain_late()  # first come, first sent
-                self._unsent = unsent = map(self._send_frame, parts, flags)
-                try:
-                    trackers.extend(unsent)
-                except zmq.ZMQError as error:
-                    self._unsent = None
-                    if error.errno == zmq.EHOSTUNREACH:
-                        raise PeerGone(f"no connection to {peer!r}") from None
-                    raise
-                except BaseException:
+                self._drain_late()  # which are younger, and stay so
+                link.acknowledge(received)
+                link.peer = peer
+                for delivery in link.kept:
+                    parts = [part if isinstance(part, zmq.Frame) else zmq.Frame(part, copy=len(part) < LARGE) for part in delivery.frames]
+                    flags = (_MORE,) * len(parts) + (_NOBLOCK,)
+                    self._unsent = map(self._send_frame, (peer, *parts), flags)
                     self._finish_sending()
-                    raise
-                self._unsent = None
                 if self._waiting:
                     self._after_use()
             finally:
                 self._owner = None
-                self._lock.release()
-                if self._late:
-                    self._send_late()
-        return None if copy else zmq.MessageTracker(*trackers)
+        self._send_late()
 
     def receive(self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
@@ -297,6 +355,13 @@ class Channel:
                 self._guard.start()
                 self._guard.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(self._keys.public))
 
+    def _beat(self, silence: float, patient: bool) -> None:
+        router, beat = self._socket, max(1, round(silence * 1000 / 5))
+        router.heartbeat_ivl = beat
+        # A frame counts when it is whole. The side that gets the large ones must not take them for silence; the other hears its beats.
+        router.heartbeat_timeout = 0 if patient else max(1, round(silence * 1000) - beat)
+        router.tcp_maxrt = max(1, round(silence * 1000))
+
     def _bind(self, address: str) -> None:
         try:
             self._socket.ipv6 = wants_ipv6(address, resolve(address))
@@ -338,9 +403,8 @@ class Channel:
         while self._late:
             if self._unsent is not None:
                 self._finish_sending()
-            parts, flags = self._late.popleft()
-            self._unsent = map(self._send_frame, parts, flags)
-            self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
+            with suppress(PeerGone):  # it shows as "disconnected"
+                self._put(*self._late.popleft())
 
     def _finish_sending(self) -> None:
         """Send the rest of a message that an interrupt cut short (the lock is held)."""

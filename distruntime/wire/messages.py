@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-PROTOCOL = 4  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 5  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -41,22 +41,38 @@ def team_and_stream(number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Worker to master: a worker that dials in asks for a place in the session."""
+    """Worker to master: a worker that dials in asks for a place in the session, or for the one that it had.
+
+    `incarnation` is drawn when the worker starts: by it the master knows whether the worker still has what lived there.
+    """
 
     node: int | None
     pid: int
     host: str
+    incarnation: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Master to worker: open a session."""
+    """Master to worker: open a session, or go on with one.
+
+    `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it had given; "resume", of another
+    master, which gets what was published; or "force new" and "force resume", in spite of a master that is there. `received` counts the
+    messages that have come on earlier connections. When the master is gone, the worker keeps the session for `keep` seconds, or, unless it
+    is `lasting`, until it knows that the master has died. `process` is the master's: see identity.py.
+    """
 
     protocol: int
     session: str
+    mode: str
+    token: bytes
+    keep: float
+    lasting: bool
+    received: int
     torch: str
     python: str
     host: str
+    process: list[Any]
     shared: str
 
 
@@ -66,17 +82,23 @@ class Welcome:
 
     `devices` is a list of [name, description, total bytes, free bytes, compute capability, bytes that the caching allocator has given
     out, bytes that it has reserved]; `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
-    `Hello.shared` names, empty where the worker cannot read it.
+    `Hello.shared` names, empty where the worker cannot read it. `received` counts the messages that have come on earlier connections, `age`
+    the seconds since the session began. `left` has the sessions here without a master, as [name, its master's process].
     """
 
     protocol: int
+    incarnation: bytes
+    received: int
+    age: float
     torch: str
     python: str
     host: str
     pid: int
+    process: list[Any]
     shared: bytes
     devices: list[Any]
     simulated: bool
+    left: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +106,20 @@ class Refused:
     """Worker to master: no session, and why."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Either way: so many messages have come on this session's connections. Not counted itself, as are those above."""
+
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """Master to worker: this session's master, a process of the sender's machine, has died; there is no use in keeping its values."""
+
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +364,15 @@ class Goodbye:
 
 
 @dataclass(frozen=True, slots=True)
+class Detach:
+    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, which an `Ack` answers; or it is made to, since
+    another master has taken the session over.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The first cause of a poisoned value, as the worker saw it. Not a message: it travels inside `Done` and `Failed`."""
 
@@ -346,6 +391,8 @@ Message = (
     | Hello
     | Welcome
     | Refused
+    | Ack
+    | Bury
     | OpenStream
     | Segment
     | OpenTeam
@@ -367,6 +414,7 @@ Message = (
     | BreakGroup
     | Taint
     | Tainted
+    | Detach
     | Goodbye
 )
 MESSAGES: tuple[type[Message], ...] = get_args(Message)

@@ -31,11 +31,11 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def peer_address(config: WorkerConfig, proposed: str) -> str:
-    """Return an address to listen on for other workers."""
+def peer_address(config: WorkerConfig, proposed: str, session: int) -> str:
+    """Return an address to listen on for other workers, for one of this process's sessions."""
     address = config.listen or config.master or ""
     if address.startswith("ipc://"):
-        return f"{address}-peer-{os.getpid()}"
+        return f"{address}-peer-{os.getpid()}-{session}"
     host = data_host(config, proposed)
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 

@@ -23,7 +23,7 @@ from .state import State, Tell
 from .streams import HostCopy, Stream
 
 MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
-_SENT = 0.0002  # seconds between looks whether the socket has read a large tensor
+_SENT = 0.0002  # seconds between looks whether a large tensor has arrived
 
 
 class Answers:
@@ -218,5 +218,5 @@ class Answers:
             # One memory copy more on this way makes it a quarter slower than a plain socket.
             parts = [self._state.send(Part(request, k), data[k : k + PART_BYTES], copy=False) for k in range(0, len(data), PART_BYTES)]
             self._state.send(Reply(request, [*head, "parts"]), None)
-            while parts[-1] is not None and not parts[-1].done and not self._state.closed:
+            while not self._state.closed and not all(part is None or part.done for part in reversed(parts)):
                 time.sleep(_SENT)

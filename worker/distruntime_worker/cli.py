@@ -14,14 +14,13 @@ from pathlib import Path
 from types import FrameType
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
+from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.keys import KeyPair, choose, default_path, is_local
 
 from . import daemon
 from .config import WorkerConfig
 
 log = logging.getLogger("distruntime.worker")
-
-_GRACE = 3.0  # seconds that a worker whose master died may take to stop by itself; a kernel that hangs must not outlive it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where other workers reach this one, and the port where groups meet; default: found out, and any free port",
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    # For launch.py: ends with its last session.
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     # For launch.py: started by the master with this process id, which writes the key to stdin and keeps stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
     return parser
@@ -122,6 +123,7 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         threads=options.threads,
         data_host=options.data_address[0],
         data_port=options.data_address[1],
+        once=options.once,
     )
 
 
@@ -148,8 +150,8 @@ def _follow(master: int, stop: threading.Event) -> None:
             break
     log.info("the master that started this worker is gone: stopping")
     stop.set()
-    threading.Event().wait(_GRACE)
-    os._exit(1)  # still here: something hangs, and nobody is left to wait for it
+    threading.Event().wait(ORPHAN.get())
+    os._exit(1)  # still here: a kernel that hangs must not outlive its master
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The worker's sockets and threads: one reader, one thread that runs segments, one master at a time."""
+"""The worker's sockets: one reader, and the sessions of masters, each with threads of its own that run its segments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import platform
 import socket
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from hmac import compare_digest
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,12 +22,16 @@ import torch
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
-from distruntime.wire.keys import KeyPair
+from distruntime.wire.deadlines import UNREACHABLE
+from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
     PROTOCOL,
+    Ack,
     Ask,
     BreakGroup,
+    Bury,
     Cancel,
+    Detach,
     Failed,
     Fetch,
     Goodbye,
@@ -49,17 +57,15 @@ from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
-from .executor import Executor
 from .objects import failure
-from .peers import PeerChannel
-from .settings import per_thread, restore
-from .streams import Stream, Work
+from .session import Session
+from .settings import restore
 
 log = logging.getLogger("distruntime.worker")
 
 _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
 _SPIN = 0.0002  # seconds
-_MASTER = b"master"
+_LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
 def keep_pages() -> None:
@@ -74,162 +80,48 @@ def keep_pages() -> None:
             libc.mallopt(option, setting)
 
 
-class _Master:
-    """The session of one master: its executor, its queue of segments, and the thread that runs them."""
-
-    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel) -> None:
-        self.peer, self.name = peer, name
-        self._channel = channel
-        self.host = ""  # by which the master has dialled this worker, if it has
-        self._peers: PeerChannel | None = None  # once the master has asked for it
-        self.executor = Executor(devices, self.send, self.tell)
-        self._default = self.executor.default.queue.put
-        self.broken: str | None = None
-        self._start(self.executor.default, "executor")
-
-    def _start(self, stream: Stream, name: str) -> None:
-        threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
-
-    def open(self, message: OpenStream) -> None:
-        """Open a stream: start its thread."""
-        try:
-            self._start(self.executor.open(message), f"stream-{message.stream}")
-        except RuntimeError as error:  # of threading: there is no more room for one
-            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
-
-    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
-        """Send to the master, from any thread; a master that has gone meanwhile is no error here.
-
-        Without `copy`, return what tells when the payload's memory has been read.
-        """
-        if self.executor.state.closed:  # a thread of its still ends; the next master may have the same name
-            return None
-        try:
-            if payload is None:
-                return self._channel.send(self.peer, [encode(message)])
-            return self._channel.send(self.peer, [encode(message), payload], copy=copy)
-        except PeerGone:
-            log.debug("master %s is gone: %s not sent", self.name, type(message).__name__)
-            return None
-
-    def listen(self, address: str, keys: KeyPair | None) -> str:
-        """Open the channel to other workers, if it is not; return where it listens."""
-        if self._peers is None:
-            self._peers = PeerChannel(address, keys, self.executor.joint.take)
-        return self._peers.address
-
-    def meet(self, message: Peers) -> None:
-        """Take the addresses of the other workers."""
-        if self._peers is None:
-            raise ProtocolError("Peers before anyone has asked where this worker listens")
-        self._peers.meet(message)
-        self.executor.joint.node = message.node
-
-    def tell(self, node: int, message: Message) -> None:
-        """Send to another worker, from any thread."""
-        if self._peers is None:
-            raise ProtocolError(f"{type(message).__name__} for node {node}, before the workers were told of each other")
-        self._peers.send(node, message)
-
-    def join(self, message: OpenGroup, host: str) -> None:
-        """Join a group; the answer goes when that has ended."""
-
-        def answer(error: BaseException | None) -> None:
-            if error is None:
-                self.send(Reply(message.request, None))
-            else:
-                cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
-                self.send(Failed(message.request, failure_fields(cause)))
-
-        self.executor.joint.groups.open(message, host, answer)
-
-    def _run(self, stream: Stream) -> None:
-        executor = self.executor
-        with torch.no_grad():
-            while (item := stream.queue.get()) is not None and not executor.state.closed:
-                work, first, stop = item
-                try:
-                    per_thread.apply()
-                    if work.segment.stretches:
-                        executor.run_stretch(stream, work, first, stop)
-                    else:
-                        executor.run(work)
-                    del item, work  # else an idle stream would hold a segment's payloads
-                except Exception as error:  # the master must hear of it, whatever it is
-                    if isinstance(error, ProtocolError):
-                        self.broken = str(error)
-                    else:
-                        self.broken = f"a defect of the worker: {error!r}"
-                        log.exception("the thread of stream %s ends", stream.number)
-                    self._channel.wake()
-                    return
-
-    def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
-        """Queue a segment in order; one that came before is dropped, so that sending again is safe."""
-        if segment.seq <= self.executor.received:
-            return
-        if segment.seq != self.executor.received + 1:
-            raise ProtocolError(f"segment {segment.seq} came after {self.executor.received}")
-        self.executor.received = segment.seq
-        if segment.templates:
-            self.executor.learn(segment.templates)
-        work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        if not self.executor.state.teams:
-            self.executor.works.append(work)
-        else:
-            self.executor.line_up(work)
-        if segment.stretches:
-            self.executor.divide(work)
-        else:
-            self._default((work, 0, 0))
-
-    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
-        """As `put`, for a segment whose body is a mesh's."""
-        if message.seq != self.executor.received + 1 or len(payloads) != 1:
-            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
-        self.executor.received = message.seq
-        work = self.executor.mesh_work(message, decode(payloads[0]))
-        self.executor.line_up(work)
-        if work.segment.stretches:
-            self.executor.divide(work)
-        else:
-            self._default((work, 0, 0))
-
-    def close(self) -> None:
-        """Let the threads end after the instructions that they are running; its values go with it."""
-        self.executor.close()
-        if self._peers is not None:
-            self._peers.close()
-
-
 class Daemon:
-    """Serves one master after another on one channel until told to stop."""
+    """Serves masters on one channel until told to stop, each in a session of its own."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._devices = Devices(config.devices, config.simulate_cuda)
-        self._channel = Channel(listen=config.listen, keys=config.keys)
-        self._master: _Master | None = None
+        # Its silence is the master's to notice: a large frame that is on its way here says nothing for as long as it takes.
+        self._channel = Channel(listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True)
+        self._incarnation = os.urandom(16)
+        self._sessions: dict[str, Session] = {}
+        self._by_peer: dict[bytes, Session] = {}
+        self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
+        self._dials = count().__next__
+        self._master = b""  # the connection to the dialled master
+        self._looked = 0.0
+        self._served = False  # whether there was a session
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
         else:
-            assert config.master is not None
             log.info("dialling %s, offering %s", config.master, ", ".join(self._devices.names))
-            self._channel.connect(config.master, _MASTER)
+            self._dial()
+
+    def _dial(self) -> None:
+        """Dial the master anew: under its old name libzmq would send what was for the broken connection."""
+        assert self._config.master is not None
+        self._channel.hang_up(self._master)
+        self._master = b"master-%d" % self._dials()
+        self._channel.connect(self._config.master, self._master)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
         arrived: list[Any] = []
-        while not stop.is_set():
+        while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
             # A master that has just read something often reads again. While a segment runs, its thread needs the interpreter more.
-            quick = arrived and self._master is not None and not self._master.executor.running
+            quick = arrived and not any(session.executor.running for session in self._sessions.values())
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
             self._watch()
-        if self._master is not None:
-            self._master.send(Goodbye("the worker was stopped"))
-            self._leave("stopped")
+        for session in list(self._sessions.values()):
+            session.send(Goodbye("the worker was stopped"))
+            self._end(session, "stopped")
 
     def close(self) -> None:
         """Close the socket."""
@@ -237,127 +129,227 @@ class Daemon:
 
     def _watch(self) -> None:
         for event in self._channel.events():
-            if event.kind == "connected" and self._config.master is not None:
-                join = Join(self._config.node, os.getpid(), socket.gethostname())
-                try:
-                    self._channel.send(_MASTER, [encode(join)])
-                except PeerGone:
-                    log.warning("the master at %s went away before it could be joined", self._config.master)
-            elif event.kind == "disconnected":
-                if self._master is not None and (event.peer == self._master.peer or self._config.master is not None):
-                    self._leave("connection closed")
+            if event.kind == "connected" and event.peer == self._master:
+                join = Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation)
+                self._greet(self._master, join)
+            elif event.kind == "disconnected" and event.peer is not None:
+                session = self._by_peer.pop(event.peer, None)
+                if session is not None:
+                    self._leave(session)
+                if event.peer == self._master:
+                    self._dial()
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
-                if self._config.master is not None:  # libzmq does not dial again after a mismatch of keys
+                if event.peer is not None and event.kind == "auth_failed":  # libzmq does not dial again after a mismatch of keys
                     raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
-                log.warning("refused a connection (%s): %s", what, event.detail or event.address)
-        if self._master is not None and self._master.broken is not None:
-            self._drop(self._master.peer, self._master.broken)
+                if event.peer is not None:
+                    self._dial()
+                else:
+                    log.warning("refused a connection (%s): %s", what, event.detail or event.address)
+        now = time.monotonic()
+        broken = [session for session in self._sessions.values() if session.broken is not None]
+        spent = [session for session in self._sessions.values() if session.spent] if now > self._looked + _LOOK else []
+        for session in broken:
+            self._drop(session, str(session.broken))
+        if now > self._looked + _LOOK:
+            self._looked = now
+            for session in spent:
+                self._end(session, "its master has died" if has_died(session.process) else f"its master was away for {session.keep:.0f} s")
 
-    def _leave(self, why: str) -> None:
-        if self._master is not None:
-            log.info("session of master %s ended (%s)", self._master.name, why)
-            self._master.close()
-            self._master = None
+    def _leave(self, session: Session) -> None:
+        """Note that a session's master is not connected any more."""
+        session.leave()
+        if session.spent:
+            self._end(session, "its master has died")
+        else:
+            log.info("session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep)
 
-    def _drop(self, peer: bytes, why: str) -> None:
+    def _end(self, session: Session, why: str) -> None:
+        log.info("session of master %s ended (%s)", session.master, why)
+        if session.link.peer is not None:
+            self._by_peer.pop(session.link.peer, None)
+            self._retired.append(session.link.peer)
+        session.close()
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+
+    def _drop(self, session: Session, why: str) -> None:
         log.warning("dropped a peer: %s", why)
-        if self._master is not None and peer == self._master.peer:
-            self._master.send(Goodbye(why))
-            self._leave("protocol error")
+        session.send(Goodbye(why))
+        self._end(session, "protocol error")
+
+    def _greet(self, peer: bytes, message: Message) -> None:
+        with suppress(PeerGone):  # it did not wait for the answer; an event tells of it
+            self._channel.send(peer, [encode(message)])
 
     def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
         """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
         buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
+        session = self._by_peer.get(peer)
         try:
             if not buffers:
                 raise ProtocolError("a message without frames")
-            message, master = decode(buffers[0]), self._master
-            if master is None or peer != master.peer:
-                self._greet(peer, message)
-                return
-            match message:
-                case Segment():
-                    master.put(message, buffers[1:])
-                case MeshSegment():
-                    master.put_mesh(message, buffers[1:])
-                case OpenTeam():
-                    master.executor.open_team(message)
-                case OpenLines():
-                    master.executor.open_lines(message)
-                case Fetch():
-                    master.executor.fetch(message)
-                case Ask():
-                    self._reply(master, message)
-                case OpenStream():
-                    master.open(message)
-                case Signal():
-                    master.executor.signal(message)
-                case Cancel():
-                    master.executor.cancel(message)
-                case Notify():
-                    master.executor.notify(message)
-                case Peers():
-                    master.meet(message)
-                case OpenGroup():
-                    master.join(message, data_host(self._config, master.host))
-                case BreakGroup():
-                    master.executor.joint.groups.end(message.group, message.reason)
-                case Hello():
-                    self._leave("a new session on the same connection")
-                    self._welcome(peer, message)
-                case Goodbye():
-                    self._leave(message.reason)
-                case _:
-                    raise ProtocolError(f"a master does not send {type(message).__name__}")
+            message = decode(buffers[0])
+            if session is None:
+                self._first(peer, message)
+            elif isinstance(message, Ack):
+                session.link.acknowledge(message.received)
+            elif isinstance(message, Hello):
+                self._end(session, "a new session on the same connection")
+                self._welcome(peer, message)
+            else:
+                payloads = buffers[1:]
+                if session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+                    self._greet(peer, Ack(session.link.received))
+                self._take(session, message, payloads)
         except ProtocolError as error:
-            self._drop(peer, str(error))
+            if session is not None:
+                self._drop(session, str(error))
+            else:
+                log.warning("dropped a peer: %s", error)
 
-    def _greet(self, peer: bytes, message: Message) -> None:
+    def _take(self, session: Session, message: Message, payloads: Sequence[Buffer]) -> None:
+        match message:
+            case Segment():
+                session.put(message, payloads)
+            case MeshSegment():
+                session.put_mesh(message, payloads)
+            case OpenTeam():
+                session.executor.open_team(message)
+            case OpenLines():
+                session.executor.open_lines(message)
+            case Fetch():
+                session.executor.fetch(message)
+            case Ask():
+                self._reply(session, message)
+            case OpenStream():
+                session.open(message)
+            case Signal():
+                session.executor.signal(message)
+            case Cancel():
+                session.executor.cancel(message)
+            case Notify():
+                session.executor.notify(message)
+            case Peers():
+                session.meet(message)
+            case OpenGroup():
+                session.join(message, data_host(self._config, session.host))
+            case BreakGroup():
+                session.executor.joint.groups.end(message.group, message.reason)
+            case Bury():
+                dead = self._sessions.get(message.session)
+                if dead is not None and dead.alone_since is not None and not dead.lasting:
+                    self._end(dead, f"its master has died, says {session.master}")
+            case Detach():
+                assert session.link.peer is not None
+                self._greet(session.link.peer, Ack(session.link.received))
+                log.info("master %s leaves: %s", session.master, message.reason)
+            case Goodbye():
+                self._end(session, message.reason)
+            case _:
+                raise ProtocolError(f"a master does not send {type(message).__name__}")
+
+    # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
+
+    def _first(self, peer: bytes, message: Message) -> None:
+        """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif not isinstance(message, Goodbye):  # of a master that is no longer ours
+        elif not isinstance(message, Goodbye) and peer not in self._retired:  # of a master that is no longer ours
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
-        if self._master is not None:  # it may have died since the last look, and this be its successor
-            self._watch()
-        if hello.protocol != PROTOCOL:
-            reason = f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
-        elif self._master is not None:
-            reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
-        else:
-            restore()
-            self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
-            log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
-            version = platform.python_version()
-            simulated = self._devices.simulated
-            self._master.send(
-                Welcome(
-                    PROTOCOL,
-                    torch.__version__,
-                    version,
-                    socket.gethostname(),
-                    os.getpid(),
-                    answer(hello.shared),
-                    self._devices.info(),
-                    simulated,
-                )
-            )
+        self._watch()  # the session's master may have gone since the last look, and this be its successor
+        reason = self._refusal(hello)
+        if reason:
+            log.warning("refused a master on %s: %s", hello.host, reason)
+            self._greet(peer, Refused(reason))
             return
-        log.warning("refused a master on %s: %s", hello.host, reason)
-        with suppress(PeerGone):  # it did not wait for the answer
-            self._channel.send(peer, [encode(Refused(reason))])
+        found = self._sessions.get(hello.session)
+        if hello.mode == "again":
+            assert found is not None
+            if found.link.peer is not None:  # it knows of the break before we do
+                self._by_peer.pop(found.link.peer, None)
+                self._retired.append(found.link.peer)
+            self._by_peer[peer] = found
+            self._greet(peer, self._about_us(found, hello))
+            found.come_back(peer, hello.received)
+            log.info("session of master %s goes on", found.master)
+            return
+        if found is not None:
+            found.send(Detach(f"the session was taken over by a master on {hello.host}"))
+            self._end(found, f"taken over by a master on {hello.host}")
+        if not self._sessions:
+            restore()
+        session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel)
+        self._served = True
+        log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
+        self._greet(peer, self._about_us(session, hello))
 
-    def _reply(self, master: _Master, message: Ask) -> None:
+    def _refusal(self, hello: Hello) -> str:
+        """Return why there is no session for this master; nothing if there is one."""
+        found = self._sessions.get(hello.session)
+        if hello.protocol != PROTOCOL:
+            return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
+        match hello.mode:
+            case "again" if found is not None and compare_digest(found.token, hello.token):
+                return (
+                    ""
+                    if found.link.acknowledged <= hello.received <= found.link.sent
+                    else "it was left with other messages than this worker has sent"
+                )
+            case "again" if found is not None:
+                return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
+            case "again":
+                return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
+            case "new" | "resume" if found is not None and found.link.peer is not None:
+                pid = ", ".join(map(str, found.process[1:2]))
+                return (
+                    f"the session {hello.session!r} is in use, by pid {pid} on {found.master.rpartition(' on ')[2]}: "
+                    "force=True takes it over, or choose another name"
+                )
+            case "new" if found is not None:
+                return f"there is a session {hello.session!r} already, without a master: resume=True attaches to it, force=True drops it"
+            case "resume" | "force resume" if found is None:
+                return f"there is no session {hello.session!r} here; there {self._listed()}"
+            case "new" | "force new" | "resume" | "force resume":
+                return ""
+        raise ProtocolError(f"a Hello of mode {hello.mode[:40]!r}")
+
+    def _listed(self) -> str:
+        names = [
+            f"{name!r} ({'in use' if session.link.peer is not None else 'without a master'})"
+            for name, session in sorted(self._sessions.items())
+            if session.lasting
+        ]
+        return "are " + ", ".join(names) if names else "are none that have a name"
+
+    def _about_us(self, session: Session, hello: Hello) -> Welcome:
+        return Welcome(
+            PROTOCOL,
+            self._incarnation,
+            session.link.received,
+            time.monotonic() - session.began,
+            torch.__version__,
+            platform.python_version(),
+            socket.gethostname(),
+            os.getpid(),
+            process(),
+            answer(hello.shared),
+            self._devices.info(),
+            self._devices.simulated,
+            [[other.name, other.process] for other in self._sessions.values() if other.alone_since is not None],
+        )
+
+    def _reply(self, session: Session, message: Ask) -> None:
         try:
-            master.send(Reply(message.request, self._about(master, message.what, message.detail)))
+            session.send(Reply(message.request, self._about(session, message.what, message.detail)))
         except (ConfigurationError, OSError) as error:
             cause = failure(error, seq=0, position=0, op=message.what, operands="")
-            master.send(Failed(message.request, failure_fields(cause)))
+            session.send(Failed(message.request, failure_fields(cause)))
 
-    def _about(self, master: _Master, what: str, detail: list[Any]) -> Any:
-        executor = master.executor
+    def _about(self, session: Session, what: str, detail: list[Any]) -> Any:
+        executor = session.executor
         if what == "status":
             return executor.status()
         if what == "info":
@@ -374,8 +366,8 @@ class Daemon:
             case "channel", [str(name)]:
                 return report(name)
             case "listen", [str(host)]:
-                master.host = host
-                return master.listen(peer_address(self._config, host), self._config.keys)
+                session.host = host
+                return session.listen(peer_address(self._config, host, session.number), self._config.keys)
             case "store", [str(host)]:
                 return executor.joint.groups.store(*rendezvous(self._config, host))
         raise ProtocolError(f"nothing is known about {what[:40]!r}")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from hmac import compare_digest
+from itertools import count
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed, PeerGone
@@ -29,8 +30,9 @@ class PeerChannel:
         self._channel = Channel(listen=address, keys=keys)
         self._handle = handle
         self._introduced: dict[bytes, int] = {}  # who has said `Meet`, by the name of the connection
-        self._dialled: set[int] = set()
+        self._dialled: dict[int, tuple[str, bytes]] = {}  # where, and the connection's name
         self._dialling = threading.Lock()
+        self._numbers = count().__next__
         self._known = threading.Event()
         self._peers: Peers | None = None
         threading.Thread(target=self._read, name="peers", daemon=True).start()
@@ -52,12 +54,14 @@ class PeerChannel:
         if node == peers.node:
             self._handle(node, message)
             return
-        name = f"node-{node}".encode()
         try:
             with self._dialling:
-                if node not in self._dialled:
-                    self._channel.connect(peers.addresses[node], name)
-                    self._dialled.add(node)
+                address, name = self._dialled.get(node, ("", b""))
+                if address != peers.addresses[node]:  # another worker may have taken the place of a lost one
+                    self._channel.hang_up(name)
+                    address, name = peers.addresses[node], f"node-{node}.{self._numbers()}".encode()
+                    self._channel.connect(address, name)
+                    self._dialled[node] = address, name
                     self._channel.send(name, [encode(Meet(peers.secret, peers.node))])
             self._channel.send(name, [encode(message)])
         except (PeerGone, ChannelClosed):

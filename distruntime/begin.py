@@ -1,0 +1,336 @@
+"""How a session's workers come together: started here, attached to, or dialling in; for the first time, or again for a later master."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .errors import ConfigurationError, ConnectionFailed
+from .keeper import Keeper, new_name, new_token, refuses, span
+from .launch import LocalWorker, start_worker
+from .node import Node
+from .registry import Entry, forget, now, write
+from .session import Session
+from .wire.channel import Channel, PeerEvent
+from .wire.keys import KeyPair, choose
+from .wire.messages import PROTOCOL, Join, Refused, Welcome
+
+log = logging.getLogger("distruntime")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a user has said about a session. `mode` is that of its greeting, the times are seconds."""
+
+    name: str | None
+    mode: str
+    keep: float
+    grace: float
+    unreachable: float
+    key: Path | None
+    insecure: bool
+    timeout: float
+    say: Callable[[str], None]
+
+
+def _session(plan: Plan, channel: Channel) -> Session:
+    session = Session(channel, [], plan.name or new_name())
+    session.lasting = plan.name is not None
+    session.keeper_to_be = Keeper(session, keep=plan.keep, grace=plan.grace, token=new_token(), made=node_of)
+    return session
+
+
+def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
+    """Start workers on this machine; in a directory that only this user can enter.
+
+    They dial this process, and end with it; those of a named session are dialled, and end with the session.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="distruntime-"))  # mode 0700
+    if plan.name is None:
+        return _start_own(plan, count, simulate_cuda, directory)
+    addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
+    entry = Entry(plan.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
+    return _attach_local(plan, entry, range(count))
+
+
+def _start_own(plan: Plan, count: int, simulate_cuda: int, directory: Path) -> Session:
+    address = f"ipc://{directory}/master"
+    session = _session(plan, Channel(listen=address, silence=plan.unreachable))
+    session.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    session.starter = lambda k: start_worker(
+        k,
+        master=address,
+        threads=_threads(count),
+        simulate_cuda=simulate_cuda,
+        directory=directory,
+        unreachable=plan.unreachable,
+    )
+    started = time.monotonic()
+    plan.say(f"starting {count} worker{'s' if count > 1 else ''} ")
+    try:
+        for k in range(count):
+            session.local_workers.append(session.starter(k))
+        _gather(plan, session, count, "start")
+    except BaseException:
+        _abandon(session)
+        raise
+    plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
+    return session
+
+
+def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
+    """Attach to the workers of a named session on this machine, after starting those in `fresh`."""
+    directory, count = Path(entry.directory), len(entry.workers)
+    session = _session(plan, Channel(silence=plan.unreachable))
+    session.starter = lambda k: start_worker(
+        k,
+        listen=entry.workers[k],
+        threads=_threads(count),
+        simulate_cuda=entry.simulate_cuda,
+        directory=directory,
+        unreachable=plan.unreachable,
+    )
+    started = time.monotonic()
+    if fresh:
+        plan.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
+    try:
+        session.local_workers = [session.starter(k) if k in fresh else None for k in range(count)]
+        modes = ["force new" if k in fresh else plan.mode for k in range(count)]
+        _connect(plan, session, list(entry.workers), modes)
+        _note(session, entry)
+        session.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    except BaseException:
+        _abandon(session)
+        if len(fresh) == count:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    plan.say(f" ready in {time.monotonic() - started:.1f} s\n" if fresh else "\n")
+    return session
+
+
+def _note(session: Session, entry: Entry) -> None:
+    write(entry)
+    session.on_end.append(lambda: forget(entry.name))
+
+
+def _threads(count: int) -> int:
+    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower (seen on 2 cores).
+    return max(1, ((os.cpu_count() or 1) - 1) // count)
+
+
+def gather_at(plan: Plan, address: str, count: int) -> Session:
+    """Wait for workers that dial this process."""
+    session = _session(plan, Channel(listen=address, keys=choose(address, path=plan.key, insecure=plan.insecure), silence=plan.unreachable))
+    listening = session.channel.address
+    plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
+    try:
+        _gather(plan, session, count, f"dial {listening}")
+        if plan.name is not None:
+            names = tuple(node.host for node in session.nodes)
+            _note(session, Entry(plan.name, names, "", str(plan.key or ""), plan.insecure, listening, 0, now()))
+    except BaseException:
+        _abandon(session)
+        raise
+    plan.say("\n")
+    return session
+
+
+def attach(plan: Plan, addresses: list[str]) -> Session:
+    """Attach to running daemons."""
+    session = _session(plan, Channel(keys=_keys(plan, addresses), silence=plan.unreachable))
+    plan.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
+    try:
+        _connect(plan, session, addresses, [plan.mode] * len(addresses))
+        if plan.name is not None:
+            _note(session, Entry(plan.name, tuple(addresses), "", str(plan.key or ""), plan.insecure, "", 0, now()))
+    except BaseException:
+        _abandon(session)
+        raise
+    plan.say("\n")
+    return session
+
+
+def resume_entry(plan: Plan, entry: Entry) -> Session:
+    """Attach to the workers of a session that was noted here. Those of this machine that have died are started again."""
+    plan = replace(plan, key=plan.key or (Path(entry.key) if entry.key else None), insecure=plan.insecure or entry.insecure)
+    if entry.listen:
+        return gather_at(plan, entry.listen, len(entry.workers))
+    if not entry.directory:
+        return attach(plan, list(entry.workers))
+    dead = [k for k, address in enumerate(entry.workers) if not _listens(address)]
+    if len(dead) == len(entry.workers):
+        forget(entry.name)
+        shutil.rmtree(entry.directory, ignore_errors=True)
+        raise ConnectionFailed(
+            f"the session {entry.name!r} is no more: its workers on this machine have ended (their time without a master was over, or "
+            "they died). Begin it anew, without resume=True"
+        )
+    for k in dead:
+        log.warning("node %d of session %r has died; it begins anew, and what lived there is lost", k, entry.name)
+    return _attach_local(plan, entry, dead)
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody listens at an ipc address."""
+    return not refuses(address)
+
+
+def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
+    keys = {choose(address, path=plan.key, insecure=plan.insecure) for address in addresses}
+    if len(keys) > 1:
+        raise ConfigurationError("some of these addresses need a key and some do not: name the key file for all of them with key=")
+    return keys.pop()
+
+
+def _ended(session: Session, welcomed: dict[int, Node]) -> None:
+    """Raise `ConnectionFailed` where a worker that was started has ended before it was ready."""
+    for index, worker in enumerate(session.local_workers):
+        if worker is not None and index not in welcomed and (ended := worker.poll()) is not None:
+            raise ConnectionFailed(f"worker {index} ended before it was ready ({ended}){_last_words([worker])}")
+
+
+def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
+    """Wait until `count` workers have joined and welcomed the session; node numbers as they ask for, else in order of arrival."""
+    deadline, tick = time.monotonic() + plan.timeout, time.monotonic()
+    joined: dict[int, tuple[bytes, float]] = {}
+    welcomed: dict[int, Node] = {}
+    while len(welcomed) < count:
+        if time.monotonic() > deadline:
+            missing = count - len(welcomed)
+            raise ConnectionFailed(
+                f"{missing} of {count} workers did not {verb} within {plan.timeout:.0f} s{_last_words(session.local_workers)}"
+            )
+        _ended(session, welcomed)
+        if time.monotonic() > tick:
+            plan.say(".")
+            tick += 0.25
+        for event in session.channel.events():
+            if event.kind in ("auth_failed", "handshake_failed"):
+                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
+        for peer, frames in session.channel.receive(0.05):
+            session.take(peer, frames)
+        for peer, message in session.greetings:
+            if isinstance(message, Join):
+                wish = message.node
+                if wish is not None and not 0 <= wish < count:
+                    raise ConnectionFailed(f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}")
+                index = wish if wish is not None and wish not in joined else next(k for k in range(count + 1) if k not in joined)
+                if index < count:
+                    joined[index] = peer, time.monotonic()
+                    session.greet(peer, session.keeper_to_be.hello(plan.mode))
+            elif isinstance(message, Refused):
+                raise ConnectionFailed(f"a worker refused: {message.reason}")
+            else:
+                for index, (known, at) in joined.items():
+                    if known == peer:
+                        welcomed[index] = node_of(session, index, peer, session.channel.address, message, time.monotonic() - at)
+        session.greetings.clear()
+    for index in sorted(welcomed):
+        session.add_node(welcomed[index])
+
+
+def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str]) -> None:
+    """Dial workers, and wait until each has welcomed the session; `modes` are those of its greetings."""
+    channel = session.channel
+    peers = {f"node-{k}".encode(): k for k in range(len(addresses))}
+    deadline, started = time.monotonic() + plan.timeout, time.monotonic()
+    tick = started + 0.5
+    welcomed: dict[int, Node] = {}
+    seen: dict[int, list[PeerEvent]] = {k: [] for k in range(len(addresses))}
+    greeted: dict[int, float] = {}
+    for peer, k in peers.items():
+        channel.connect(addresses[k], peer)
+    while len(welcomed) < len(addresses):
+        for event in channel.events():
+            number = peers.get(event.peer or b"")
+            if number is None:
+                number = next((k for k, a in enumerate(addresses) if a == event.address), None)
+            if number is None:
+                continue
+            seen[number].append(event)
+            if event.kind == "connected" and number not in welcomed:
+                greeted[number] = time.monotonic()
+                session.greet(f"node-{number}".encode(), session.keeper_to_be.hello(modes[number]))
+            refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
+            if refusals:  # libzmq does not dial again after a mismatch of keys
+                raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
+        _ended(session, welcomed)
+        if time.monotonic() > deadline:
+            late = [k for k in range(len(addresses)) if k not in welcomed]
+            raise ConnectionFailed("\n".join(_unanswered(addresses[k], seen[k], plan.timeout) for k in late))
+        if time.monotonic() > tick:
+            plan.say(".")
+            tick += 0.25
+        for peer, frames in channel.receive(0.02):
+            session.take(peer, frames)
+        for peer, message in session.greetings:
+            number = peers[peer]
+            if isinstance(message, Refused):
+                raise ConnectionFailed(f"the worker at {addresses[number]} refused: {message.reason}")
+            if isinstance(message, Welcome):
+                welcomed[number] = node_of(session, number, peer, addresses[number], message, time.monotonic() - greeted[number])
+                if not session.local_workers:
+                    plan.say(f"{message.host} ({time.monotonic() - started:.1f} s) ")
+        session.greetings.clear()
+    for number in range(len(addresses)):
+        session.add_node(welcomed[number])
+
+
+def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
+    kinds = {event.kind for event in seen}
+    if kinds & {"auth_failed", "handshake_failed"}:
+        return (
+            f"{address} closed the connection during the handshake: it has another key, or needs one where none was given "
+            "(or needs none where one was). Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
+        )
+    if "connected" in kinds:
+        return (
+            f"something at {address} accepts connections but did not answer as a worker within {seconds:.0f} s: "
+            "is it a distruntime-worker, and not stopped?"
+        )
+    return (
+        f"nothing answers at {address} within {seconds:.0f} s: is the worker running there (distruntime-worker --listen {address}), "
+        "and the port open?"
+    )
+
+
+def node_of(session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float) -> Node:
+    """Return the node of a worker that has welcomed the session."""
+    if welcome.protocol != PROTOCOL:
+        raise ConnectionFailed(
+            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
+            "install the same distruntime on both"
+        )
+    node = Node(index, peer, address, session.channel.send, session.lock)
+    node.welcome, node.round_trip = welcome, round_trip
+    node.shared = session.challenge is not None and welcome.shared == session.secret
+    return node
+
+
+def _last_words(workers: Sequence[LocalWorker | None]) -> str:
+    words = [text for worker in workers if worker is not None and (text := str(worker.last_lines(5)))]
+    return "; the last lines of its log:\n" + "\n".join(words) if words else ""
+
+
+def _abandon(session: Session) -> None:
+    """Undo a session that did not come about."""
+    session.closed = "it did not come about"
+    for worker in session.local_workers:
+        if worker is not None:
+            worker.stop(1.0)
+    session.channel.close()
+    for callback in session.on_close:
+        callback()
+
+
+def attached(session: Session) -> str:
+    """Return what a master is told that has resumed a session."""
+    count = len(session.nodes)
+    age = max(node.welcome.age for node in session.nodes if node.welcome is not None)
+    return f'attached to session "{session.name}": {count} node{"s" if count > 1 else ""}, up {span(age)}'

@@ -1,0 +1,53 @@
+"""Which process this is, in words that another process of the same machine can check: did it die, or is only the network silent?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _machine() -> str:
+    """Return what names this boot of this machine and its process table; nothing where that cannot be known (not Linux)."""
+    boot = _read("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot}:{os.readlink('/proc/self/ns/pid')}" if boot else ""
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process has started, so that another one with its number is not taken for it; nothing if it is no more, or a zombie."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def process() -> list[Any]:
+    """Return this process as [machine, pid, start]."""
+    return [_machine(), os.getpid(), _started(os.getpid())]
+
+
+def here(process: list[Any]) -> bool:
+    """Whether a process is, or was, one of this machine's."""
+    return len(process) == 3 and bool(process[0]) and process[0] == _machine()
+
+
+def has_died(process: list[Any]) -> bool:
+    """Whether a process is known to be no more; False of one of another machine, of which nothing is known."""
+    return here(process) and isinstance(process[1], int) and _started(process[1]) != process[2]
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes this machine's kernel has ended because it had no memory left; 0 where it does not say."""
+    for line in _read("/proc/vmstat").splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0

@@ -1,0 +1,97 @@
+"""One end of a session's command channel: each message arrives once and in order, whatever connections carry them.
+
+ZeroMQ keeps the order and loses nothing within one connection, so messages carry no numbers: both ends count. What was sent is kept until
+the other end has said how many messages it has counted (`Ack`, or the greeting on a new connection); what it has not is sent again on the
+next connection. Knows no socket: `Channel.send` and `Channel.resume` do the sending.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from distruntime.errors import ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+EVERY = 32  # messages that come unacknowledged at most: an acknowledgement for each would cost a lone read a tenth
+MUCH = 4 << 20  # bytes of payload that come unacknowledged at most
+LARGE = 1 << 20  # bytes of payload whose sender waits to use the memory again, and so is told at once
+
+
+@final
+class Delivery:
+    """A message on its way. Its frames are the sender's memory until `done`."""
+
+    __slots__ = ("frames", "link", "number")
+
+    def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
+        self.link, self.frames = link, frames
+        self.number = 0  # of the link's messages, from 1; 0 until it is in order
+
+    @property
+    def done(self) -> bool:
+        """Whether the frames' memory may be written again: the message has arrived, or is copied since nobody knows when it will."""
+        link = self.link
+        if 0 < self.number <= link.acknowledged or link.over:
+            return True
+        if link.peer is None and self.number:
+            self.settle()
+            return True
+        return False
+
+    def settle(self) -> None:
+        """Copy what is still to arrive, so that the frames' memory may be written again."""
+        self.frames = [bytes(frame) if isinstance(frame, (bytearray, memoryview)) else frame for frame in self.frames]
+
+
+@final
+class Link:
+    """The counts and the kept messages of one end. `peer` is the connection that carries them now; None: there is none.
+
+    Invariant, under the channel's lock and until it is `over`: `kept` are the messages numbered `acknowledged` + 1 to `sent`.
+    """
+
+    __slots__ = ("_bytes", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
+
+    def __init__(self, peer: bytes | None = None) -> None:
+        self.peer = peer
+        self.kept: deque[Delivery] = deque()
+        self.sent = self.acknowledged = self.received = 0
+        self._since = self._bytes = 0
+        self.over = False  # nothing will arrive any more
+
+    def end(self) -> None:
+        """Let go of everything: the other end is no more."""
+        self.over, self.peer = True, None
+        self.kept.clear()
+
+    def keep(self, delivery: Delivery) -> None:
+        """Give a message its number (the channel's lock is held)."""
+        if not self.over:
+            self.kept.append(delivery)
+        self.sent = delivery.number = self.sent + 1
+
+    def count(self, nbytes: int, more: bool) -> bool:
+        """Count a message that has come, with so many bytes of payload; return whether the other end must hear of it now.
+
+        `more` says that the message after it belongs to the same value.
+        """
+        self.received += 1
+        self._since += 1
+        self._bytes += nbytes
+        if self._since < EVERY and self._bytes < (MUCH if more else LARGE):
+            return False
+        self._since = self._bytes = 0
+        return True
+
+    def acknowledge(self, received: int) -> None:
+        """Let go of the messages that the other end has counted; raise `ProtocolError` for a number that cannot be."""
+        if not self.acknowledged <= received <= self.sent:
+            raise ProtocolError(
+                f"{received} messages acknowledged, of {self.sent} that were sent and {self.acknowledged} acknowledged before"
+            )
+        for _ in range(received - self.acknowledged):
+            self.kept.popleft()
+        self.acknowledged = received

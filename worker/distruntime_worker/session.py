@@ -1,0 +1,182 @@
+"""A master's session on this worker: its executor, its threads, and its link to the master, which may come back on another connection."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.channel import Channel
+from distruntime.wire.codec import Buffer, decode, encode, failure_fields
+from distruntime.wire.identity import has_died
+from distruntime.wire.keys import KeyPair
+from distruntime.wire.link import Link
+from distruntime.wire.messages import Failed, Hello, MeshSegment, Message, OpenGroup, OpenStream, Peers, Reply, Segment
+
+from .devices import Devices
+from .executor import Executor
+from .objects import failure
+from .peers import PeerChannel
+from .settings import per_thread
+from .streams import Stream, Work
+
+log = logging.getLogger("distruntime.worker")
+
+_numbers = count().__next__
+
+
+class Session:
+    """The session of one master: its executor, its queue of segments, and the threads that run them."""
+
+    def __init__(self, peer: bytes, hello: Hello, devices: Devices, channel: Channel) -> None:
+        self.link = Link(peer)
+        self.began = time.monotonic()
+        self.alone_since: float | None = None  # when the master was last there, if it is not
+        self._channel = channel
+        self.number = _numbers()  # of this process's sessions
+        self.take(hello)
+        self.host = ""  # by which the master has dialled this worker, if it has
+        self._peers: PeerChannel | None = None  # once the master has asked for it
+        self.executor = Executor(devices, self.send, self.tell)
+        self._default = self.executor.default.queue.put
+        self.broken: str | None = None
+        self._start(self.executor.default, "executor")
+
+    def take(self, hello: Hello) -> None:
+        """Note who the master is."""
+        self.name, self.token, self.process = hello.session, hello.token, hello.process
+        self.keep, self.lasting = hello.keep, hello.lasting
+        self.master = f"{hello.session} on {hello.host}"
+
+    @property
+    def spent(self) -> bool:
+        """Whether its master has been away for as long as it has asked for, or is known to have died without a wish to be followed."""
+        if self.alone_since is None:
+            return False
+        return time.monotonic() - self.alone_since > self.keep or (not self.lasting and has_died(self.process))
+
+    def leave(self) -> None:
+        """Note that there is no connection to the master any more."""
+        self.link.peer = None
+        self.alone_since = time.monotonic()
+
+    def come_back(self, peer: bytes, received: int) -> None:
+        """Go on with the master on another connection, which has counted so many messages."""
+        self.alone_since = None
+        self._channel.resume(self.link, peer, received)
+
+    def _start(self, stream: Stream, name: str) -> None:
+        threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+
+    def open(self, message: OpenStream) -> None:
+        """Open a stream: start its thread."""
+        try:
+            self._start(self.executor.open(message), f"stream-{message.stream}")
+        except RuntimeError as error:  # of threading: there is no more room for one
+            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
+
+    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
+        """Send to the master, from any thread; while it is away, the message waits.
+
+        Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
+        """
+        if self.executor.state.closed:  # a thread of its still ends
+            return None
+        if payload is None:
+            return self._channel.send(self.link, [encode(message)])
+        return self._channel.send(self.link, [encode(message), bytes(payload) if copy else payload], copy=False)
+
+    def listen(self, address: str, keys: KeyPair | None) -> str:
+        """Open the channel to other workers, if it is not; return where it listens."""
+        if self._peers is None:
+            self._peers = PeerChannel(address, keys, self.executor.joint.take)
+        return self._peers.address
+
+    def meet(self, message: Peers) -> None:
+        """Take the addresses of the other workers."""
+        if self._peers is None:
+            raise ProtocolError("Peers before anyone has asked where this worker listens")
+        self._peers.meet(message)
+        self.executor.joint.node = message.node
+
+    def tell(self, node: int, message: Message) -> None:
+        """Send to another worker, from any thread."""
+        if self._peers is None:
+            raise ProtocolError(f"{type(message).__name__} for node {node}, before the workers were told of each other")
+        self._peers.send(node, message)
+
+    def join(self, message: OpenGroup, host: str) -> None:
+        """Join a group; the answer goes when that has ended."""
+
+        def answer(error: BaseException | None) -> None:
+            if error is None:
+                self.send(Reply(message.request, None))
+            else:
+                cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
+                self.send(Failed(message.request, failure_fields(cause)))
+
+        self.executor.joint.groups.open(message, host, answer)
+
+    def _run(self, stream: Stream) -> None:
+        executor = self.executor
+        with torch.no_grad():
+            while (item := stream.queue.get()) is not None and not executor.state.closed:
+                work, first, stop = item
+                try:
+                    per_thread.apply()
+                    if work.segment.stretches:
+                        executor.run_stretch(stream, work, first, stop)
+                    else:
+                        executor.run(work)
+                    del item, work  # else an idle stream would hold a segment's payloads
+                except Exception as error:  # the master must hear of it, whatever it is
+                    if isinstance(error, ProtocolError):
+                        self.broken = str(error)
+                    else:
+                        self.broken = f"a defect of the worker: {error!r}"
+                        log.exception("the thread of stream %s ends", stream.number)
+                    self._channel.wake()
+                    return
+
+    def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
+        """Queue a segment in order; one that came before is dropped, so that sending again is safe."""
+        if segment.seq <= self.executor.received:
+            return
+        if segment.seq != self.executor.received + 1:
+            raise ProtocolError(f"segment {segment.seq} came after {self.executor.received}")
+        self.executor.received = segment.seq
+        if segment.templates:
+            self.executor.learn(segment.templates)
+        work = Work(segment, list(payloads), len(segment.stretches) or 1)
+        if not self.executor.state.teams:
+            self.executor.works.append(work)
+        else:
+            self.executor.line_up(work)
+        if segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
+
+    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+        """As `put`, for a segment whose body is a mesh's."""
+        if message.seq != self.executor.received + 1 or len(payloads) != 1:
+            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
+        self.executor.received = message.seq
+        work = self.executor.mesh_work(message, decode(payloads[0]))
+        self.executor.line_up(work)
+        if work.segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
+
+    def close(self) -> None:
+        """Let the threads end after the instructions that they are running; its values go with it."""
+        self.executor.close()
+        if self._peers is not None:
+            self._peers.close()

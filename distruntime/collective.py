@@ -24,6 +24,7 @@ from .node import line_text
 from .stream import current_stream
 from .tensor import DistributedTensor
 from .wait import checked
+from .wire.deadlines import ASK
 from .work import Work, aside
 
 Tensors = Sequence[torch.Tensor]

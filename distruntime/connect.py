@@ -83,9 +83,9 @@ def init_master_worker(
     plan = Plan(
         name,
         ("force " if force else "") + ("resume" if resume else "new"),
-        KEEP.get(keep) if name is not None else GRACE.get(grace),
-        GRACE.get(grace),
-        UNREACHABLE.get(unreachable),
+        KEEP.get(keep, "keep") if name is not None else GRACE.get(grace, "grace"),
+        GRACE.get(grace, "grace"),
+        UNREACHABLE.get(unreachable, "unreachable"),
         Path(key) if key is not None else None,
         insecure,
         wait,

@@ -32,6 +32,7 @@ log = logging.getLogger("distruntime")
 _SOON = 0.3  # seconds that a connection usually takes; later, somebody has a look whether anyone listens there at all
 _ATTEMPT = 5.0  # seconds for an attempt to connect, after which the next one looks the address up anew
 _PAUSE = 2.0  # seconds between attempts at most
+_BRIEF = 1.0  # seconds of an absence of which nobody need hear
 _MOST_RESTARTS, _SPELL = 5, 60.0  # how often within how many seconds dead workers are started again: one that dies at once would for ever
 _REFUSALS = 2  # in a row, before nobody is taken to be there any more
 
@@ -56,6 +57,7 @@ class Keeper:
         self.session, self.keep, self.grace, self.token = session, keep, grace, token
         self.restart_workers = False  # whether those of this machine are started again when they die
         self._made = made
+        self._sought: set[Node] = set()  # those that a thread dials
         self._restarts: list[float] = []  # when workers were started again
         self._attempts: dict[bytes, _Attempt] = {}  # by connection
         self._numbers = count(1).__next__
@@ -131,7 +133,7 @@ class Keeper:
     def _again(self, node: Node, peer: bytes, welcome: Welcome) -> bool:
         absence = node.absence
         self.session.reached(node, peer, welcome.received)
-        if absence is not None:
+        if absence is not None and absence.told:
             log.warning("%s is back after %s", node, span(time.monotonic() - absence.since))
         node.flush()
         return True
@@ -161,10 +163,7 @@ class Keeper:
 
     def seek(self, node: Node) -> None:
         """Begin to look for a worker that cannot be reached; one that dials this process is waited for."""
-        assert node.absence is not None
-        log.warning("%s is unreachable: %s. It is waited for, %s at most", node, node.absence.why, span(self.grace))
-        if self._is_dialled():
-            self._search(node, "again")
+        self._search(node)
 
     def lost(self, node: Node) -> None:
         """Report a loss, and begin to look for who may come in its place."""
@@ -186,43 +185,52 @@ class Keeper:
         if session.starter is not None:
             session.local_workers += [None] * (node.index + 1 - len(session.local_workers))
             session.local_workers[node.index] = session.starter(node.index)
-        if self._is_dialled():
-            self._search(node, "new")
+        self._search(node)
 
-    def _is_dialled(self) -> bool:
-        return not self.session.channel.address
-
-    def _search(self, node: Node, mode: str) -> None:
-        threading.Thread(target=self._dial, args=(node, mode), name=f"distruntime-seeks-{node.index}", daemon=True).start()
+    def _search(self, node: Node) -> None:
+        if not self.session.channel.address and node not in self._sought:  # who listens is dialled
+            self._sought.add(node)
+            threading.Thread(target=self._dial, args=(node,), name=f"distruntime-seeks-{node.index}", daemon=True).start()
 
     def _wanted(self, node: Node, mode: str) -> bool:
         if self.session.closed is not None or self.session.nodes[node.index] is not node:
             return False
         return node.failed is None and node.absence is not None if mode == "again" else node.failed is not None
 
-    def _dial(self, node: Node, mode: str) -> None:
-        channel, pause = self.session.channel, 0.1
-        absence = node.absence
+    def _dial(self, node: Node) -> None:
+        """Dial a worker until it answers (a thread of its own): as the one that it was, and once that is lost, as whoever comes."""
+        pause = 0.1
         try:
-            while self._wanted(node, mode):
-                peer, attempt = f"node-{node.index}.{self._numbers()}".encode(), _Attempt(node, mode)
-                self._attempts[peer] = attempt
-                address = _endpoint(node.address)
-                channel.connect(address, peer)
-                if not attempt.connected.wait(_SOON) and absence is not None:
-                    absence.refusals = absence.refusals + 1 if refuses(address) else 0
-                attempt.answered.wait(_ATTEMPT)
-                if attempt.taken:
-                    return
-                self._attempts.pop(peer, None)
-                self.session.retired.append(peer)
-                channel.hang_up(peer)
-                time.sleep(pause)
-                pause = min(_PAUSE, pause * 2)
+            while self._wanted(node, mode := "again" if node.failed is None else "new"):
+                if not self._try(node, mode):
+                    time.sleep(pause)
+                    pause = min(_PAUSE, pause * 2)
         except ChannelClosed:
             return
         except Exception:  # the address cannot be used any more: the grace time ends it
             log.exception("looking for %s ended", node)
+        finally:
+            self._sought.discard(node)
+        if self._wanted(node, "again"):  # cut again, in just this moment
+            self._search(node)
+
+    def _try(self, node: Node, mode: str) -> bool:
+        channel, absence = self.session.channel, node.absence
+        peer, attempt = f"node-{node.index}.{self._numbers()}".encode(), _Attempt(node, mode)
+        self._attempts[peer] = attempt
+        address = _endpoint(node.address)
+        channel.connect(address, peer)
+        started = time.monotonic()
+        if not attempt.connected.wait(_SOON) and absence is not None:
+            absence.refusals = absence.refusals + 1 if refuses(address) else 0
+        while not attempt.answered.wait(0.05) and self._wanted(node, mode) and time.monotonic() < started + _ATTEMPT:
+            pass
+        if attempt.taken:
+            return True
+        self._attempts.pop(peer, None)
+        self.session.retired.append(peer)
+        channel.hang_up(peer)
+        return False
 
     def look(self) -> None:
         """Give up who has been away for too long, and who has died."""
@@ -239,6 +247,9 @@ class Keeper:
                 self.session.lose(node, f"(pid {node.welcome.pid}) died: there is no such process any more")
             elif absence.refusals >= _REFUSALS and not _tunnelled(node):
                 self.session.lose(node, f"died: its machine answers, and nobody listens at {node.address} any more")
+            elif now - absence.since > _BRIEF and not absence.told:
+                absence.told = True
+                log.warning("%s is unreachable: %s. It is waited for, %s at most", node, absence.why, span(self.grace))
             elif now - absence.since > self.grace:
                 self.session.lose(node, f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})")
 

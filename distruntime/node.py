@@ -66,6 +66,7 @@ class Absence:
     def __init__(self, why: str) -> None:
         self.why, self.since, self.clock = why, time.monotonic(), time.strftime("%H:%M:%S")
         self.refusals = 0  # how often nobody was listening where the worker was
+        self.told = False  # whether the user has heard of it
 
     @property
     def text(self) -> str:

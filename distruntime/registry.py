@@ -69,7 +69,8 @@ def write(entry: Entry) -> None:
 def read(name: str) -> Entry | None:
     """Return the entry of a session, or None."""
     try:
-        fields = json.loads(_path(name).read_text(encoding="utf-8"))
+        with _path(name).open(encoding="utf-8") as file:
+            fields = json.load(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

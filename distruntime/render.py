@@ -16,8 +16,8 @@ from .stall import before_wait, note_wait
 from .text import size_text
 from .transfer import request
 from .wire.codec import dtype_name
+from .wire.deadlines import REPR
 
-BUDGET = 2.0  # seconds that a repr may wait: a debugger's variable pane must never hang
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
 
 
@@ -54,7 +54,7 @@ def _status(handle: Handle) -> str:
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
-    """Return the text of a remote tensor. Block for at most `BUDGET` seconds. Never raises for what went wrong on a worker."""
+    """Return the text of a remote tensor. Block for two seconds at most: a debugger's variable pane must never hang. Never raises for what went wrong on a worker."""
     whole, session, node, spec, where = handle, handle.place.node.session, handle.place.node, handle.spec, str(handle.place.place)
     if node.members:  # what stands for all of them is the first member's
         team: Any = node
@@ -63,6 +63,8 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         return summary(spec, where, "its session has ended")
     if node.failed is not None:
         return summary(spec, where, f"lost, {node} {node.failed}")
+    if node.absence is not None:
+        return summary(spec, where, node.absence.text)
     if whole.place.node.members:
         handle = member_of(whole, 0)
         where = f"member 0 of {len(whole.place.node.members)}, {handle.place.place}"
@@ -79,7 +81,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     reply = request(handle, "text", asked)
     started = time.perf_counter()
     try:
-        answered = session.result(reply, BUDGET)
+        answered = session.result(reply, REPR.get())
     finally:
         note_wait("repr", started)
     if not answered:

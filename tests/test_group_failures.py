@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import distruntime as dr
 from agree import REMOTE, there
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import PROTOCOL, Hello, Welcome
+from distruntime.wire.messages import Welcome
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import Daemon
+from greeting_samples import HELLO
 from processes import Child, asleep, free_port, pause, stop, stopped, until
 
 
@@ -287,7 +289,7 @@ def message_at(channel: Channel) -> Any:
 def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(tmp_path: Path) -> None:
     """Step by step, in this process: the end of the one connection and the Hello of the next are taken in together."""
     tmp_path.chmod(0o700)
-    hello = encode(Hello(PROTOCOL, "session", torch.__version__, "3", "somewhere", ""))
+    hello = encode(replace(HELLO, mode="force new"))
     daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
     first, second = Channel(), Channel()
     try:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import logging
 import os
-import platform
 import random
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
+from greeting_samples import HELLO, JOIN, WELCOME, hello
 from processes import free_port, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,8 +95,7 @@ def connected(channel: Channel) -> None:
 
 def greetings() -> list[list[bytes]]:
     """What opens a session at a worker, and what joins one at a master."""
-    hello = Hello(PROTOCOL, "stranger", torch.__version__, platform.python_version(), "somewhere", "")
-    return [[encode(hello)], [encode(Join(None, 1, "somewhere"))]]
+    return [[encode(HELLO)], [encode(JOIN)]]
 
 
 def refused(target: Target, keys: KeyPair | None) -> None:
@@ -278,7 +277,7 @@ def test_a_peer_that_says_hello_and_is_gone_costs_the_worker_nothing(
     open_worker: tuple[ListeningWorker, Target], fresh_session: Callable[..., Any]
 ) -> None:
     worker, target = open_worker
-    wrong = encode(Hello(PROTOCOL + 1, "hasty", "", "", "", ""))
+    wrong = encode(hello(protocol=PROTOCOL + 1))
     for _ in range(20):
         channel = talk(target, None, [[wrong]])
         connected(channel)
@@ -324,7 +323,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])
     attacker.send(b"target", [encode(Goodbye("done"))])
-    attacker.send(b"target", [encode(Hello(PROTOCOL + 1, "", "", "", "", ""))])
+    attacker.send(b"target", [encode(hello(protocol=PROTOCOL + 1))])
 
     def all_was_read() -> bool:
         return any(isinstance(decode(bytes_of(frames[0])), Refused) for _, frames in attacker.receive(0.05))
@@ -414,13 +413,11 @@ class BadWorker:
         self._thread.start()
 
     def _run(self) -> None:
-        self._channel.send(b"master", [encode(Join(self._node, os.getpid(), "bad"))])
+        self._channel.send(b"master", [encode(replace(JOIN, node=self._node))])
         while not self._stop.is_set():
             for _, frames in self._channel.receive(0.05):
                 if isinstance(decode(bytes_of(frames[0])), Hello):
-                    devices = [["cpu", "bad", 1, 1, "", 0, 0]]
-                    welcome = Welcome(PROTOCOL, torch.__version__, platform.python_version(), "bad", os.getpid(), b"", devices, False)
-                    self._channel.send(b"master", [encode(welcome)])
+                    self._channel.send(b"master", [encode(WELCOME)])
                     self.welcomed.set()
 
     def say(self, *frames: bytes) -> None:
@@ -452,7 +449,7 @@ def bad_worker(tmp_path: Path, fresh_session: Callable[..., Any]) -> Iterator[Ba
         process.wait(20)
 
 
-@pytest.mark.parametrize("frame", [b"\xc1", b"", msgpack.packb([99]), msgpack.packb([0, 1]), encode(Hello(PROTOCOL, "", "", "", "", ""))])
+@pytest.mark.parametrize("frame", [b"\xc1", b"", msgpack.packb([99]), msgpack.packb([0, 1]), encode(HELLO)])
 def test_a_worker_that_breaks_the_protocol_is_dropped_alone(bad_worker: BadWorker, frame: bytes) -> None:
     there = torch.ones(2, device="remote")
     bad_worker.say(frame)

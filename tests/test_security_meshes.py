@@ -10,7 +10,6 @@ from typing import Any
 
 import msgpack
 import pytest
-import torch
 
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
@@ -26,7 +25,6 @@ from distruntime.wire.messages import (
     Cancel,
     Fetch,
     Goodbye,
-    Hello,
     MeshBody,
     MeshSegment,
     Message,
@@ -39,6 +37,7 @@ from distruntime.wire.messages import (
     Segment,
     stream_number,
 )
+from greeting_samples import hello
 from processes import resident, until
 from test_security import FIELDS, ListeningWorker, Target, bytes_of, computes, messages_out_of_place, talk
 
@@ -62,7 +61,7 @@ class Master:
     def __init__(self, worker: ListeningWorker) -> None:
         self.worker, self._heard = worker, list[Message]()
         self._channel = talk(Target(worker.address, None), None, [])
-        self.say(Hello(PROTOCOL, "hostile", torch.__version__, "3", "here", ""))
+        self.say(hello(session="hostile"))
 
     def say(self, *messages: Message | bytes | tuple[Message, Message | bytes]) -> None:
         """Send messages; of a pair the second is the payload frame of the first."""
@@ -168,7 +167,7 @@ def test_nonsense_about_a_mesh_ends_the_session_with_its_reason(master: Master, 
 def test_members_that_are_not_in_a_group_as_the_lines_say(master: Master) -> None:
     """Ranks that there are not, and those of other workers."""
     for rows in ([[1, 0], [1, 7]], [[1, 0], [1, 2]], [[1, -1], [1, 1]]):
-        master.say(Hello(PROTOCOL, "hostile", "", "3", "here", ""), TEAM)
+        master.say(hello(session="hostile"), TEAM)
         master.say(OpenGroup(1, 1, "tcp", b"", [0, 0, 1], [[0, "cuda:0"], [1, "cuda:1"]], ["127.0.0.1", 1], 1.0), OpenLines(0, 0, rows))
         assert "lines 0 of mesh 0" in master.hears(Goodbye).reason
 
@@ -201,10 +200,10 @@ def test_random_messages_about_meshes_harm_no_later_master(worker: ListeningWork
         words = [word() for _ in range(random_.randrange(12))]
         templates = random_.choice([[], [ADD], [SUM], [[16, *fields]], [[word() for _ in range(5)]]])
         stretches = random_.choice([[], [[0, len(words)]], [[word(), word()]], [word()]])
-        attacker.say(Hello(PROTOCOL, "hostile", "", "3", "here", ""), TEAM)
+        attacker.say(hello(session="hostile"), TEAM)
         attacker.say(random_.choice([TEAM, msgpack.packb([MESSAGES.index(kind), *fields]), OpenStream(1, "cpu", 0, 0)]))
         attacker.say((MeshSegment(1), MeshBody(0, 0, templates, [*ONE, *words], stretches)))
-    attacker.say(Goodbye("done"), Hello(PROTOCOL + 1, "", "", "", "", ""))
+    attacker.say(Goodbye("done"), hello(protocol=PROTOCOL + 1))
     attacker.hears(Refused)
     assert worker.process.poll() is None, worker.text()
     fresh_session(workers=[worker.address])

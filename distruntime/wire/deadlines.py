@@ -21,9 +21,12 @@ class Deadline:
     argument: str
     meaning: str
 
-    def get(self, given: object = None) -> float:
-        """Return the seconds: those given in a call, else the environment's, else the default; raise `ConfigurationError` for nonsense."""
-        source, value = self.argument, given
+    def get(self, given: object = None, argument: str = "timeout") -> float:
+        """Return the seconds: those given in a call, as `argument`, else the environment's, else the default.
+
+        Raise `ConfigurationError` for what cannot be.
+        """
+        source, value = argument, given
         if given is None:
             source, value = self.variable, os.environ.get(self.variable, "")
             if value == "":

@@ -365,8 +365,8 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, which an `Ack` answers; or it is made to, since
-    another master has taken the session over.
+    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, answered by an `Ack`; or it is made to leave,
+    since another master has taken the session over.
     """
 
     reason: str

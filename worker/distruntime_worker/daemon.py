@@ -134,6 +134,7 @@ class Daemon:
                 self._greet(self._master, join)
             elif event.kind == "disconnected" and event.peer is not None:
                 session = self._by_peer.pop(event.peer, None)
+                self._retired.append(event.peer)
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:

@@ -25,7 +25,7 @@ from .collective import (
     scatter,
 )
 from .config import Settings, config
-from .connect import init_master_worker, is_initialized, shutdown
+from .connect import detach, init_master_worker, is_initialized, shutdown
 from .errors import (
     ConfigurationError,
     ConnectionFailed,
@@ -77,6 +77,7 @@ from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
+from .restart import restart
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
 from .stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
@@ -162,6 +163,7 @@ __all__ = [
     "current_stream",
     "default_stream",
     "destroy_process_group",
+    "detach",
     "device",
     "empty",
     "eye",
@@ -198,6 +200,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_tensor",
     "register_data_channel",
+    "restart",
     "scatter",
     "send",
     "set_implicit_waits",

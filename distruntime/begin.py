@@ -15,7 +15,7 @@ from .errors import ConfigurationError, ConnectionFailed
 from .keeper import Keeper, new_name, new_token, refuses, span
 from .launch import LocalWorker, start_worker
 from .node import Node
-from .registry import Entry, forget, now, write
+from .registry import Entry, forget, now, read, write
 from .session import Session
 from .wire.channel import Channel, PeerEvent
 from .wire.keys import KeyPair, choose
@@ -51,9 +51,23 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
 
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
     """
-    directory = Path(tempfile.mkdtemp(prefix="distruntime-"))  # mode 0700
     if plan.name is None:
-        return _start_own(plan, count, simulate_cuda, directory)
+        return _start_own(plan, count, simulate_cuda, Path(tempfile.mkdtemp(prefix="distruntime-")))  # mode 0700
+    before = read(plan.name)
+    there = [k for k, address in enumerate(before.workers) if not refuses(address)] if before is not None and before.directory else []
+    if before is not None and there:
+        if plan.mode == "new":
+            raise ConnectionFailed(
+                f"there is a session {plan.name!r} already, with {len(there)} worker{'s' if len(there) > 1 else ''} on this machine: "
+                "resume=True attaches to it, force=True begins it anew"
+            )
+        if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
+            raise ConfigurationError(
+                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} simulated GPUs: give the same "
+                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, then shutdown()"
+            )
+        return _attach_local(plan, before, [k for k in range(count) if k not in there])
+    directory = Path(tempfile.mkdtemp(prefix="distruntime-"))
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
     entry = Entry(plan.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
     return _attach_local(plan, entry, range(count))
@@ -163,7 +177,7 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
         return gather_at(plan, entry.listen, len(entry.workers))
     if not entry.directory:
         return attach(plan, list(entry.workers))
-    dead = [k for k, address in enumerate(entry.workers) if not _listens(address)]
+    dead = [k for k, address in enumerate(entry.workers) if refuses(address)]
     if len(dead) == len(entry.workers):
         forget(entry.name)
         shutil.rmtree(entry.directory, ignore_errors=True)
@@ -174,11 +188,6 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
     for k in dead:
         log.warning("node %d of session %r has died; it begins anew, and what lived there is lost", k, entry.name)
     return _attach_local(plan, entry, dead)
-
-
-def _listens(address: str) -> bool:
-    """Whether somebody listens at an ipc address."""
-    return not refuses(address)
 
 
 def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:

@@ -474,6 +474,8 @@ class Node:
 
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on this lost worker."""
+        if self.taken:
+            return NodeFailed(f"{self} {self.failed}. It has this session's values no more; what it had published is there")
         if not self._lost:  # as it was when somebody first met the loss
             self._lost = self.losses(self)
         return NodeFailed(

@@ -54,7 +54,7 @@ def _status(handle: Handle) -> str:
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
-    """Return the text of a remote tensor. Block for two seconds at most: a debugger's variable pane must never hang. Never raises for what went wrong on a worker."""
+    """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
     whole, session, node, spec, where = handle, handle.place.node.session, handle.place.node, handle.spec, str(handle.place.place)
     if node.members:  # what stands for all of them is the first member's
         team: Any = node

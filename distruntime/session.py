@@ -497,7 +497,7 @@ class Session:
             for worker in self.local_workers:
                 if worker is not None:
                     worker.stop(2.0)
-            for callback in (*self.on_close, *self.on_end):
+            for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
                 callback()
         if unread:
             raise remote_error(*unread[0])
@@ -518,9 +518,10 @@ class Session:
             there = [node for node in self.nodes if node.failed is None]
             for node in there:
                 self.post(node, Detach("the master leaves"))  # answered by word of what has arrived
-            arrived = lambda: all(not n.link.kept or n.failed is not None for n in there)  # noqa: E731
+            sent = [(node, node.link.sent) for node in there]  # more may follow, such as where workers meet
+            arrived = lambda: all(n.link.acknowledged >= k or n.failed is not None for n, k in sent)  # noqa: E731
             self.requests.wait(arrived, self._read, None if limit is None else time.monotonic() + limit, next(iter(there), None))
-            late = [node for node in there if node.link.kept and node.failed is None]
+            late = [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
         finally:
             self._leave("it was detached; resume=True attaches to it again")
             for callback in self.on_close:

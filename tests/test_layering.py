@@ -102,12 +102,12 @@ MASTER = {
     "keeper": "errors node session wire.address wire.channel wire.identity wire.messages",
     "begin": "errors keeper launch node registry session wire.channel wire.keys wire.messages",
     "connect": "begin errors group install registry session table wire.deadlines wire.shared",
+    "restart": "errors node session wire.deadlines wire.messages",
     "": "collective config connect errors event factories fetch functional group handle layout members memory "
-    "mesh partition placing point_to_point primitives random session stall stream table tensor wire.data_channel work",
+    "mesh partition placing point_to_point primitives random restart session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
     "testing": "group session wire.data_channel distruntime",
-    "restart": "errors node session wire.deadlines wire.messages",
 }
 WORKER = {
     "": "",

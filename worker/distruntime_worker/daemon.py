@@ -283,6 +283,8 @@ class Daemon:
         if not self._sessions:
             restore()
         session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel)
+        if found is not None and hello.mode.endswith("resume"):
+            session.began = found.began
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))

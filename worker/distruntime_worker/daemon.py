@@ -282,9 +282,8 @@ class Daemon:
             self._end(found, f"taken over by a master on {hello.host}")
         if not self._sessions:
             restore()
-        session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel)
-        if found is not None and hello.mode.endswith("resume"):
-            session.began = found.began
+        before = found if hello.mode.endswith("resume") else None
+        session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel, before)
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))

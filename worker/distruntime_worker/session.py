@@ -32,18 +32,21 @@ _numbers = count().__next__
 
 
 class Session:
-    """The session of one master: its executor, its queue of segments, and the threads that run them."""
+    """The session of one master: its executor, its queue of segments, and the threads that run them.
 
-    def __init__(self, peer: bytes, hello: Hello, devices: Devices, channel: Channel) -> None:
+    `before` is the same session with an earlier master.
+    """
+
+    def __init__(self, peer: bytes, hello: Hello, devices: Devices, channel: Channel, before: Session | None = None) -> None:
         self.link = Link(peer)
-        self.began = time.monotonic()
+        self.began: float = time.monotonic() if before is None else before.began
         self.alone_since: float | None = None  # when the master was last there, if it is not
         self._channel = channel
         self.number = _numbers()  # of this process's sessions
         self.take(hello)
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
-        self.executor = Executor(devices, self.send, self.tell)
+        self.executor: Executor = Executor(devices, self.send, self.tell, before.executor.draws if before is not None else None)
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")

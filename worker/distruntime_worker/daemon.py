@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import platform
 import socket
@@ -65,6 +66,7 @@ log = logging.getLogger("distruntime.worker")
 
 _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
 _SPIN = 0.0002  # seconds
+_PAUSE = 0.1  # seconds before a master that has hung up is dialled again
 _LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
@@ -94,6 +96,7 @@ class Daemon:
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
         self._dials = count().__next__
         self._master = b""  # the connection to the dialled master
+        self._dial_at = math.inf  # when to dial the master again
         self._looked = 0.0
         self._served = False  # whether there was a session
         if config.listen is not None:
@@ -105,6 +108,7 @@ class Daemon:
     def _dial(self) -> None:
         """Dial the master anew: under its old name libzmq would send what was for the broken connection."""
         assert self._config.master is not None
+        self._dial_at = math.inf
         self._channel.hang_up(self._master)
         self._master = b"master-%d" % self._dials()
         self._channel.connect(self._config.master, self._master)
@@ -138,16 +142,18 @@ class Daemon:
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
-                    self._dial()
+                    self._dial_at = time.monotonic() + _PAUSE
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
-                if event.peer is not None and event.kind == "auth_failed":  # libzmq does not dial again after a mismatch of keys
-                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
-                if event.peer is not None:
-                    self._dial()
-                else:
+                if event.peer is None:
                     log.warning("refused a connection (%s): %s", what, event.detail or event.address)
+                elif not self._served:  # libzmq does not dial again after a mismatch of keys
+                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
+                else:
+                    self._dial_at = time.monotonic() + _PAUSE
         now = time.monotonic()
+        if now > self._dial_at:
+            self._dial()
         broken = [session for session in self._sessions.values() if session.broken is not None]
         spent = [session for session in self._sessions.values() if session.spent] if now > self._looked + _LOOK else []
         for session in broken:

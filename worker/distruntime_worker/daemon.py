@@ -52,6 +52,7 @@ from .devices import Devices
 from .executor import Executor
 from .objects import failure
 from .peers import PeerChannel
+from .published import Others, Published
 from .settings import per_thread, restore
 from .streams import Stream, Work
 
@@ -77,12 +78,12 @@ def keep_pages() -> None:
 class _Master:
     """The session of one master: its executor, its queue of segments, and the thread that runs them."""
 
-    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel) -> None:
+    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel, published: Published, others: Others) -> None:
         self.peer, self.name = peer, name
         self._channel = channel
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
-        self.executor = Executor(devices, self.send, self.tell)
+        self.executor = Executor(devices, self.send, self.tell, published, others)
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -231,6 +232,14 @@ class Daemon:
             self._master.send(Goodbye("the worker was stopped"))
             self._leave("stopped")
 
+    def publications(self, session: str) -> Published:
+        """Return where a session that begins publishes: it goes with the session."""
+        return Published(session)
+
+    def shared(self) -> dict[str, Published]:
+        """Return what other sessions have published, by session."""
+        return {}
+
     def close(self) -> None:
         """Close the socket."""
         self._channel.close()
@@ -328,7 +337,8 @@ class Daemon:
             reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
         else:
             restore()
-            self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
+            name, published = f"{hello.session} on {hello.host}", self.publications(hello.session)
+            self._master = _Master(peer, name, self._devices, self._channel, published, self.shared)
             log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
             version = platform.python_version()
             simulated = self._devices.simulated
@@ -362,6 +372,8 @@ class Daemon:
             return executor.status()
         if what == "info":
             return self._devices.info()
+        if what == "published":
+            return executor.shelf.answer(detail)
         if what == "passed":
             return executor.passed(detail)
         if what == "memory":

@@ -79,10 +79,11 @@ def ask(session: Session, *detail: Any) -> dict[Node, list[Any]]:
 def published(session: Session) -> Publications:
     """Return what the session's workers hold under names, its own first, then what others share. Block for one round trip."""
     answers = ask(session, "names")
-    here = {answer[0]: node for node, answer in answers.items()}
+    here: dict[str, Node] = {}
     versions: dict[tuple[str, str], dict[int, dict[str, list[Any]]]] = {}
-    for identity, rows in answers.values():
-        for owner, name, version, *rest in rows:
+    for node, (_, rows) in answers.items():
+        for owner, identity, name, version, *rest in rows:
+            here[identity] = node
             versions.setdefault((owner, name), {}).setdefault(version, {})[identity] = rest
     found = []
     for (owner, name), parts in sorted(versions.items()):

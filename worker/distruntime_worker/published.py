@@ -23,7 +23,6 @@ from .objects import Poisoned, described, memory_of, spec_fields
 from .read_only import ReadOnly
 from .state import State
 
-IDENTITY = secrets.token_hex(8)  # of this process: sessions number their nodes as they like, and processes come and go at one address
 _number = count(secrets.randbits(60)).__next__
 
 
@@ -37,7 +36,7 @@ def _numbered(thing: Any) -> int:
 
 @dataclass
 class Record:
-    """One version of a name. `listed` says which processes have a part of it, [identity, ...]; `envelope` is for masters."""
+    """One version of a name. `listed` says which workers have a part of it, [identity, ...]; `envelope` is for masters."""
 
     version: int
     shared: bool
@@ -65,6 +64,7 @@ class Published:
 
     def __init__(self, session: str) -> None:
         self.session = session
+        self.identity = secrets.token_hex(8)  # sessions number their nodes as they like, and workers come and go at one address
         self._records: dict[str, dict[int, Record]] = {}
         self._lock = threading.Lock()
 
@@ -117,37 +117,38 @@ class Shelf:
     # -- what the master asks (the reader) ---------------------------------------------------------------------------------------
 
     def answer(self, detail: list[Any]) -> list[Any]:
-        """Answer `Ask("published", detail)`: this process, and what was asked for."""
+        """Answer `Ask("published", detail)`: the identity of whose shelf it is here, and what was asked for."""
+        mine = self.published
         match detail:
             case ["names"]:
-                rows = [_row("", name, record) for name, record in self.published.every()]
+                rows = [_row("", mine, name, record) for name, record in mine.every()]
                 for owner, other in self._strangers().items():
-                    rows += [_row(owner, name, record) for name, record in other.every() if record.shared]
-                return [IDENTITY, rows]
+                    rows += [_row(owner, other, name, record) for name, record in other.every() if record.shared]
+                return [mine.identity, rows]
             case ["versions", str(name)]:
-                return [IDENTITY, [record.version for record in self.published.versions(name)]]
+                return [mine.identity, [record.version for record in mine.versions(name)]]
             case ["find", str(owner), str(name), int(token)]:
-                return [IDENTITY, self._find(owner, name, token)]
+                return self._find(owner, name, token)
             case ["settle", str(name), int(version)]:
-                return [IDENTITY, self.published.drop(name, lambda number: number < version)]
+                return [mine.identity, mine.drop(name, lambda number: number < version)]
             case ["drop", str(name), int(version)]:
-                return [IDENTITY, self.published.drop(name, lambda number: version in (0, number))]
+                return [mine.identity, mine.drop(name, lambda number: version in (0, number))]
         raise ProtocolError(f"nothing is known about what is published, {str(detail)[:80]}")
 
     def _strangers(self) -> dict[str, Published]:
         return {owner: other for owner, other in self._others().items() if other is not self.published}
 
     def _find(self, owner: str, name: str, token: int) -> list[Any]:
-        if owner in ("", self.published.session):
-            records = self.published.versions(name)
-        else:
-            other = self._strangers().get(owner)
-            records = [record for record in other.versions(name) if record.shared] if other is not None else []
-            if records:
-                self.read_only.watch()
+        whose: Published | None = self.published if owner in ("", self.published.session) else self._strangers().get(owner)
+        if whose is None:
+            return ["", []]
+        foreign = whose is not self.published
+        records = [record for record in whose.versions(name) if record.shared or not foreign]
         if records:
-            self._found[token] = records, owner not in ("", self.published.session)
-        return [[record.version, record.envelope, record.rows()] for record in records]
+            if foreign:
+                self.read_only.watch()
+            self._found[token] = records, foreign
+        return [whose.identity, [[record.version, record.envelope, record.rows()] for record in records]]
 
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
@@ -195,5 +196,5 @@ class Shelf:
         return i + 4
 
 
-def _row(owner: str, name: str, record: Record) -> list[Any]:
-    return [owner, name, record.version, record.shared, record.what, record.listed, record.nbytes()]
+def _row(owner: str, whose: Published, name: str, record: Record) -> list[Any]:
+    return [owner, whose.identity, name, record.version, record.shared, record.what, record.listed, record.nbytes()]

@@ -59,6 +59,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .objects import failure
+from .published import Published
 from .session import Session
 from .settings import restore
 
@@ -126,6 +127,10 @@ class Daemon:
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
             self._end(session, "stopped")
+
+    def _published(self) -> dict[str, Published]:
+        """Return what each session has published."""
+        return {name: session.published for name, session in list(self._sessions.items())}
 
     def close(self) -> None:
         """Close the socket."""
@@ -289,7 +294,9 @@ class Daemon:
         if not self._sessions:
             restore()
         before = found if hello.mode.endswith("resume") else None
-        session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel, before)
+        session = self._sessions[hello.session] = self._by_peer[peer] = Session(
+            peer, hello, self._devices, self._channel, self._published, before
+        )
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))
@@ -362,6 +369,8 @@ class Daemon:
             return executor.status()
         if what == "info":
             return self._devices.info()
+        if what == "published":
+            return executor.shelf.answer(detail)
         if what == "passed":
             return executor.passed(detail)
         if what == "memory":

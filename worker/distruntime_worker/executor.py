@@ -38,6 +38,7 @@ from .instructions import Instructions
 from .joint import Joint
 from .lanes import along
 from .look import Look
+from .published import Others, Published, Shelf
 from .state import Send, State, Tell
 from .streams import Stream, Work
 from .team import Lanes, Team
@@ -51,7 +52,15 @@ _END = 1 << 62  # no log gets there
 class Executor:
     """Runs the log of one session on one worker. `draws` is its random state, which outlives this log where a master resumes it."""
 
-    def __init__(self, devices: Devices, send: Send, tell: Tell, draws: Draws | None = None) -> None:
+    def __init__(
+        self,
+        devices: Devices,
+        send: Send,
+        tell: Tell,
+        draws: Draws | None = None,
+        published: Published | None = None,
+        others: Others = dict[str, Published],
+    ) -> None:
         state, shared = State(devices, send), Attached()
         self.draws = Draws() if draws is None else draws
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
@@ -60,7 +69,9 @@ class Executor:
         self._answers = Answers(state, look, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
-        self._instructions = {**Instructions(state, shared).table, WAIT: waits.wait, AWAIT: waits.await_signal}
+        self.shelf = Shelf(state, published or Published(""), others)
+        own = Instructions(state, shared).table
+        self._instructions = {**own, WAIT: waits.wait, AWAIT: waits.await_signal, **self.shelf.table}
         state.templates.update(self._instructions)
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
@@ -250,6 +261,8 @@ class Executor:
         for fields in templates:
             try:
                 self._add_to(team, *fields) if team is not None else self._add(*fields)
+                if self.shelf.read_only.watching:
+                    self.shelf.read_only.guard(team or self.state, fields[0])
             except ProtocolError:
                 raise
             except Exception as error:  # whatever it is, the master sent nonsense

@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from . import functional, primitives
+from .checkpoint import load, save
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -27,6 +28,7 @@ from .collective import (
 from .config import Settings, config
 from .connect import init_master_worker, is_initialized, shutdown
 from .errors import (
+    CheckpointError,
     ConfigurationError,
     ConnectionFailed,
     DistruntimeError,
@@ -77,6 +79,7 @@ from .partition import Partition
 from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
+from .restarts import run_with_restarts
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
 from .stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
@@ -112,6 +115,7 @@ __all__ = [
     "ByteTensor",
     "Capabilities",
     "CharTensor",
+    "CheckpointError",
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
@@ -178,6 +182,7 @@ __all__ = [
     "is_initialized",
     "isend",
     "linspace",
+    "load",
     "logspace",
     "manual_seed",
     "memory",
@@ -198,6 +203,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_tensor",
     "register_data_channel",
+    "run_with_restarts",
+    "save",
     "scatter",
     "send",
     "set_implicit_waits",

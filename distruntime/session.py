@@ -56,6 +56,7 @@ class Session:
         self.challenge, self.secret = challenge(self.shared)
         self.closed: str | None = None
         self.local_workers: list[LocalWorker] = []
+        self.on_end: list[Callable[[], None]] = []  # called when the session is to end, while its workers still answer
         self.on_close: list[Callable[[], None]] = []
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
         self.on_broken: Callable[[Node, int, str], None] = _unknown  # called when a worker says that a group has broken
@@ -404,6 +405,8 @@ class Session:
             return
         unread: list[tuple[Node, Any]] = []
         try:
+            for callback in self.on_end:
+                callback()
             if raise_unread:
                 deadline = None if limit is None else time.monotonic() + limit
                 for node in self.logs:

@@ -45,6 +45,7 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import answer
 
+from . import checkpoint
 from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
 from .data_channel import prepare, report
@@ -287,6 +288,8 @@ class Daemon:
                     master.executor.open_lines(message)
                 case Fetch():
                     master.executor.fetch(message)
+                case Ask(what="checkpoint"):
+                    checkpoint.answer(message.request, message.detail, master.send)
                 case Ask():
                     self._reply(master, message)
                 case OpenStream():

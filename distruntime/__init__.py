@@ -9,7 +9,7 @@ import importlib
 import typing
 
 from . import functional, primitives
-from .checkpoint import load, save
+from .checkpoint import save
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -73,6 +73,7 @@ from .fetch import Fetched, fetch, fetch_async
 from .group import ProcessGroup, new_group
 from .handle import Place
 from .layout import Layout
+from .loading import load
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .partition import Partition

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from .checkpoint import Saving, find, save
-from .checkpoint import _folder as folder_of
+from .checkpoint import folder_of, save
 from .errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError
 from .handle import Place
+from .loading import find
 from .random import get_rng_state, set_rng_state
 from .restart import restart
+from .saving import Saving
 from .session import Session, active_session
 
 log = logging.getLogger("distruntime")
@@ -116,6 +117,3 @@ def _is_loss(error: BaseException) -> bool:
         causes = [one.__cause__, None if one.__suppress_context__ else one.__context__, *getattr(one, "exceptions", ())]
         left += [cause for cause in causes if isinstance(cause, BaseException)]
     return False
-
-
-__all__ = ["Checkpoint", "run_with_restarts"]

@@ -94,6 +94,11 @@ class Saving:
         """Do not make it the current one, unless that is under way already: who waited for it has gone."""
         self._abandoned = True
 
+    def give_up(self) -> None:
+        """Count as over, if it never began: the call that was to begin it has failed."""
+        if not self._looks:
+            self._end(partial(CheckpointError, f"the checkpoint in {self.folder} was not begun"), silent=True)
+
     def await_end(self) -> None:
         """Block until it is over; raise nothing."""
         if not self._whole.done:
@@ -184,13 +189,13 @@ class Saving:
             node.unread[key] = cause
         self._filed = node, key
 
-    def _end(self, failure: Callable[[], BaseException] | None) -> None:
+    def _end(self, failure: Callable[[], BaseException] | None, silent: bool = False) -> None:
         if self._whole.done:
             return
         self._failure = failure
-        if failure is not None and self._background:
+        if failure is not None and self._background and not silent:
             log.warning("a checkpoint failed: %s", str(failure()).partition("\n")[0])
-        self._parts, self._looks = [], []
+        self._parts, self._looks, self._index = [], [], {}
         while self._settled:
             self._settled.pop()()
         self._whole.finish()

@@ -74,9 +74,10 @@ MASTER = {
     "fetch": "errors failure line node requests spec stall tensor transfer wait",
     "functions": "entries handle issue line node spec tensor wire.messages",
     "saving": "errors failure handle node requests session wait",
-    "checkpoint": "errors fetch functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
+    "checkpoint": "errors functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
+    "loading": "checkpoint errors fetch functions handle node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "random": "functions handle session spec tensor transfer wrap",
-    "restarts": "checkpoint errors handle random restart session",
+    "restarts": "checkpoint errors handle loading random restart saving session",
     "config": "errors functions session",
     "uninitialized": "tensor",
     "autocast": "composite first handle propagate tensor wrap",
@@ -101,7 +102,7 @@ MASTER = {
     "layout": "errors",
     "mesh": "context dtensor entries errors fetch group handle issue layout "
     "line lines member_ints process_group session shards team tensor transfer wrap",
-    "": "checkpoint collective config connect errors event factories fetch functional group handle layout members memory "
+    "": "checkpoint collective config connect errors event factories fetch functional group handle layout loading members memory "
     "mesh partition placing point_to_point primitives random restarts session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
@@ -117,6 +118,7 @@ WORKER = {
     "template": "",
     "streams": "",
     "checkpoint": "objects streams",
+    "checkpoint_folder": "checkpoint objects",
     "functions": "checkpoint settings streams",
     "address": "config",
     "data_channel": "",
@@ -137,7 +139,7 @@ WORKER = {
     "lanes": "collectives objects team",
     "cancel": "collectives lanes look objects state streams team template waits",
     "executor": "answers cancel collectives devices functions instructions joint lanes look state streams team template waits",
-    "daemon": "address checkpoint config data_channel devices executor objects peers settings streams",
+    "daemon": "address checkpoint_folder config data_channel devices executor objects peers settings streams",
     "cli": "config daemon",
     "__main__": "cli",
 }

@@ -13,7 +13,6 @@ import re
 import shutil
 import struct
 import threading
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,17 +23,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 
-from distruntime.errors import CheckpointError, ProtocolError
-from distruntime.wire.codec import bytes_tensor, dtype_name, dtype_named, failure_fields, tensor_bytes
-from distruntime.wire.messages import Failed, Message, Reply
+from distruntime.errors import CheckpointError
+from distruntime.wire.codec import bytes_tensor, dtype_name, dtype_named, tensor_bytes
 
-from .objects import failure
 from .streams import HostCopy
 
-INDEX = "distruntime.json"
-WEIGHTS = "model.safetensors.index.json"  # by which transformers and others find a tensor's file
-_OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
-_KEPT = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
+OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
+INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
 Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]  # key, the values in main memory, and a tensor of their metadata
 
@@ -171,7 +166,7 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
         header[key] = {"dtype": _code(form.dtype), "shape": list(form.shape), "data_offsets": [end, end + form.nbytes]}
         end += form.nbytes
     path = os.path.join(folder, name)
-    with _explained(f"the checkpoint in {folder} was not written; what was there before is as it was", folder, end):
+    with explained(f"the checkpoint in {folder} was not written; what was there before is as it was", folder, end):
         _make(folder)
         try:
             with open(path, "xb") as file:
@@ -185,7 +180,7 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
                 file.write(_header(header, save, [sums[key] for key in sorted(sums)]))  # of the same length: in place
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(folder)
+            sync(folder)
         except BaseException:
             with suppress(FileNotFoundError):
                 os.remove(path)
@@ -207,7 +202,7 @@ def _make(folder: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "it is a file; a checkpoint is a folder", folder) from None
 
 
-def _sync(folder: str) -> None:
+def sync(folder: str) -> None:
     """Have the kernel write a folder's entries, so that a file's name lasts as its bytes do."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -217,7 +212,7 @@ def _sync(folder: str) -> None:
 
 
 @contextmanager
-def _explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
+def explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -240,124 +235,6 @@ def _upwards(path: str) -> Iterator[str]:
         if path == os.path.dirname(path):
             return
         path = os.path.dirname(path)
-
-
-# -- the index -------------------------------------------------------------------------------------------------------------------
-
-
-def commit(folder: str, save: str, index: str, weights: str) -> None:
-    """Make a save that all workers have written the current one. The index before it stays under the name of its save."""
-    with _explained(f"the checkpoint in {folder} was written, and could not be made the current one", folder, len(index)):
-        old = _summary(folder, INDEX)
-        if old is not None and not old[1] and old[4] != save:
-            with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
-                _replace(folder, f"distruntime-{old[4]}.json", file.read())
-        _replace(folder, WEIGHTS, weights)
-        _replace(folder, INDEX, index)
-        _sync(folder)
-
-
-def _replace(folder: str, name: str, text: str) -> None:
-    draft = os.path.join(folder, f".distruntime-{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with open(draft, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, os.path.join(folder, name))
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.remove(draft)
-        raise
-
-
-def sweep(folder: str, keep: list[str]) -> None:
-    """Remove the files of other saves, those that did not come to an end among them."""
-    remove(folder, [name for name in _names(folder) if _OURS.fullmatch(name) and name not in keep])
-
-
-def remove(folder: str, names: list[str]) -> None:
-    """Remove files of a save, as far as they are there."""
-    for name in names:
-        if _OURS.fullmatch(name):
-            with suppress(FileNotFoundError):  # another worker that shares the disk was faster
-                os.remove(os.path.join(folder, name))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-
-
-Summary = list[Any]  # name of the index, what is wrong with it or "", version, number of the save, its id, [[file, bytes], ...]
-
-
-def look(folder: str) -> list[Any]:
-    """Return what of checkpoints is in a folder: a summary of each index, and the bytes of each file."""
-    with _explained(f"there is no checkpoint to be read in {folder}", folder):
-        names = _names(folder)
-        found = [summary for name in names if _KEPT.fullmatch(name) and (summary := _summary(folder, name)) is not None]
-        sizes: dict[str, int] = {}
-        for name in names:
-            if name.endswith(".safetensors"):
-                with suppress(FileNotFoundError):
-                    sizes[name] = os.stat(os.path.join(folder, name)).st_size
-        return [found, sizes]
-
-
-def _summary(folder: str, name: str) -> Summary | None:
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as file:
-            index = json.load(file)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        return [name, f"it is no JSON: {error}", 0, 0, "", []]
-    try:
-        if index["format"] != "distruntime":
-            return [name, f"its format is {index['format']!r:.80}, not 'distruntime'", 0, 0, "", []]
-        version = int(index["version"])
-        if version != 1:
-            return [name, "", version, 0, "", []]
-        files = [[str(file), int(entry["bytes"])] for file, entry in index["files"].items()]
-        return [name, "", version, int(index["number"]), str(index["save"]), files]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [name, f"it makes no sense: {type(error).__name__}: {error}", 0, 0, "", []]
-
-
-def index_of(folder: str, name: str) -> str:
-    """Return the text of an index."""
-    if not _KEPT.fullmatch(name):
-        raise CheckpointError(f"{name!r:.80} is not the name of an index")
-    with _explained(f"the checkpoint in {folder} cannot be read", folder), open(os.path.join(folder, name), encoding="utf-8") as file:
-        return file.read()
-
-
-# Asked for outside the log, and done in a thread: the disk may be slow, and neither the log nor the reader waits for it.
-_VERBS: dict[str, Callable[..., Any]] = {
-    "look": look,
-    "index": index_of,
-    "commit": commit,
-    "sweep": sweep,
-    "remove": remove,
-}
-
-
-def answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> None:
-    """Do what the master asks for, and reply when it is done. Return at once (the reader)."""
-    if not detail or detail[0] not in _VERBS:
-        raise ProtocolError(f"nothing is known about checkpoints and {detail[:1]!r:.40}")
-    threading.Thread(target=_answer, args=(request, detail, send), name=f"checkpoint-{detail[0]}", daemon=True).start()
-
-
-def _answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> None:
-    verb, *args = detail
-    try:
-        send(Reply(request, _VERBS[verb](*args)))
-    except Exception as error:  # whatever it is, it is the answer
-        send(Failed(request, failure_fields(failure(error, seq=0, position=0, op=f"checkpoint: {verb}", operands=""))))
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------------------
@@ -398,11 +275,12 @@ class _File:
     """A file of a save, opened and checked."""
 
     def __init__(self, folder: str, name: str, save: str) -> None:
-        if not _OURS.fullmatch(name):
+        if not OURS.fullmatch(name):
             raise CheckpointError(f"the index in {folder} names a file {name!r:.80}, which no save has written")
         self._path = os.path.join(folder, name)
         try:
-            self._file: Any = safe_open(self._path, framework="pt")
+            opened: Any = safe_open
+            self._file = opened(self._path, framework="pt")
             metadata = self._file.metadata() or {}
         except SafetensorError as error:
             raise self._damaged(str(error)) from None

@@ -45,7 +45,7 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import answer
 
-from . import checkpoint
+from . import checkpoint_folder
 from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
 from .data_channel import prepare, report
@@ -289,7 +289,7 @@ class Daemon:
                 case Fetch():
                     master.executor.fetch(message)
                 case Ask(what="checkpoint"):
-                    checkpoint.answer(message.request, message.detail, master.send)
+                    checkpoint_folder.answer(message.request, message.detail, master.send)
                 case Ask():
                     self._reply(master, message)
                 case OpenStream():

@@ -153,7 +153,9 @@ class Saving:
             return
         keep = [part.file for part in self._parts]
         sweeps = [
-            self._session.ask(look.node, "checkpoint", ["sweep", self.folder, keep]) for look in self._looks if look.node.failed is None
+            self._session.ask(look.node, "checkpoint", ["sweep", self.folder, self._save, keep])
+            for look in self._looks
+            if look.node.failed is None
         ]
         _when_all(sweeps, self._guarded(partial(self._have_swept, sweeps)))
 

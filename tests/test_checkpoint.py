@@ -87,7 +87,9 @@ def test_a_tree_may_be_one_tensor(session: object, tmp_path: Path) -> None:
 DTYPES = [
     dtype
     for name in sorted(dir(torch))
-    if isinstance(dtype := getattr(torch, name), torch.dtype) and name == str(dtype)[6:] and not name.startswith(("q", "bits", "int1", "int2"))
+    if isinstance(dtype := getattr(torch, name), torch.dtype)
+    and name == str(dtype)[6:]
+    and not name.startswith(("q", "bits", "int1", "int2"))
     if name not in {"int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"}
 ]
 
@@ -259,7 +261,7 @@ def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["cuda:0", "mps", 1.5, True, object()])
 def test_places_that_are_none(session: object, tmp_path: Path, place: Any) -> None:
     dr.save({"x": torch.ones(1, device=REMOTE)}, tmp_path)
-    with pytest.raises(dr.PlacementError, match="the place of a load is a Place, .* got"):
+    with pytest.raises(dr.PlacementError, match=r"the place of a load is a Place, .* got"):
         dr.load(tmp_path, place=place)
     with pytest.raises(dr.PlacementError, match="there is no node 7"):
         dr.load(tmp_path, place=7)
@@ -278,7 +280,7 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
     for k in range(4):
         assert torch.equal(found["x"].member(k).cpu(), parts[k]) and found["x"].member(k).place == mesh.places[k]
     other = dr.init_device_mesh("cpu", (2,))
-    with pytest.raises(dr.UsageError, match="was on a mesh of 4 members, .* got one of 2"):
+    with pytest.raises(dr.UsageError, match=r"was on a mesh of 4 members, .* got one of 2"):
         dr.load(tmp_path, place=other)
     with pytest.raises(dr.UsageError, match=r"was on a mesh of 4 members, and comes back to one of as many: dr.load\(path, place=mesh\)"):
         dr.load(tmp_path)
@@ -408,6 +410,15 @@ def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_
     assert set(old) & set(new) == {"notes.txt", "model.safetensors", "distruntime.json", "model.safetensors.index.json"}
     dr.save({"nothing": "remote"}, tmp_path)
     assert len(files(tmp_path)) == 5 and dr.load(tmp_path) == {"nothing": "remote"}
+
+
+def test_a_model_of_others_keeps_its_table(session: object, tmp_path: Path) -> None:
+    table = tmp_path / "model.safetensors.index.json"
+    text = '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'
+    table.write_text(text)
+    for n in (1, 2):
+        dr.save({"w": torch.full((2,), float(n), device=REMOTE)}, tmp_path)
+    assert table.read_text() == text and dr.load(tmp_path)["w"].tolist() == [2.0, 2.0]
 
 
 def test_the_tensors_bytes_do_not_pass_this_process(session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

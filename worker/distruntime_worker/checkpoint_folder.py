@@ -31,9 +31,21 @@ def commit(folder: str, save: str, index: str, weights: str) -> None:
         if old is not None and not old[1] and old[4] != save:
             with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
                 _replace(folder, f"distruntime-{old[4]}.json", file.read())
-        _replace(folder, WEIGHTS, weights)
+        if _weights_are_ours(folder):
+            _replace(folder, WEIGHTS, weights)
         _replace(folder, INDEX, index)
         sync(folder)
+
+
+def _weights_are_ours(folder: str) -> bool:
+    """Whether the table of tensors and files names files of saves only, or is not there: else it belongs to a model that is kept here."""
+    try:
+        with open(os.path.join(folder, WEIGHTS), encoding="utf-8") as file:
+            return all(OURS.fullmatch(name) for name in json.load(file)["weight_map"].values())
+    except FileNotFoundError:
+        return True
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def _replace(folder: str, name: str, text: str) -> None:
@@ -50,8 +62,14 @@ def _replace(folder: str, name: str, text: str) -> None:
         raise
 
 
-def sweep(folder: str, keep: list[str]) -> None:
+def sweep(folder: str, save: str, keep: list[str]) -> None:
     """Remove the files of other saves, those that did not come to an end among them."""
+    current = _summary(folder, INDEX)
+    if current is not None and current[4] != save:  # on a disk of its own, of a worker that has no part in this save
+        old = [WEIGHTS, INDEX] if _weights_are_ours(folder) else [INDEX]
+        for name in old:
+            with suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, name))
     remove(folder, [name for name in _names(folder) if OURS.fullmatch(name) and name not in keep])
 
 

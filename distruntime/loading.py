@@ -31,6 +31,8 @@ from .wrap import wrap
 
 log = logging.getLogger("distruntime")
 
+_DECODER = json.JSONDecoder()
+
 
 def load(path: str | os.PathLike[str], *, place: Any = None) -> Any:
     """Return the tree of the newest complete checkpoint in the folder `path`. Block until all of it is there.
@@ -74,7 +76,7 @@ class Found:
             unpacked(self.index["tree"], reading.note)
             values = reading.values()
             return unpacked(self.index["tree"], partial(reading.leaf, values))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: {error}") from None
 
 
@@ -106,8 +108,12 @@ def find(session: Session, folder: str) -> Found | None:
             if problems:
                 log.warning("the checkpoint in %s is not the newest that was begun there: %s", folder, "; ".join(problems))
             text = _answers(session, [session.ask(node, "checkpoint", ["index", folder, entry[0]])])[0]
-            index = json.loads(text)
-            if index["save"] != entry[4]:
+            try:
+                index = _DECODER.decode(text)
+                same = index["save"] == entry[4]
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise CheckpointError(f"the index of the checkpoint in {folder} makes no sense: {error!r}") from None
+            if not same:
                 raise CheckpointError(f"the checkpoint in {folder} was replaced while it was being read: load it again")
             return Found(session, folder, entry[4], index, {file: holders[file, nbytes] for file, nbytes in entry[5]})
         sizes_of = {file: sorted(nbytes for name, nbytes in holders if name == file) for file in missing}

@@ -94,14 +94,15 @@ def run_with_restarts(train: Callable[[Checkpoint], T], *, max_restarts: int = 3
 
 
 def _start_again(session: Session) -> None:
-    for node in session.nodes:
-        if node.failed is not None:
+    """Let the workers that are there run what the last attempt has left, and start the lost ones again."""
+    for node in list(session.nodes):
+        if node.failed is None:
+            try:
+                session.synchronize(node)
+            except DistruntimeError as error:  # of the attempt that has ended, and nobody's business in the next one
+                log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
+        if node.failed is not None:  # which the look above may have found
             restart(node.index)
-    for node in session.nodes:
-        try:
-            session.synchronize(node)
-        except DistruntimeError as error:  # of the attempt that has ended, and nobody's business in the next one
-            log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
 
 
 def _is_loss(error: BaseException) -> bool:

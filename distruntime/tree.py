@@ -25,7 +25,10 @@ _HOLDS = (
 
 def packed(tree: Any, leaf: Pack) -> Any:
     """Return a tree as JSON values; of an object with `state_dict()`, that. Raise `UsageError` for what it cannot hold."""
-    return _packed(tree, leaf, "", ())
+    try:
+        return _packed(tree, leaf, "", ())
+    except RecursionError:
+        raise UsageError(f"the tree is nested too deeply: {_HOLDS}, some hundred of them within each other at most") from None
 
 
 def _packed(value: Any, leaf: Pack, path: str, above: tuple[int, ...]) -> Any:

@@ -73,6 +73,13 @@ def _itself() -> list[Any]:
     return found
 
 
+def _deep() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(5000):
+        found = [found]
+    return found
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "object": (
         lambda: {"a": [1, Thing()]},
@@ -85,6 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "key": (lambda: {"a": {(1, 2): 3}}, dr.UsageError, r"tree 'a' has the key \(1, 2\), of class tuple"),
     "bool key": (lambda: {True: 3}, dr.UsageError, "the tree has the key True, of class bool"),
     "cycle": (_itself, dr.UsageError, r"tree '1\.again' holds itself"),
+    "deep": (_deep, dr.UsageError, "the tree is nested too deeply"),
     "sparse": (lambda: [torch.eye(2).to_sparse()], dr.NotSupportedError, r"tensor '0' is torch\.sparse_coo; .* x\.to_dense\(\)"),
     "meta": (lambda: torch.empty(2, device="meta"), dr.NotSupportedError, "the tensor is on meta"),
 }
@@ -341,8 +349,7 @@ def test_an_index_that_names_files_of_others(saved: Path, tmp_path: Path) -> Non
 # -- who dies, and when ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path, async_op: bool) -> None:
+def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path) -> None:
     dr.save(tree(1), tmp_path)
     before, pid = ours(tmp_path), dr.nodes()[1].pid
     two_ = tree(2)

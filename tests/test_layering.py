@@ -117,7 +117,7 @@ WORKER = {
     "staging": "",
     "template": "",
     "streams": "",
-    "checkpoint": "objects streams",
+    "checkpoint": "streams",
     "checkpoint_folder": "checkpoint objects",
     "functions": "checkpoint settings streams",
     "address": "config",

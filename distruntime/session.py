@@ -64,6 +64,7 @@ class Session:
         self.local_workers: list[LocalWorker | None] = []  # by node, those that this process has started
         self.starter: Callable[[int], LocalWorker] | None = None  # starts the worker of a node again
         self._kills = out_of_memory_kills()
+        self.before_end: list[Callable[[], None]] = []  # called when the session is to end, while its workers still answer
         self.on_close: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
@@ -480,6 +481,8 @@ class Session:
             return
         unread: list[tuple[Node, Any]] = []
         try:
+            for callback in self.before_end:
+                callback()
             if raise_unread:
                 deadline = None if limit is None else time.monotonic() + limit
                 for node in self.logs:
@@ -513,6 +516,8 @@ class Session:
             )
         late: list[Node] = []
         try:
+            for callback in self.before_end:
+                callback()
             for node in self.logs:
                 node.flush()
             there = [node for node in self.nodes if node.failed is None]

@@ -54,7 +54,6 @@ MASTER = {
     "session": "errors failure handle holders launch line node places requests "
     "stall wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
     "placing": "context errors handle session",
-    "load": "session",
     "table": "handle node session text wire.deadlines",
     "memory": "handle holders session table text",
     "meeting": "errors node requests session wire.address wire.deadlines wire.messages",
@@ -94,7 +93,6 @@ MASTER = {
     "event": "entries errors group handle issue line node queues requests session spec stall tensor transfer wait wire.messages wrap",
     "stream": "context errors event handle line node queues session wait wire.messages",
     "device_module": "context event handle placing random session stream tensor",
-    "install": "autocast composite context device_module dispatch errors first handle load opaque session tensor uninitialized",
     "members": "errors group handle session spec tensor",
     "functional": "errors group handle joint members spec tensor wrap",
     "work": "context errors event handle stream tensor transfer wait",
@@ -110,9 +108,16 @@ MASTER = {
     "dtensor": "composite context errors first fully_shard functional_collectives member_ints process_group tensor",
     "mesh": "context dtensor entries errors fetch group handle issue layout "
     "line lines member_ints process_group session shards team tensor transfer wrap",
+    "map_location": "session",
+    "install": "autocast composite context device_module dispatch errors first handle map_location opaque session tensor uninitialized",
     "connect": "begin errors group install registry session table wire.deadlines wire.shared",
-    "": "collective config connect errors event factories fetch functional group handle layout members memory mesh "
-    "partition placing point_to_point primitives publications publishing random restart session stall stream table tensor wire.data_channel work",
+    "saving": "errors failure handle node requests session wait",
+    "tree": "errors",
+    "checkpoint": "errors functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
+    "loading": "checkpoint errors fetch functions handle node saving session shards spec stall tensor transfer tree wire.codec wrap",
+    "restarts": "checkpoint errors handle loading random restart saving session",
+    "": "checkpoint collective config connect errors event factories fetch functional group handle layout loading members memory mesh "
+    "partition placing point_to_point primitives publications publishing random restart restarts session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
     "testing": "group session wire.data_channel distruntime",
@@ -126,7 +131,9 @@ WORKER = {
     "staging": "",
     "template": "",
     "streams": "",
-    "functions": "settings streams",
+    "checkpoint": "streams",
+    "checkpoint_folder": "checkpoint objects",
+    "functions": "checkpoint settings streams",
     "address": "config",
     "data_channel": "",
     "data_channel.gloo": "",
@@ -151,7 +158,7 @@ WORKER = {
     "executor": "answers cancel collectives devices draws functions instructions joint "
     "lanes look published state streams team template waits",
     "session": "devices executor objects peers published settings streams",
-    "daemon": "address config data_channel devices objects published session settings",
+    "daemon": "address checkpoint_folder config data_channel devices objects published session settings",
     "cli": "config daemon",
     "__main__": "cli",
 }

@@ -54,6 +54,7 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import answer
 
+from . import checkpoint_folder
 from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
 from .data_channel import prepare, report
@@ -232,6 +233,8 @@ class Daemon:
                 session.executor.open_lines(message)
             case Fetch():
                 session.executor.fetch(message)
+            case Ask(what="checkpoint"):
+                checkpoint_folder.answer(message.request, message.detail, session.send)
             case Ask():
                 self._reply(session, message)
             case OpenStream():

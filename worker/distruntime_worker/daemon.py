@@ -149,11 +149,12 @@ class _Master:
             while (item := stream.queue.get()) is not None and not executor.state.closed:
                 work, first, stop = item
                 try:
-                    per_thread.apply()
-                    if work.segment.stretches:
-                        executor.run_stretch(stream, work, first, stop)
-                    else:
-                        executor.run(work)
+                    with executor.turn:
+                        per_thread.apply()
+                        if work.segment.stretches:
+                            executor.run_stretch(stream, work, first, stop)
+                        else:
+                            executor.run(work)
                     del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
                     if isinstance(error, ProtocolError):

@@ -41,6 +41,7 @@ from .state import Send, State, Tell
 from .streams import Stream, Work
 from .team import Lanes, Team
 from .template import Template, operator
+from .turns import Turn, Turns
 from .waits import Waits
 
 _LOOK = 0.1  # seconds between looks whether the master is gone
@@ -48,10 +49,10 @@ _END = 1 << 62  # no log gets there
 
 
 class Executor:
-    """Runs the log of one session on one worker."""
+    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`."""
 
-    def __init__(self, devices: Devices, send: Send, tell: Tell) -> None:
-        state, shared = State(devices, send), Attached()
+    def __init__(self, devices: Devices, send: Send, tell: Tell, turn: Turn | None = None) -> None:
+        state, shared = State(devices, send, turn or Turns().enter("")), Attached()
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
@@ -69,7 +70,8 @@ class Executor:
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
-        self.slots, self.works, self.default = state.slots, state.works, state.default
+        self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
+        self.turn.more = state.waits
 
     def open(self, message: OpenStream) -> Stream:
         """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
@@ -129,12 +131,13 @@ class Executor:
     def _wait_turn(self, stream: Stream, work: Work) -> None:
         """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
         assert work.turn is not None
-        while not work.turn.wait(_LOOK) and not self.state.closed:
-            pass
-        for streams in self.state.all_streams():
-            for other in list(streams.values()):
-                if other is not stream:
-                    stream.wait_for(other.events(_END))
+        with self.turn.paused():
+            while not work.turn.wait(_LOOK) and not self.state.closed:
+                pass
+            for streams in self.state.all_streams():
+                for other in list(streams.values()):
+                    if other is not stream:
+                        stream.wait_for(other.events(_END))
 
     def divide(self, work: Work) -> None:
         """Give each stream its stretches of a segment (the reader)."""
@@ -288,6 +291,7 @@ class Executor:
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
         self.state.closed = True
+        self.turn.close()
         self.joint.groups.end_all("its session is over")
         for streams in self.state.all_streams():
             for stream in streams.values():

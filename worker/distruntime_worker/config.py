@@ -20,3 +20,4 @@ class WorkerConfig:
     threads: int = 0  # of torch's kernels; 0: as torch chooses
     data_host: str = ""  # where other workers reach this one; empty: found out
     data_port: int = 0  # of the store where groups meet; 0: any free one
+    max_memory: int | float | None = None  # that each session may hold on each device: bytes, or as a float a part of what it has

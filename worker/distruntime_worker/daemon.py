@@ -46,6 +46,7 @@ from distruntime.wire.messages import (
 from distruntime.wire.shared import answer
 
 from .address import data_host, peer_address, rendezvous
+from .budget import Budget, limits
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
@@ -54,6 +55,7 @@ from .objects import failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
 from .streams import Stream, Work
+from .turns import Turn, Turns
 
 log = logging.getLogger("distruntime.worker")
 
@@ -77,12 +79,12 @@ def keep_pages() -> None:
 class _Master:
     """The session of one master: its executor, its queue of segments, and the thread that runs them."""
 
-    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel) -> None:
+    def __init__(self, peer: bytes, name: str, devices: Devices, channel: Channel, turn: Turn, budget: Budget | None) -> None:
         self.peer, self.name = peer, name
         self._channel = channel
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
-        self.executor = Executor(devices, self.send, self.tell)
+        self.executor = Executor(devices, self.send, self.tell, turn, budget)
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -211,6 +213,7 @@ class Daemon:
         self._devices = Devices(config.devices, config.simulate_cuda)
         self._channel = Channel(listen=config.listen, keys=config.keys)
         self._master: _Master | None = None
+        self._turns = Turns()
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
         else:
@@ -329,7 +332,10 @@ class Daemon:
             reason = f"this worker is serving another master ({self._master.name}); it serves one at a time"
         else:
             restore()
-            self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel)
+            most = self._config.max_memory
+            budget = None if most is None else Budget(hello.session, limits(most, self._devices))
+            turn = self._turns.enter(hello.session)
+            self._master = _Master(peer, f"{hello.session} on {hello.host}", self._devices, self._channel, turn, budget)
             log.info("session of master %s (torch %s, Python %s) begins", self._master.name, hello.torch, hello.python)
             version = platform.python_version()
             simulated = self._devices.simulated

@@ -29,10 +29,12 @@ from distruntime.wire.messages import (
 from distruntime.wire.shared import Attached
 
 from .answers import MOST_FAILURES, Answers
+from .budget import Budget
 from .cancel import Cancelling
 from .collectives import PREFIX, Collective
 from .devices import Devices
 from .functions import FUNCTIONS
+from .guard import guarded
 from .instructions import Instructions
 from .joint import Joint
 from .lanes import along
@@ -51,8 +53,8 @@ _END = 1 << 62  # no log gets there
 class Executor:
     """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`."""
 
-    def __init__(self, devices: Devices, send: Send, tell: Tell, turn: Turn | None = None) -> None:
-        state, shared = State(devices, send, turn or Turns().enter("")), Attached()
+    def __init__(self, devices: Devices, send: Send, tell: Tell, turn: Turn | None = None, budget: Budget | None = None) -> None:
+        state, shared = State(devices, send, turn or Turns().enter(""), budget), Attached()
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
@@ -262,11 +264,12 @@ class Executor:
         self._next_template += 1
         if name.startswith(PREFIX):
             collective = Collective(name, args, self.state.devices.real, self.joint.begin)
-            self.state.templates[number], self.state.info[number] = collective.run, collective
+            self.state.templates[number], self.state.info[number] = guarded(self.state, collective, []), collective
             return
-        call = FUNCTIONS.get(name) or operator(name)
-        template = Template(name, call, args, kwargs, results, self.state.devices.real, self.state.fail)
-        self.state.templates[number] = template.run
+        call, real = FUNCTIONS.get(name) or operator(name), self.state.devices.real
+        template = Template(name, call, args, kwargs, results, real, self.state.fail)
+        on = [real(torch.device(pattern[1])) for pattern in (*args, *kwargs.values()) if _is_device(pattern)]
+        self.state.templates[number] = guarded(self.state, template, on[:1], call, args, kwargs, results)
         self.state.info[number] = template
 
     def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
@@ -276,17 +279,18 @@ class Executor:
         state = self.state
         if name.startswith(PREFIX):
             joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
-            team.templates[number], team.info[number] = joint.run, joint
+            team.templates[number], team.info[number] = guarded(state, joint, []), joint
             return
         call, lanes = FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
-        shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
+        on = [state.devices.real(torch.device(d)) for d in team.devices]
+        shared = len(lanes) > 1 and all(device.type == "cpu" for device in on)
         generators = team.generators if shared and _draws(name, call) else None
         found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
-        team.templates[number], team.info[number] = found.run, found
+        team.templates[number], team.info[number] = guarded(state, found, on, call, *own, results), found
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
@@ -297,6 +301,10 @@ class Executor:
             for stream in streams.values():
                 self._cancelling.cut(stream, _END)
                 stream.queue.put(None)
+
+
+def _is_device(pattern: Any) -> bool:
+    return isinstance(pattern, list) and pattern[:1] == ["device"]
 
 
 def _draws(name: str, call: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from distruntime.errors import InternalError, StreamCancelled
 from distruntime.wire.messages import Failure, Message, team_and_stream
 
+from .budget import Budget
 from .collectives import Collective
 from .devices import Devices
 from .objects import Poisoned, described, failure, memory_of
@@ -28,9 +29,11 @@ Tell = Callable[[int, Message], None]  # node, message: to another worker
 class State:
     """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
 
-    def __init__(self, devices: Devices, send: Send, turn: Turn) -> None:
-        self.devices, self.send, self.turn = devices, send, turn
+    def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
+        self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
         self.slots: dict[int, Any] = {}
+        if budget is not None:
+            budget.watch(self.slots)
         self.templates: dict[int, Run] = {}  # by the first word of an instruction
         self.info: dict[int, Any] = {}  # of those that the master has sent
         self.teams: dict[int, Team] = {}  # by number, the meshes with members here

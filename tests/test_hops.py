@@ -41,6 +41,7 @@ BESIDE_ON_THE_WORKER = {
     "Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
     "Shield": "keeps Ctrl-C out of it",
     "PerThread": "a look, once a segment, at whether `dr.config` said anything",
+    "Turn": "a look, once a segment, at whether there are other sessions",
     "Daemon._watch": "looks for peers that left, between messages",
     "_Master.send": "the acknowledgement, after the kernel",
     "encode": "the acknowledgement",

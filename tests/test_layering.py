@@ -51,8 +51,8 @@ MASTER = {
     "queues": "context errors handle node order",
     "wrap": "handle spec",
     "places": "context errors handle node",
-    "session": "errors failure handle holders launch line node places requests "
-    "stall wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
+    "session": "errors failure handle holders launch line node places requests stall "
+    "wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
     "placing": "context errors handle session",
     "table": "handle node session text wire.deadlines",
     "memory": "handle holders session table text",
@@ -106,8 +106,8 @@ MASTER = {
     "functional_collectives": "lines process_group special",
     "fully_shard": "errors event member_ints process_group",
     "dtensor": "composite context errors first fully_shard functional_collectives member_ints process_group tensor",
-    "mesh": "context dtensor entries errors fetch group handle issue layout "
-    "line lines member_ints process_group session shards team tensor transfer wrap",
+    "mesh": "context dtensor entries errors fetch group handle issue layout line "
+    "lines member_ints process_group session shards team tensor transfer wrap",
     "map_location": "session",
     "install": "autocast composite context device_module dispatch errors first handle map_location opaque session tensor uninitialized",
     "connect": "begin errors group install registry session table wire.deadlines wire.shared",
@@ -116,8 +116,9 @@ MASTER = {
     "checkpoint": "errors functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "loading": "checkpoint errors fetch functions handle node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "restarts": "checkpoint errors handle loading random restart saving session",
-    "": "checkpoint collective config connect errors event factories fetch functional group handle layout loading members memory mesh "
-    "partition placing point_to_point primitives publications publishing random restart restarts session stall stream table tensor wire.data_channel work",
+    "": "checkpoint collective config connect errors event factories fetch functional group handle "
+    "layout loading members memory mesh partition placing point_to_point primitives publications publishing "
+    "random restart restarts session stall stream table tensor wire.data_channel work",
     "__main__": "distruntime",
     "demo": "distruntime",
     "testing": "group session wire.data_channel distruntime",
@@ -144,21 +145,24 @@ WORKER = {
     "collectives": "groups",
     "peers": "",
     "team": "functions objects streams template",
-    "state": "collectives devices objects streams team template",
-    "instructions": "functions objects staging state streams team template",
+    "budget": "devices functions objects streams team",
+    "lanes": "collectives objects team",
+    "draws": "functions template",
+    "turns": "",
+    "state": "budget collectives devices objects streams team template turns",
+    "guard": "collectives functions lanes objects state team template",
+    "instructions": "functions guard objects staging state streams team template",
     "look": "state streams",
     "answers": "look objects state streams",
     "waits": "state streams",
     "joint": "collectives groups objects state",
-    "lanes": "collectives objects team",
     "cancel": "collectives lanes look objects state streams team template waits",
-    "draws": "functions template",
     "read_only": "collectives functions lanes objects state team template",
     "published": "objects read_only state",
-    "executor": "answers cancel collectives devices draws functions instructions joint "
-    "lanes look published state streams team template waits",
-    "session": "devices executor objects peers published settings streams",
-    "daemon": "address checkpoint_folder config data_channel devices objects published session settings",
+    "executor": "answers budget cancel collectives devices draws functions guard instructions joint "
+    "lanes look published state streams team template turns waits",
+    "session": "budget devices executor objects peers published settings streams turns",
+    "daemon": "address budget checkpoint_folder config data_channel devices objects published session settings turns",
     "cli": "config daemon",
     "__main__": "cli",
 }

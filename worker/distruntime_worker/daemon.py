@@ -56,6 +56,7 @@ from distruntime.wire.shared import answer
 
 from . import checkpoint_folder
 from .address import data_host, peer_address, rendezvous
+from .budget import Budget, limits
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
@@ -63,6 +64,7 @@ from .objects import failure
 from .published import Published
 from .session import Session
 from .settings import restore
+from .turns import Turns
 
 log = logging.getLogger("distruntime.worker")
 
@@ -96,6 +98,7 @@ class Daemon:
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
+        self._turns = Turns()
         self._dials = count().__next__
         self._master = b""  # the connection to the dialled master
         self._dial_at = math.inf  # when to dial the master again
@@ -297,9 +300,11 @@ class Daemon:
         if not self._sessions:
             restore()
         before = found if hello.mode.endswith("resume") else None
-        session = self._sessions[hello.session] = self._by_peer[peer] = Session(
-            peer, hello, self._devices, self._channel, self._published, before
-        )
+        most = self._config.max_memory
+        budget = None if most is None else Budget(hello.session, limits(most, self._devices))
+        turn = self._turns.enter(hello.session)
+        session = Session(peer, hello, self._devices, self._channel, self._published, turn, budget, before)
+        self._sessions[hello.session] = self._by_peer[peer] = session
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))

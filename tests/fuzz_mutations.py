@@ -30,7 +30,17 @@ DEPTHS = [3, 50, 400, 10_000]  # msgpack's own limit is 1024 levels; what is dee
 #   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length into its generator
 #   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their forward promised
 UNSAFE = ("resize_storage", "set_rng_state", "backward", "fused", "aten::_", "as_strided", "aten::set_", "resize_")
-UNKNOWN = ["aten::none_such", "aten::add.NoSuch", "nothing::at_all", "aten", "", "::", "group::", "group::none_such", "distruntime::none_such"]
+UNKNOWN = [
+    "aten::none_such",
+    "aten::add.NoSuch",
+    "nothing::at_all",
+    "aten",
+    "",
+    "::",
+    "group::",
+    "group::none_such",
+    "distruntime::none_such",
+]
 
 
 class Mutator:
@@ -53,7 +63,21 @@ class Mutator:
         return make()
 
     def other(self) -> Any:
-        lists = [[], [[]], [None], [1, 2, 3], [[1, 0]], [0] * 7, {}, {"a": 1}, [OPERAND], ["list"], ["float", "x"], ["dtype", "nn"], ["device", "x:y"]]
+        lists = [
+            [],
+            [[]],
+            [None],
+            [1, 2, 3],
+            [[1, 0]],
+            [0] * 7,
+            {},
+            {"a": 1},
+            [OPERAND],
+            ["list"],
+            ["float", "x"],
+            ["dtype", "nn"],
+            ["device", "x:y"],
+        ]
         return copy.deepcopy(self.random.choice([None, True, False, *FLOATS, *BYTES, *lists]))
 
     def integer(self) -> int:
@@ -173,7 +197,13 @@ class Mutator:
         """Return the bytes of a message, mutated as bytes too once in a while; what cannot travel becomes noise."""
         try:
             frames = seed.frames()
-        except (ValueError, OverflowError, TypeError, AttributeError, RecursionError):  # msgpack takes it no more than a master could send it
+        except (
+            ValueError,
+            OverflowError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # msgpack takes it no more than a master could send it
             return [self.noise()]
         if self.random.random() < 0.06:
             k = self.random.randrange(len(frames))
@@ -227,7 +257,9 @@ class Mutator:
                 k = random.randrange(len(found))
                 found[k], seed = seed, found[k]
             if random.random() < rate * 0.3:
-                found.append(self.noise() if random.random() < 0.2 else self.seed(random.choice(self.by_kind[random.choice(sorted(self.by_kind))])))
+                found.append(
+                    self.noise() if random.random() < 0.2 else self.seed(random.choice(self.by_kind[random.choice(sorted(self.by_kind))]))
+                )
             found.append(self.seed(seed) if dice < rate and isinstance(seed, Seed) else seed)
         if calm and found:
             k = random.randrange(len(found))
@@ -268,7 +300,7 @@ def renumbered(seeds: list[Any]) -> list[Any]:
         if isinstance(message, Segment):
             seq += 1
             seed = Seed(replace(message, seq=seq, start=start), seed.payloads)
-            start += len(message.words)
+            start += len(message.words) if isinstance(message.words, list) else 0
         elif isinstance(message, MeshSegment):
             seq += 1
             seed = Seed(MeshSegment(seq), seed.payloads)

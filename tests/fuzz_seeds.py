@@ -132,9 +132,13 @@ def save(recordings: list[list[Any]]) -> None:
             seen.add(key)
             kept.append(row)
     FILE.write_bytes(msgpack.packb(kept))
-    kinds = {cls for _, _, rows in kept for cls, *_ in rows} | {p[0] for _, _, rows in kept for r in rows for p in r[2:] if isinstance(p, list)}
+    kinds = {cls for _, _, rows in kept for cls, *_ in rows} | {
+        p[0] for _, _, rows in kept for r in rows for p in r[2:] if isinstance(p, list)
+    }
     count = sum(len(rows) for _, _, rows in kept)
-    print(f"{FILE.name}: {len(kept)} sessions, {count} messages, {FILE.stat().st_size >> 10} KB; not in it: {sorted(set(_CLASSES) - kinds)}")
+    print(
+        f"{FILE.name}: {len(kept)} sessions, {count} messages, {FILE.stat().st_size >> 10} KB; not in it: {sorted(set(_CLASSES) - kinds)}"
+    )
 
 
 # -- recording: a worker that notes what goes through its channels ------------------------------------------------------------------

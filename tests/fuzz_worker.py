@@ -139,7 +139,7 @@ class FuzzedWorker:
             self._read = file.tell()
         for line in new.splitlines():
             if line.startswith("Traceback (most") or "a defect of the worker" in line[:200] or line.startswith("AUDIT"):
-                raise Finding(f"the worker's log:\n{new[max(0, new.index(line) - 500):][:5000]}")
+                raise Finding(f"the worker's log:\n{new[max(0, new.index(line) - 500) :][:5000]}")
 
     def holds(self) -> dict[str, Any]:
         """Return what the worker holds; see `holdings`."""
@@ -301,8 +301,8 @@ class AgainstWorker:
             if isinstance(message, OpenGroup):
                 # The recorded store is of another day, and who joins waits for it; no member is elsewhere.
                 nodes = [0] * len(message.nodes) if isinstance(message.nodes, list) and mutator.random.random() < 0.7 else message.nodes
-                limit = message.timeout if message.timeout < 2.0 else 2.0
-                message = replace(message, store=store or message.store, timeout=limit, nodes=nodes, factory=message.factory[:3])
+                limit = min(message.timeout, 2.0) if isinstance(message.timeout, (int, float)) else message.timeout
+                message = replace(message, store=store or message.store, timeout=limit, nodes=nodes)
                 item = Seed(message, item.payloads)
             self.counts[item.kind] += 1
             attacker.say(*mutator.frames(item))
@@ -331,11 +331,17 @@ class AgainstWorker:
             connection.recv(4096)
 
     def _noise(self, rng: random.Random, mutator: Mutator) -> None:
-        self._write(rng.choice([rng.randbytes(rng.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0", b"\xff" * 64, mutator.noise()]))
+        self._write(
+            rng.choice(
+                [rng.randbytes(rng.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0", b"\xff" * 64, mutator.noise()]
+            )
+        )
 
     def _greeting(self, rng: random.Random, mutator: Mutator) -> None:
         mechanism = rng.choice((b"NULL", b"CURVE", b"PLAIN", b"GSSAPI", b"", b"\xff" * 20)).ljust(20, b"\0")
-        greeting = b"\xff" + rng.choice((b"\0" * 8, rng.randbytes(8))) + b"\x7f" + bytes([rng.choice((3, 3, 3, 0, 1, 2, 255)), rng.choice((0, 1))])
+        greeting = (
+            b"\xff" + rng.choice((b"\0" * 8, rng.randbytes(8))) + b"\x7f" + bytes([rng.choice((3, 3, 3, 0, 1, 2, 255)), rng.choice((0, 1))])
+        )
         greeting += mechanism + rng.choice((b"\0", b"\1")) + b"\0" * 31
         ready = b"\x04\x26\x05READY" + b"\x0bSocket-Type\0\0\0\x06ROUTER" + b"\x08Identity\0\0\0\0"
         curve = b"\x04\xc8\x05HELLO\x01\0" + b"\0" * 72 + rng.randbytes(32) + b"\0" * 7 + b"\1" + rng.randbytes(80)

@@ -580,3 +580,30 @@ def test_a_send_never_waits_for_who_uses_the_socket(make: Make, address: str) ->
         assert not any(thread.is_alive() for thread in threads)
     dialler.events()
     assert [frames for _, frames in receive(listener, 3)] == [[b"meanwhile"]] * 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, address: str, known: bool) -> None:
+    """The last words of a peer that has gone lie unread when the next one connects: the kernel has given that one its fd."""
+    server = make(address)
+    hasty = make()
+    hasty.connect(server.address, b"server")
+    assert event(hasty, "connected")
+    if known:
+        hasty.send(b"server", [b"first"])
+        receive(server)
+        assert event(server, "connected")
+    sent = hasty.send(b"server", [b"h" * (1 << 16)], copy=False)
+    wait_for(lambda: sent is not None and sent.done)  # by the server's own thread, which reads it before the end of the connection
+    hasty.close()
+    wait_for(lambda: any(e.kind in ("handshake_failed", "disconnected") for e in server.events()))
+    late = make()
+    late.connect(server.address, b"server")
+    assert event(late, "connected")
+    late.send(b"server", [b"l"])
+    peers = {content(frames[0])[:1]: peer for peer, frames in receive(server, 2)}
+    late.send(b"server", [b"again"])
+    receive(server)
+    assert [e.kind for e in server.events() if e.peer == peers[b"l"]] == ["connected"]
+    late.close()
+    assert event(server, "disconnected").peer == peers[b"l"]

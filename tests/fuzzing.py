@@ -24,10 +24,12 @@ import torch
 
 import fuzz_seeds
 from fuzz_worker import AgainstWorker, Finding
+from processes import pause
 
 KINDS = ("worker", "master", "raw")
 _WARM = 60  # rounds until what is kept for good (torch's caches of operators, malloc's arenas) is there
 _LOOK = 40  # rounds between looks at what a process holds
+_WAITS = 10  # looks, two seconds apart, at what has grown: a kernel or the joining of a group may take its time
 # What may come in so many looks without being growth: a kernel that still runs, a cache that fills.
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 6, "objects": 4000}
 
@@ -103,8 +105,15 @@ class Run:
             self.close()
 
     def look(self) -> None:
-        """Note what the target holds; a `Finding` where that has grown."""
-        self.growth.note(self._target.holds())
+        """Note what the target holds; a `Finding` where that has grown, and stays so when all that was begun has had time to end."""
+        found = self._target.holds()
+        first = self.growth.looks[0] if self.growth.looks else found
+        for _ in range(_WAITS):
+            if all(found[name] <= first[name] + slack for name, slack in _SLACK.items()):
+                break
+            pause(2.0)
+            found = self._target.holds()
+        self.growth.note(found)
         self.growth.check()
 
     def close(self) -> None:

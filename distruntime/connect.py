@@ -22,6 +22,7 @@ from .group import Choice, Groups
 from .install import install
 from .launch import LocalWorker, start_workers
 from .node import Node
+from .replies import is_devices
 from .session import Session, active
 from .table import nodes_table
 from .wait import is_timeout
@@ -91,7 +92,8 @@ def init_master_worker(
     session.start()
     session.groups.meeting.begin()
     active[:] = [session]
-    atexit.register(_at_exit, session)
+    atexit.unregister(_at_exit)  # once: what it is registered with stays as long as the process
+    atexit.register(_at_exit)
     session.on_close.append(lambda: active.remove(session) if session in active else None)
     try:
         session.groups.require_choice()
@@ -317,6 +319,10 @@ def _node(session: Session, index: int, peer: bytes, address: str, welcome: Welc
             f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
             "install the same distruntime on both"
         )
+    if not is_devices(welcome.devices):
+        raise ConnectionFailed(
+            f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: is it a distruntime-worker?"
+        )
     node = Node(index, peer, address, session.channel.send, session.lock)
     node.welcome, node.round_trip = welcome, round_trip
     node.shared = session.challenge is not None and welcome.shared == session.secret
@@ -334,6 +340,7 @@ def _abandon(session: Session) -> None:
     for worker in session.local_workers:
         worker.stop(1.0)
     session.channel.close()
+    session.shared.close()
     for callback in session.on_close:
         callback()
 
@@ -349,9 +356,10 @@ def is_initialized() -> bool:
     return bool(active) and active[0].closed is None and not active[0].foreign
 
 
-def _at_exit(session: Session) -> None:
-    if not session.foreign and session.closed is None:
-        session.shutdown(raise_unread=False)
+def _at_exit() -> None:
+    for session in list(active):
+        if not session.foreign and session.closed is None:
+            session.shutdown(raise_unread=False)
 
 
 __all__ = ["init_master_worker", "is_initialized", "shutdown"]

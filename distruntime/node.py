@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from .errors import NodeFailed, ProtocolError
+from .replies import is_spec
 from .wire.channel import PeerGone
 from .wire.codec import Buffer, encode, failure_from
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, MeshSegment, Segment, Welcome
@@ -355,6 +356,8 @@ class Node:
             try:
                 for number, result, fields in message.corrections:
                     correct = self.checks.get(number)
+                    if type(result) is not int or not is_spec(fields):
+                        raise ValueError(f"{fields!r:.80}")
                     if correct is not None:
                         correct(result, fields)
             except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """The fuzzer against a master: what a worker says to it is changed on the way.
 
-    master process --- relay, which changes what comes back --- worker: node 1
-                   --- worker: node 0, whose values must be right whatever node 1 says
+master process --- relay, which changes what comes back --- worker: node 1
+               --- worker: node 0, whose values must be right whatever node 1 says
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _session(rng: random.Random, addresses: list[str]) -> list[str]:
         return [*wrong, f"node 0 is gone:\n{traceback.format_exc()[-3000:]}"]
     for act in rng.sample(_ACTS, rng.randrange(2, 7)):
         attempt(act)
+    attempt(lambda: dr.synchronize(0, timeout=5))  # brings what waited there for the other node, and it is lost
     try:
         if (kept + 1).tolist() != [1.0, 3.0, 5.0, 7.0, 9.0]:
             wrong.append(f"node 0 computes {(kept + 1).tolist()}")

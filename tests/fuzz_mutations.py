@@ -14,12 +14,14 @@ from distruntime.wire.codec import OPERAND
 from distruntime.wire.messages import MESSAGES, Hello, MeshBody, MeshSegment, Segment
 from fuzz_seeds import Recording, Seed
 
-INTS = [0, 1, 2, 3, 7, 15, 16, 17, 255, 4095, 4096, 65535, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 53, (1 << 62), (1 << 63) - 1, 1 << 63,
-        (1 << 64) - 1, -1, -2, -16, -4096, -(1 << 31), -(1 << 62), -(1 << 63)]  # fmt: skip
+INTS = [0, 1, 2, 3, 7, 15, 16, 17, 255, 4095, 4096, 65535, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 53, 1 << 62,
+        (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -2, -16, -4096, -(1 << 31), -(1 << 62), -(1 << 63)]  # fmt: skip
 FLOATS = [0.0, -0.0, 1.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
-TEXTS = ["", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text", "passed", "done", "signal",
-         "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000, "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000,
-         "memory", "status", "info", "channel", "gloo", "tcp", "nccl", "127.0.0.1", "operand", "list", "__class__", "None"]  # fmt: skip
+TEXTS = [
+    "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text", "passed", "done",
+    "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000, "group::all_reduce", "aten::add.Tensor", "1e999",
+    "9" * 5000, "memory", "status", "info", "channel", "gloo", "tcp", "nccl", "127.0.0.1", "operand", "list", "__class__", "None",
+]  # fmt: skip
 BYTES = [b"", b"\0", b"\0\0\0\0", b"\x80\x04.", b"\xff" * 16, b"x" * 5000]
 OPTIONS = ["quiet", "shared", "precision", "threshold", "edgeitems", "linewidth", "sci_mode", "indent", "profile", "x", ""]
 DEPTHS = [3, 50, 400, 10_000]  # msgpack's own limit is 1024 levels; what is deeper is written by hand, in `bomb`
@@ -224,11 +226,14 @@ class Mutator:
         """Return a frame that is no message, or a bomb."""
         kind = self.random.randrange(len(MESSAGES))
         deep = self.random.choice(DEPTHS)
+        head = bytes([0x92, kind])
         return self.random.choice([
-            b"", b"\xc1", self.random.randbytes(self.random.randrange(200)), msgpack.packb([99]), msgpack.packb([kind]), msgpack.packb([kind, *[None] * 20]),
-            b"\x91" * deep + b"\xc0", bytes([0x92, kind]) + b"\x91" * deep + b"\xc0", bytes([0x92, kind]) + b"\x81\xa1a" * deep + b"\xc0",
-            b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xdb\x7f\xff\xff\xffx", b"\xc6\xff\xff\xff\xffx", b"\xdd\x00\x0f\xff\xff" + b"\xc0" * 100,
-            b"\xc9\x00\x00\x00\x05\x01hello", b"\xd6\xff\0\0\0\0", b"\x95\x05" + b"\xcf" + b"\xff" * 8 + b"\xc0\xc0\xc0",
+            b"", b"\xc1", self.random.randbytes(self.random.randrange(200)),
+            msgpack.packb([99]), msgpack.packb([kind]), msgpack.packb([kind, *[None] * 20]),
+            b"\x91" * deep + b"\xc0", head + b"\x91" * deep + b"\xc0", head + b"\x81\xa1a" * deep + b"\xc0",
+            b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xdb\x7f\xff\xff\xffx", b"\xc6\xff\xff\xff\xffx",
+            b"\xdd\x00\x0f\xff\xff" + b"\xc0" * 100, b"\xc9\x00\x00\x00\x05\x01hello", b"\xd6\xff\0\0\0\0",
+            b"\x95\x05" + b"\xcf" + b"\xff" * 8 + b"\xc0\xc0\xc0",
         ])  # fmt: skip
 
     # -- sessions ----------------------------------------------------------------------------------------------------------------

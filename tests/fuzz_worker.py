@@ -78,8 +78,16 @@ def holdings() -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "objects": len(objects),
         "kinds": kinds.most_common(60),
+        "files": Counter(_file(name) for name in os.listdir("/proc/self/fd")).most_common(),
         "names": sorted(t.name for t in threading.enumerate()),
     }
+
+
+def _file(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").partition(":[")[0]
+    except OSError:
+        return "the folder"
 
 
 # -- in the fuzzer's ---------------------------------------------------------------------------------------------------------------

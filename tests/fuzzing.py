@@ -4,8 +4,8 @@
     python tests/fuzzing.py run --seconds 60 --seed 1       against a worker, a master, and as a stranger, in turns
     python tests/fuzzing.py run --against worker --round 417 --seed 1      one round again, which has found something
 
-PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends, hangs, unpickles or starts programs;
-a legitimate peer that is not served in time or reads a wrong value; a traceback in the log; an exception of a class that is not
+PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends, hangs, unpickles or starts
+programs; a legitimate peer that is not served in time or reads a wrong value; a traceback in the log; an exception of a class that is not
 distruntime's own; memory, threads, descriptors or Python objects that grow from round to round.
 """
 
@@ -54,7 +54,9 @@ class Growth:
                 kinds = Counter(dict(last[-1]["kinds"]))
                 kinds.subtract(dict(first[-1]["kinds"]))
                 grown = [row for row in kinds.most_common(12) if row[1] > 0]
-                raise Finding(f"{name} have grown from {before} to {after} in {len(self.looks)} looks; {grown}; {last[-1]['names']}")
+                raise Finding(
+                    f"{name} have grown from {before} to {after} in {len(self.looks)} looks; {grown}; {last[-1]['names']}; {last[-1]['files']}"
+                )
 
     def line(self) -> str:
         if not self.looks:

@@ -124,7 +124,8 @@ class FuzzedWorker:
             resource.prlimit(self.process.pid, resource.RLIMIT_AS, (limit, limit))
 
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if not line.startswith("frame #") and "from a peer that has no session" not in line)
 
     def _wait(self, condition: Any, seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds

@@ -31,6 +31,9 @@ from fuzzing import target
 ROUNDS = {"worker": 30, "raw": 12, "master": 12}  # of a block; each takes some tenths of a second
 # (against, seed, round) of what has found a defect: they run on, so that it does not come back.
 FOUND = [
+    ("worker", 3, 1416),  # an upload cut short
+    ("worker", 3, 2092),  # peers at addresses that are none
+    ("worker", 3, 1607),
     ("worker", 1, 25), ("worker", 1, 119),  # the next master was taken for the one before it: the kernel had given it the same fd
     ("master", 1, 5), ("master", 1, 60), ("master", 1, 73),  # replies that are no tensors
     ("master", 1, 28), ("master", 1, 63),  # devices that are none

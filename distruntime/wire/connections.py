@@ -52,8 +52,8 @@ class Connections:
 
     The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
     read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
-    are the fds that somebody was taken to speak through who may be such a ghost. Who is heard next through one of these has it: libzmq has
-    read a ghost's words earlier, and so they mostly come first.
+    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it is whose
+    name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
@@ -113,6 +113,9 @@ class Connections:
             del self._peer_of[old], self.placed[peer]
         self._events.append(PeerEvent("connected", peer, self._address()))
         leftover = peer in self._gone and (fd is None or fd in self._ghosts)
+        if fd is not None and fd in self.doubted and _earlier(peer, self._peer_of[fd]):
+            self._gone.add(peer)
+            leftover = True
         if fd is not None and fd in self.doubted and not leftover:
             ghost = self._lost(fd, self._address())
             self._events += [ghost] if ghost is not None else []
@@ -217,3 +220,10 @@ class Connections:
         self._ghosts.add(fd)
         self._gone.add(peer)
         return PeerEvent("disconnected", peer, endpoint)
+
+
+def _earlier(peer: Peer, other: Peer) -> bool:
+    """Whether `peer` connected before `other`, as far as their names tell: libzmq names who has no name by a zero and a counter."""
+    if not (peer[:1] == other[:1] == b"\0" and len(peer) == len(other) == 5):
+        return False
+    return (int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")) % (1 << 32) > 1 << 31

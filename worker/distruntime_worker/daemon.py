@@ -49,7 +49,7 @@ from .address import data_host, peer_address, rendezvous
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
-from .executor import Executor
+from .executor import NONSENSE, Executor
 from .objects import failure
 from .peers import PeerChannel
 from .settings import per_thread, restore
@@ -312,6 +312,8 @@ class Daemon:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._drop(peer, str(error))
+        except NONSENSE as error:  # whatever it is in, it must not cost the other sessions to come
+            self._drop(peer, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
 
     def _greet(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):

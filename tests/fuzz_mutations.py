@@ -18,10 +18,10 @@ INTS = [0, 1, 2, 3, 7, 15, 16, 17, 255, 4095, 4096, 65535, 1 << 20, 1 << 31, (1 
         (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -2, -16, -4096, -(1 << 31), -(1 << 62), -(1 << 63)]  # fmt: skip
 FLOATS = [0.0, -0.0, 1.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
 TEXTS = [
-    "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text", "passed", "done",
-    "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000, "group::all_reduce", "aten::add.Tensor", "1e999",
-    "9" * 5000, "memory", "status", "info", "channel", "gloo", "tcp", "nccl", "127.0.0.1", "operand", "list",
-    "__class__", "None",
+    "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text",
+    "passed", "done", "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000,
+    "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000, "memory", "status", "info", "channel", "gloo", "tcp", "nccl",
+    "127.0.0.1", "operand", "list", "__class__", "None",
 ]  # fmt: skip
 BYTES = [b"", b"\0", b"\0\0\0\0", b"\x80\x04.", b"\xff" * 16, b"x" * 5000]
 OPTIONS = ["quiet", "shared", "precision", "threshold", "edgeitems", "linewidth", "sci_mode", "indent", "profile", "x", ""]

@@ -22,14 +22,29 @@ from distruntime.failure import remote_error
 from distruntime.node import Cause
 from distruntime.replies import FORMS, is_devices, is_spec, is_tensor
 from distruntime.session import active_session
-from distruntime.wire.codec import decode
-from distruntime.wire.messages import MESSAGES, Failure
+from distruntime.wire.codec import decode, encode
+from distruntime.wire.messages import (
+    GIVE,
+    HOST,
+    MESSAGES,
+    STAMP,
+    UPLOAD,
+    Ask,
+    Failure,
+    Goodbye,
+    Notify,
+    Peers,
+    Reply,
+    Segment,
+    Welcome,
+)
 from fuzz_mutations import Mutator
-from fuzz_worker import AgainstWorker, FuzzedWorker
+from fuzz_worker import AgainstWorker, FuzzedWorker, Legitimate, Speaker, hello
 from fuzzing import target
 
 ROUNDS = {"worker": 30, "raw": 12, "master": 12}  # of a block; each takes some tenths of a second
-# (against, seed, round) of what has found a defect: they run on, so that it does not come back.
+# (against, seed, round) of what has found a defect. What they say changes with the seeds' file and the mutations; what each has found has
+# a test of its own too.
 FOUND = [
     ("worker", 3, 1416),  # an upload cut short
     ("worker", 3, 2092),  # peers at addresses that are none
@@ -182,6 +197,61 @@ def test_sessions_that_have_ended_leave_no_descriptors(fresh_session: Callable[.
         assert counts[-1] <= counts[1], counts
     finally:
         worker.stop()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedWorker]:
+    folder = tmp_path_factory.mktemp("worker")
+    os.chmod(folder, 0o700)
+    made = FuzzedWorker(folder, key=False)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def speaker(worker: FuzzedWorker) -> Iterator[Speaker]:
+    """A master in session; the next one is served."""
+    made = Speaker(worker)
+    made.say(encode(hello()))
+    made.hears(Welcome, "Hello")
+    yield made
+    made.close()
+    worker.check()
+    Legitimate(worker).compute().leave()
+
+
+@pytest.mark.parametrize(
+    "words", [[UPLOAD], [UPLOAD, 1, "cpu"], [STAMP, 1, HOST, 1, 2], [UPLOAD, 1, "cpu", "float32", [1], [1, 2, 3]], [GIVE, [[]], 1]]
+)
+def test_words_that_make_no_sense_end_the_session_with_a_reason(speaker: Speaker, words: list[Any]) -> None:
+    speaker.say(encode(Segment(1, 0, [], words, [])))
+    assert "segment 1 makes no sense at word" in speaker.hears(Goodbye, "a segment").reason
+
+
+def test_a_signal_for_a_node_that_there_is_not(speaker: Speaker) -> None:
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Notify(0, 0, 1, 1)))
+    assert "Signal for node 1, of which no Peers has told" in speaker.hears(Goodbye, "Notify").reason
+
+
+@pytest.mark.parametrize("addresses", [[], [None, ""], [["a"]]])
+def test_peers_that_are_none(speaker: Speaker, addresses: list[Any]) -> None:
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Peers(0, b"secret", addresses)))
+    assert "Peers makes no sense" in speaker.hears(Goodbye, "Peers").reason
+
+
+@pytest.mark.parametrize("address", ["", "float99", "tcp://", "tcp://no.such.host.at.all:1", "ipc://" + "x" * 200])
+def test_a_peer_at_an_address_that_is_none_costs_nothing_but_its_signal(speaker: Speaker, address: str) -> None:
+    """A worker that lies about where it listens; the master passes that on."""
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Peers(0, b"secret", ["", address])))
+    speaker.say(encode(Notify(0, 0, 1, 1)))
+    speaker.say(encode(Ask(2, "status", [])))
+    speaker.hears(Reply, "status", 2)
 
 
 def test_the_file_of_seeds_is_small_and_whole() -> None:

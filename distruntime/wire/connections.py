@@ -52,8 +52,8 @@ class Connections:
 
     The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
     read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
-    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it is whose
-    name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
+    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it belongs
+    to whose name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:

@@ -25,11 +25,12 @@ class WorkerTraceback(Exception):
         return "\n" + str(self.args[0]).rstrip()
 
 
+_OF_MORE_THAN_A_TEXT = ("UnicodeError", "UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
 # What a reply may become: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
     for name, cls in vars(builtins).items()
-    if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, UnicodeError)
+    if isinstance(cls, type) and issubclass(cls, Exception) and cls.__name__ not in _OF_MORE_THAN_A_TEXT
 }
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .entries import template
+from .errors import ProtocolError
 from .handle import Handle, Place, Storage, next_ref
 from .issue import issue_default
 from .line import user_line
@@ -31,9 +32,12 @@ def read_function(node: Node, function: str) -> Any:
     session = node.session
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
-        request = session.requests.new(node)
+        request = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
         kept = Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR))
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
         node.flush()
-    return session.value(request)[0]
+    results = session.value(request)
+    if len(results) != 1:
+        raise ProtocolError(f"{node} answered {len(results)} results of {function}, which has one")
+    return results[0]

@@ -141,7 +141,7 @@ class Session:
         """
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node)
+        request = self.requests.new(node, form)
         request.buffer = buffer
         with node.lock:
             last = max(after[1::2])
@@ -157,7 +157,7 @@ class Session:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node)
+        request = self.requests.new(node, f"ask {what}")
         self.post(node, Ask(request.number, what, list(detail)))
         return request
 
@@ -231,7 +231,7 @@ class Session:
             node.settle(user_line())
             node.flush()
             target = node.base
-        request = self.requests.new(node)
+        request = self.requests.new(node, "done")
         self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
         if not self.result(request, timeout):
             self.requests.forget(request)
@@ -363,6 +363,9 @@ class Session:
         for node in self.nodes[: len(self.local_workers)]:
             if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
+        for node in self.nodes:
+            if node.failed is not None:  # also what was asked of it by who had just seen it alive
+                self.requests.lose(node, node.failed)
         if self.keeper is not None:
             self.keeper.look()
 

@@ -49,10 +49,18 @@ class Connections:
 
     Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `placed`
     is the inverse of `_peer_of`.
+
+    The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
+    read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
+    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it belongs
+    to whose name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
         self.unplaced: set[int] = set()  # fds through which nothing has come yet
+        self.doubted: set[int] = set()
+        self._ghosts: set[int] = set()
+        self._gone: set[Peer] = set()
         self.dialled: set[Peer] = set()
         self.placed: dict[Peer, int] = {}  # who dialled us, and the fd of the connection
         self._has_key = has_key
@@ -91,6 +99,8 @@ class Connections:
     def place(self, peer: Peer, fd: int | None) -> None:
         """Learn that `peer`, which has dialled us, speaks through `fd`; None: through one that we shall have to guess."""
         if fd is not None and self._peer_of.get(fd) == peer:
+            if fd not in self._ghosts:
+                self.doubted.discard(fd)
             return
         self.read()
         if fd is None and self.unplaced:
@@ -102,11 +112,26 @@ class Connections:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "replaced by a new connection"))
             del self._peer_of[old], self.placed[peer]
         self._events.append(PeerEvent("connected", peer, self._address()))
-        if fd is not None and fd in self.unplaced:
+        leftover = peer in self._gone and (fd is None or fd in self._ghosts)
+        if fd is not None and fd in self.doubted and _earlier(peer, self._peer_of[fd]):
+            self._gone.add(peer)
+            leftover = True
+        if fd is not None and fd in self.doubted and not leftover:
+            ghost = self._lost(fd, self._address())
+            self._events += [ghost] if ghost is not None else []
+            self.unplaced.add(fd)
+        if not leftover and fd is not None and fd in self.unplaced:
             self.unplaced.discard(fd)
             self._peer_of[fd], self.placed[peer] = peer, fd
+            if fd in self._ghosts:
+                self.doubted.add(fd)
         else:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
+
+    def settle(self) -> None:
+        """Take note that all messages have been read that came through connections known to have ended."""
+        self._ghosts.clear()
+        self._gone.clear()
 
     def read(self) -> bool:
         """Take in what the monitor reports; return whether that was news for take()."""
@@ -182,12 +207,23 @@ class Connections:
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
         self.unplaced.discard(fd)
+        self._ghosts.add(fd)
         reported, self._refused = self._refused, False
         return None if reported else PeerEvent("handshake_failed", None, endpoint, "hung up before it said who it is")
 
     def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
+        self.doubted.discard(fd)
         peer = self._peer_of.pop(fd, None)
         if peer is None:
             return None  # never said its name, or has come back on another connection since
         del self.placed[peer]
+        self._ghosts.add(fd)
+        self._gone.add(peer)
         return PeerEvent("disconnected", peer, endpoint)
+
+
+def _earlier(peer: Peer, other: Peer) -> bool:
+    """Whether `peer` connected before `other`, as far as their names tell: libzmq names who has no name by a zero and a counter."""
+    if not (peer[:1] == other[:1] == b"\0" and len(peer) == len(other) == 5):
+        return False
+    return (int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")) % (1 << 32) > 1 << 31

@@ -60,6 +60,7 @@ from .budget import Budget, limits
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
+from .executor import NONSENSE
 from .objects import failure
 from .published import Published
 from .session import Session
@@ -219,10 +220,15 @@ class Daemon:
                     self._greet(peer, Ack(session.link.received))
                 self._take(session, message, payloads)
         except ProtocolError as error:
-            if session is not None:
-                self._drop(session, str(error))
-            else:
-                log.warning("dropped a peer: %s", error)
+            self._broke(session, str(error))
+        except NONSENSE as error:  # whatever it is in, it must not cost the other sessions
+            self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
+
+    def _broke(self, session: Session | None, why: str) -> None:
+        if session is not None:
+            self._drop(session, why)
+        else:
+            log.warning("dropped a peer: %s", why)
 
     def _take(self, session: Session, message: Message, payloads: Sequence[Buffer]) -> None:
         match message:

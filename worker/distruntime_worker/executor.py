@@ -48,6 +48,8 @@ from .template import Template, operator
 from .turns import Turn, Turns
 from .waits import Waits
 
+# What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
+NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 _LOOK = 0.1  # seconds between looks whether the master is gone
 _END = 1 << 62  # no log gets there
 
@@ -203,7 +205,7 @@ class Executor:
                             self.run_stretch(stream, work, i, n)
                             self.running = False
                             return
-        except (IndexError, TypeError, KeyError) as error:
+        except NONSENSE as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
         self._finish(work)
         stream.reached = start + n  # only now: whoever waits wants to hear of failures first
@@ -242,7 +244,7 @@ class Executor:
                     if i < stop:
                         stream.publish(start + i)
                 stream.mark(start + i)
-        except (IndexError, TypeError, KeyError) as error:
+        except NONSENSE as error:
             raise ProtocolError(
                 f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
             ) from error

@@ -22,7 +22,7 @@ import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
-from distruntime.wire.codec import Buffer, decode, encode, failure_fields
+from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
@@ -209,16 +209,57 @@ class Daemon:
             message = decode(buffers[0])
             if session is None:
                 self._first(peer, message)
-            elif isinstance(message, Ack):
+                return
+            if isinstance(message, Ack):
                 session.link.acknowledge(message.received)
-            elif isinstance(message, Hello):
-                self._end(session, "a new session on the same connection")
-                self._welcome(peer, message)
-            else:
-                payloads = buffers[1:]
-                if session.link.count(sum(map(len, payloads)) if payloads else 0, False):
-                    self._greet(peer, Ack(session.link.received))
-                self._take(session, message, payloads)
+                return
+            payloads = buffers[1:]
+            if not isinstance(message, Hello) and session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+                self._greet(peer, Ack(session.link.received))
+            match message:
+                case Segment():
+                    session.put(message, payloads)
+                case MeshSegment():
+                    session.put_mesh(message, payloads)
+                case OpenTeam():
+                    session.executor.open_team(message)
+                case OpenLines():
+                    session.executor.open_lines(message)
+                case Fetch():
+                    session.executor.fetch(message)
+                case Ask(what="checkpoint"):
+                    checkpoint_folder.answer(message.request, message.detail, session.send)
+                case Ask():
+                    self._reply(session, message)
+                case OpenStream():
+                    session.open(message)
+                case Signal():
+                    session.executor.signal(message)
+                case Cancel():
+                    session.executor.cancel(message)
+                case Notify():
+                    session.executor.notify(message)
+                case Peers():
+                    session.meet(message)
+                case OpenGroup():
+                    session.join(message, data_host(self._config, session.host))
+                case BreakGroup():
+                    session.executor.joint.groups.end(message.group, message.reason)
+                case Bury():
+                    dead = self._sessions.get(message.session)
+                    if dead is not None and dead.alone_since is not None and not dead.lasting:
+                        self._end(dead, f"its master has died, says {session.master}")
+                case Detach():
+                    assert session.link.peer is not None
+                    self._greet(session.link.peer, Ack(session.link.received))
+                    log.info("master %s leaves: %s", session.master, message.reason)
+                case Hello():
+                    self._end(session, "a new session on the same connection")
+                    self._welcome(peer, message)
+                case Goodbye():
+                    self._end(session, message.reason)
+                case _:
+                    raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._broke(session, str(error))
         except NONSENSE as error:  # whatever it is in, it must not cost the other sessions
@@ -229,49 +270,6 @@ class Daemon:
             self._drop(session, why)
         else:
             log.warning("dropped a peer: %s", why)
-
-    def _take(self, session: Session, message: Message, payloads: Sequence[Buffer]) -> None:
-        match message:
-            case Segment():
-                session.put(message, payloads)
-            case MeshSegment():
-                session.put_mesh(message, payloads)
-            case OpenTeam():
-                session.executor.open_team(message)
-            case OpenLines():
-                session.executor.open_lines(message)
-            case Fetch():
-                session.executor.fetch(message)
-            case Ask(what="checkpoint"):
-                checkpoint_folder.answer(message.request, message.detail, session.send)
-            case Ask():
-                self._reply(session, message)
-            case OpenStream():
-                session.open(message)
-            case Signal():
-                session.executor.signal(message)
-            case Cancel():
-                session.executor.cancel(message)
-            case Notify():
-                session.executor.notify(message)
-            case Peers():
-                session.meet(message)
-            case OpenGroup():
-                session.join(message, data_host(self._config, session.host))
-            case BreakGroup():
-                session.executor.joint.groups.end(message.group, message.reason)
-            case Bury():
-                dead = self._sessions.get(message.session)
-                if dead is not None and dead.alone_since is not None and not dead.lasting:
-                    self._end(dead, f"its master has died, says {session.master}")
-            case Detach():
-                assert session.link.peer is not None
-                self._greet(session.link.peer, Ack(session.link.received))
-                log.info("master %s leaves: %s", session.master, message.reason)
-            case Goodbye():
-                self._end(session, message.reason)
-            case _:
-                raise ProtocolError(f"a master does not send {type(message).__name__}")
 
     # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
 

@@ -130,10 +130,9 @@ class Saving:
                         CheckpointError, other_version(self.folder, entry[2]) + ". Save into another folder, or empty this one"
                     )
         if failed is not None:
-            for part in self._parts:
-                if part.node.failed is None and self._session.closed is None:
-                    self._session.ask(part.node, "checkpoint", ["remove", self.folder, [part.file]])
-            self._end(failed)
+            there = [part for part in self._parts if part.node.failed is None and self._session.closed is None]
+            removals = [self._session.ask(part.node, "checkpoint", ["remove", self.folder, [part.file]]) for part in there]
+            _when_all(removals, self._guarded(partial(self._end, failed)))
             return
         index = {"format": "distruntime", "version": VERSION, "number": max(numbers) + 1, "save": self._save, **self._index}
         index["files"] = {part.file: {"node": part.node.index, "host": part.node.host, "bytes": part.written.value} for part in self._parts}

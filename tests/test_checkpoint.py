@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:.*Complex.* support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_by_bit(session: object, tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (5, 2, dtype.itemsize), dtype=torch.uint8)
@@ -334,6 +335,20 @@ def test_a_save_in_the_background_tells_when_it_is_over(session: object, tmp_pat
     second.wait(0)
     assert second.done() and "complete" in repr(second)
     assert dr.load(tmp_path)["n"] == 2
+
+
+def test_threads_that_save_into_one_folder(session: object, tmp_path: Path) -> None:
+    def saves(k: int) -> None:
+        for n in range(4):
+            value = 10.0 * k + n
+            dr.save({"n": value, "x": [torch.full((100,), value, device=REMOTE), there(torch.full((100,), value), 1)]}, tmp_path)
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(saves, k) for k in range(4)]:
+            future.result(90)
+    found = dr.load(tmp_path)
+    assert all(x.unique().tolist() == [found["n"]] for x in found["x"])
+    assert len(files(tmp_path)) == 4 and json.loads((tmp_path / "distruntime.json").read_text())["number"] == 16
 
 
 def test_a_session_ends_after_its_saves(fresh_session: Fresh, tmp_path: Path) -> None:

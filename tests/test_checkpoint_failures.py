@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_for_one_of_two(session: object, tmp_path: Path) -> 
             dr.save(tree(2, 100_000), tmp_path)
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    until(lambda: ours(tmp_path) == before)  # what node 0 had written goes
+    assert ours(tmp_path) == before  # what node 0 had written is gone
     is_whole(dr.load(tmp_path), 1)
 
 
@@ -272,7 +272,7 @@ def test_another_version_is_neither_read_nor_overwritten(saved: Path) -> None:
         dr.load(saved)
     with pytest.raises(dr.CheckpointError, match=r"holds a checkpoint of version 2, and .* Save into another folder"):
         dr.save(tree(2), saved)
-    until(lambda: {name: (saved / name).read_bytes() for name in os.listdir(saved)} == before)
+    assert {name: (saved / name).read_bytes() for name in os.listdir(saved)} == before
 
 
 def _flip(path: Path, at: int) -> None:
@@ -364,7 +364,7 @@ def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path)
     with pytest.raises(dr.NodeFailed, match=r"was not completed, as node 1 .* The one before it is as it was"):
         saving.wait()
     is_whole(dr.load(tmp_path), 1)
-    until(lambda: ours(tmp_path) == before)
+    assert ours(tmp_path) == before
 
 
 def test_ctrl_c_in_a_wait(two: Any, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_ctrl_c_in_a_wait(two: Any, tmp_path: Path) -> None:
     with stopped(dr.nodes()[1].pid), pytest.raises(KeyboardInterrupt), StruckWhileWaiting():
         dr.save(two_, tmp_path)
     is_whole(dr.load(tmp_path), 1)  # which waits for the one that was left
-    until(lambda: ours(tmp_path) == before)
+    assert ours(tmp_path) == before
     dr.save(tree(3), tmp_path)
     is_whole(dr.load(tmp_path), 3)
     dr.synchronize()

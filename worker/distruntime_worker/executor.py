@@ -52,6 +52,7 @@ from .waits import Waits
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 _LOOK = 0.1  # seconds between looks whether the master is gone
 _END = 1 << 62  # no log gets there
+_SEED = "distruntime::manual_seed"
 
 
 class Executor:
@@ -293,7 +294,7 @@ class Executor:
         template = Template(name, call, args, kwargs, results, real, self.state.fail)
         on = [real(torch.device(pattern[1])) for pattern in (*args, *kwargs.values()) if _is_device(pattern)]
         run = guarded(self.state, template, on[:1], call, args, kwargs, results)
-        self.state.templates[number] = self.draws.around(run) if _draws(name, call) else run
+        self.state.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
         self.state.info[number] = template
 
     def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
@@ -315,7 +316,7 @@ class Executor:
         generators = team.generators if shared and _draws(name, call) else None
         found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
         run = guarded(state, found, on, call, *own, results)
-        team.templates[number] = self.draws.around(run) if _draws(name, call) else run
+        team.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
         team.info[number] = found
 
     def close(self) -> None:

@@ -532,6 +532,9 @@ class Session:
             late = [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
         finally:
             self._leave("it was detached; resume=True attaches to it again")
+            for worker in self.local_workers:
+                if worker is not None:
+                    worker.leave()
             for callback in self.on_close:
                 callback()
         if late:

@@ -171,7 +171,8 @@ class Daemon:
         if now > self._looked + _LOOK:
             self._looked = now
             for session in spent:
-                self._end(session, "its master has died" if has_died(session.process) else f"its master was away for {session.keep:.0f} s")
+                dead = not session.lasting and has_died(session.process)
+                self._end(session, "its master has died" if dead else f"its master was away for {session.keep:g} s")
 
     def _leave(self, session: Session) -> None:
         """Note that a session's master is not connected any more."""

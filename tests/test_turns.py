@@ -52,7 +52,7 @@ class Session:
         self.streams = [self.executor.default, *(self.executor.open(OpenStream(k, "cpu", 0, -1)) for k in range(1, streams))]
         self.done = 0  # segments
         self.then: Callable[[int], object] = lambda k: None  # is called with their numbers
-        self._position = self._seq = 0
+        self.position = self._seq = 0
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(stream,), daemon=True) for stream in self.streams]
         for thread in self._threads:
@@ -75,8 +75,8 @@ class Session:
     def issue(self, words: list[Any], stream: int = 0) -> None:
         with self._lock:
             self._seq += 1
-            work = Work(Segment(self._seq, self._position, [], words, [[stream, len(words)]]), [], 1)
-            self._position += len(words)
+            work = Work(Segment(self._seq, self.position, [], words, [[stream, len(words)]]), [], 1)
+            self.position += len(words)
             self.executor.works.append(work)
             self.executor.divide(work)
 
@@ -183,11 +183,15 @@ def test_a_long_instruction_keeps_nobody_waiting() -> None:
         other.begin()
         until(lambda: one.done > 50 and other.done > 50)
         long.issue_small(stream=1)  # and its own other streams go on
-        end = long.streams[0].position
-        until(lambda: long.streams[1].position > end)
+        until(lambda: long.streams[1].position > 0)
+        before = one.done + other.done
+        for _ in range(100):
+            long.issue_small(stream=1)
+        until(lambda: long.streams[1].position == long.position)
+        assert one.done + other.done < before + 10 * 100  # not only now and then: of fair parts, twice as much as these
         assert long.done == 0
         let_go.set()
-        until(lambda: long.done == 2)
+        until(lambda: long.done == 102)
 
 
 def test_one_that_waits_for_a_signal_has_no_turn() -> None:

@@ -112,8 +112,13 @@ class Guarded:
                 self._state.fail(template, slots, p, i, error)
                 return i + template.length
         after = template.run(slots, p, i)
-        made = [(one.device, one.untyped_storage().nbytes()) for one in _each(slots, [p[i + k] for k in self._writes])]
-        total = sum(nbytes for _, nbytes in made)
+        value = slots.get(p[i + self._writes[0]])
+        if len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided:  # as below, 0.9 us sooner
+            total = value.untyped_storage().nbytes()
+            made = [(value.device, total)]
+        else:
+            made = [(one.device, one.untyped_storage().nbytes()) for one in _each(slots, [p[i + k] for k in self._writes])]
+            total = sum(nbytes for _, nbytes in made)
         if total >= budget.large:
             on = self._devices or [made[0][0]]
             self._remember(slots, p, i, (on, total // len(on)))

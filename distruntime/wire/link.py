@@ -53,13 +53,14 @@ class Link:
     Invariant, under the channel's lock and until it is `over`: `kept` are the messages numbered `acknowledged` + 1 to `sent`.
     """
 
-    __slots__ = ("_bytes", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
+    __slots__ = ("_bytes", "_pending", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
 
     def __init__(self, peer: bytes | None = None) -> None:
         self.peer = peer
         self.kept: deque[Delivery] = deque()
         self.sent = self.acknowledged = self.received = 0
         self._since = self._bytes = 0
+        self._pending = False  # whether a part has come since the last acknowledgement: its sender waits to use the memory again
         self.over = False  # nothing will arrive any more
 
     def end(self) -> None:
@@ -76,14 +77,17 @@ class Link:
     def count(self, nbytes: int, more: bool) -> bool:
         """Count a message that has come, with so many bytes of payload; return whether the other end must hear of it now.
 
-        `more` says that the message after it belongs to the same value.
+        `more` says that the message after it belongs to the same value. The sender waits for all of them: after the last it hears of it,
+        however little has come since an acknowledgement in their midst.
         """
         self.received += 1
         self._since += 1
         self._bytes += nbytes
-        if self._since < EVERY and self._bytes < (MUCH if more else LARGE):
+        if self._since < EVERY and self._bytes < (MUCH if more else LARGE) and (more or not self._pending):
+            self._pending = more
             return False
         self._since = self._bytes = 0
+        self._pending = False
         return True
 
     def acknowledge(self, received: int) -> None:

@@ -38,6 +38,7 @@ from .errors import (
     RemoteError,
     SessionClosed,
     StreamCancelled,
+    UntrustedError,
     UsageError,
     WaitTimeout,
 )
@@ -88,18 +89,25 @@ from .work import Work
 
 if typing.TYPE_CHECKING:
     from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
+    from .publications import Publication, Publications
+    from .publishing import lookup, names, publish, unpublish
 
 __version__ = "0.1.0"
 
-_OF_MESHES = ("DeviceMesh", "from_shards", "init_device_mesh", "shards")
+# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
+# Signatures need PyNaCl, which no worker does.
+_LATER = {
+    **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh"),
+    **dict.fromkeys(("Publication", "Publications"), ".publications"),
+    **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing"),
+}
 
 
 def __getattr__(name: str) -> typing.Any:
-    # Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
-    if name not in _OF_MESHES:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    mesh = importlib.import_module(".mesh", __name__)
-    globals().update((found, getattr(mesh, found)) for found in _OF_MESHES)
+    module = importlib.import_module(_LATER[name], __name__)
+    globals().update((found, getattr(module, found)) for found, where in _LATER.items() if where == _LATER[name])
     return globals()[name]
 
 
@@ -138,6 +146,8 @@ __all__ = [
     "PlacementError",
     "ProcessGroup",
     "ProtocolError",
+    "Publication",
+    "Publications",
     "ReduceOp",
     "Reduction",
     "RemoteError",
@@ -148,6 +158,7 @@ __all__ = [
     "Stall",
     "Stream",
     "StreamCancelled",
+    "UntrustedError",
     "UsageError",
     "WaitTimeout",
     "Work",
@@ -181,8 +192,10 @@ __all__ = [
     "isend",
     "linspace",
     "logspace",
+    "lookup",
     "manual_seed",
     "memory",
+    "names",
     "new_group",
     "node",
     "nodes",
@@ -191,6 +204,7 @@ __all__ = [
     "place",
     "premul_sum",
     "primitives",
+    "publish",
     "rand",
     "randint",
     "randn",
@@ -212,5 +226,6 @@ __all__ = [
     "stream",
     "synchronize",
     "tensor",
+    "unpublish",
     "zeros",
 ]

@@ -1,4 +1,4 @@
-"""`python -m distruntime demo` and `python -m distruntime repl`: the first things to try, with or without a cluster."""
+"""`python -m distruntime demo`, `repl` and `key`: the first things to try, and the key that signs what you publish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,18 @@ def _parser() -> argparse.ArgumentParser:
     repl.add_argument("--simulate-cuda", type=int, default=0, metavar="N", help="workers started here offer N GPUs that are CPU tensors")
     repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     repl.add_argument("--insecure", action="store_true", help="no encryption and no authentication: who reaches a port owns that machine")
+    commands.add_parser("key", help="print your public signing key, as others put it into their trusted-keys; made if there is none")
     return parser
+
+
+def _key() -> int:
+    try:
+        # Not imported at the top: nobody else needs signatures.
+        print(importlib.import_module("distruntime.signing").public_line())
+    except distruntime.ConfigurationError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _demo() -> int:
@@ -80,6 +91,8 @@ def _complete(names: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = _parser().parse_args(arguments)
+    if options.command == "key":
+        return _key()
     return _demo() if options.command == "demo" else _repl(options)
 
 

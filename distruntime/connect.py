@@ -194,10 +194,13 @@ def _silent(text: str) -> None:
     """Say nothing: the output is not a terminal."""
 
 
-def shutdown() -> None:
-    """End the session. Workers drop its values; raise the first failure that nobody has read."""
+def shutdown(timeout: float | None = None) -> None:
+    """End the session, a named one too. Workers drop its values; raise the first failure that nobody has read.
+
+    What is in flight gets `timeout` seconds (10) to finish.
+    """
     if active:
-        active[0].shutdown()
+        active[0].shutdown(timeout=timeout)
 
 
 def is_initialized() -> bool:

@@ -5,6 +5,7 @@ DistruntimeError
 │   ├── PlacementError          operands live on different places, or a place does not exist
 │   ├── SessionClosed           a proxy or a call needs a session that has ended (or belongs to another process)
 │   ├── NotSupportedError       a remote tensor cannot do this; the text names what can
+│   ├── UntrustedError          what was published carries no signature that this process trusts, or one that does not hold
 │   └── ConfigurationError      a setting, key or address is unusable
 ├── RemoteError                 an operation failed on a worker (raised as a class that is also the original: IndexError, OutOfMemoryError)
 ├── StreamCancelled             the work was dropped by stream.cancel() before it ran
@@ -36,6 +37,10 @@ class SessionClosed(UsageError):
 
 class NotSupportedError(UsageError, NotImplementedError):
     """A remote tensor cannot do this; the text names what can."""
+
+
+class UntrustedError(UsageError):
+    """What was published carries no signature that this process trusts, or one that does not hold; nothing of it was opened."""
 
 
 class ConfigurationError(UsageError, ValueError):

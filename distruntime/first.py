@@ -19,6 +19,7 @@ from .learn import learn
 from .line import user_line
 from .node import Line, Node
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
+from .read_only import require_writable
 from .session import active_session
 from .spec import Spec, spec_from_wire
 from .transfer import upload
@@ -130,6 +131,9 @@ def _issue_new(
 ) -> Any:
     """Give a call its template, remember both under its signature, and issue it."""
     node = place.node
+    if outcome.written:  # before anything is noted of a call that will not be
+        operands: list[Any] = tensors_of(args, kwargs)
+        require_writable([operands[k]._handle.storage for k in outcome.written], line)
     relieve(node)
     with node.lock:
         number, words = template(func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node)

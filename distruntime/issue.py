@@ -10,6 +10,7 @@ import torch
 from .context import current_streams
 from .handle import Handle, Residence, Storage
 from .node import Line, Node
+from .read_only import require_writable
 from .spec import NO_TENSOR
 from .wire.codec import Buffer
 
@@ -36,6 +37,8 @@ def issue(
     `random` is whether it draws random numbers, or the operator, whose tags say so: the generator counts as a storage that it writes.
     """
     node = place.node
+    if written:
+        require_writable(written, line)
     with node.lock:
         if node.order is None:
             _append(words, fresh, written, node, line)

@@ -17,6 +17,7 @@ from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence
 from .issue import issue_joint
 from .line import user_line
+from .read_only import require_writable
 from .spec import Spec, spec
 from .wire.codec import dtype_name
 from .wire.shield import shield
@@ -43,6 +44,8 @@ def issue_operation(
     """
     group.require()
     line = user_line()
+    if inplace:
+        require_writable([h.storage for _, outs in parts for h in outs], line)
     key = (
         operation,
         inplace,

@@ -184,6 +184,9 @@ class Keeper:
         session = self.session
         if session.starter is not None:
             session.local_workers += [None] * (node.index + 1 - len(session.local_workers))
+            ended = session.local_workers[node.index]
+            if ended is not None:
+                ended.stop(0)
             session.local_workers[node.index] = session.starter(node.index)
         self._search(node)
 

@@ -16,6 +16,7 @@ from .wire.deadlines import UNREACHABLE
 from .wire.keys import KeyPair
 
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
+_MOST_WORDS = 12  # lines of a crash
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
 
 
@@ -54,6 +55,12 @@ class LocalWorker:
         except OSError as error:
             return f"({self.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-count:])
+
+    def last_words(self) -> list[str]:
+        """Return what the worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines."""
+        lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
+        fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        return lines[fatal[-1] :][:_MOST_WORDS] if fatal else lines[-5:]
 
     def terminate(self) -> None:
         """Ask the process to end. Return at once; to stop many workers, ask all of them before you `stop` each."""

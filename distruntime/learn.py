@@ -14,6 +14,7 @@ from .handle import Handle, Place, Residence, Storage, next_ref
 from .issue import issue
 from .node import Line, Node
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
+from .read_only import require_writable
 from .requests import Request
 from .shards import member_of, mesh_of
 from .spec import Spec, spec_from_wire
@@ -42,11 +43,12 @@ def learn(
     count = LENGTHS[schema.name](args) if listed else len(schema.returns)
     returns = list(schema.returns) * count if listed else schema.returns
     shared = shared * count if listed else shared
+    storages = [operands[k]._handle.storage for k in written]
+    require_writable(storages, line)
     with node.lock:
         number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
         handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
-        storages = [operands[k]._handle.storage for k in written]
         request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
     described = await_specs(request, count, node, func)
     out: list[Any] = []
@@ -71,9 +73,9 @@ def learn(
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
     if (
-        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not written
+        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not schema.is_mutable
     ):  # deterministic: only the meta kernel was wrong
-        outcome = Outcome(results, count == 1, (), ())
+        outcome = Outcome(results, count == 1, written, ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
             place.known[signature] = entry_for(func, cls, args, number, outcome)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .errors import NotSupportedError, of_caller
 from .spec import Spec, spec_of
+from .wire.unsaid import unsaid_writes
 
 
 class NeedsWorker(Exception):
@@ -97,6 +98,8 @@ def aliases(
     written: list[int] = []
     number = 0
     whole: int | None = None  # the operand that a list of views is of: `split(Tensor(a -> *) self) -> Tensor(a)[]`
+    names = [argument.name for argument in schema.arguments]
+    unsaid = unsaid_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
     for k, argument in enumerate(schema.arguments):
         if not argument.kwarg_only and k < len(args):
             value = args[k]
@@ -112,6 +115,8 @@ def aliases(
                 whole = number
             if argument.alias_info.is_write:
                 written += range(number, number + here)
+        elif argument.name in unsaid:
+            written += range(number, number + here)
         number += here
     shared: list[int | None] = []
     for result in schema.returns:

@@ -403,7 +403,7 @@ class Session:
             ended = worker.poll()
         if ended is None:
             return None
-        words = [line for line in worker.last_lines(5).splitlines() if " INFO " not in line]
+        words = worker.last_words()
         if "signal 9 " in ended and out_of_memory_kills() > self._kills:
             ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
         return f"(pid {worker.pid}) exited: {ended}" + ("; its last words:\n  " + "\n  ".join(words) + "\n" if words else "")

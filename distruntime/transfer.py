@@ -12,6 +12,7 @@ from .errors import ProtocolError
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_bytes, issue_shared
 from .line import user_line
+from .read_only import require_writable
 from .requests import Request
 from .shards import member_of, mesh_of
 from .spec import Spec, spec_of
@@ -36,6 +37,8 @@ def upload(
     node = place.node
     node.session.require_open()
     node.require_alive()
+    if into is not None:
+        require_writable([into.storage], user_line())
     if node.members:
         return _replicate(tensor, place, into)
     if into is None:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _TESTS = Path(__file__).resolve().parent
 STARTING = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
-_PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
+PATH = [str(_TESTS.parent), str(_TESTS.parent / "worker"), str(_TESTS)]
 _never = threading.Event()
 
 
@@ -160,6 +160,27 @@ def free_port() -> int:
             return port
 
 
+class ListeningWorker:
+    """`distruntime-worker --listen`, its log in a file."""
+
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+        self.log = folder / "worker.log"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", **variables}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+        until(lambda: "listening on " in self.text() or self.process.poll() is not None)
+        self.address = self.text().partition("listening on ")[2].partition(",")[0]
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+
 class StruckWhileWaiting:
     """A context in which Ctrl-C is pressed as soon as the main thread sleeps in a wait for a worker."""
 
@@ -184,7 +205,7 @@ class Child:
     def __init__(self, function: Callable[..., None], *args: object) -> None:
         module = Path(function.__code__.co_filename).stem
         source = f"import {module}\n{module}.{function.__name__}(*{args!r})\n"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_PATH), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
             env=environment,

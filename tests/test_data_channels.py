@@ -23,7 +23,7 @@ from distruntime.testing import check_data_channel
 from distruntime_worker.data_channel.gloo import Gloo
 from distruntime_worker.data_channel.nccl import NCCL
 from distruntime_worker.data_channel.tcp import TCP
-from test_security import ListeningWorker
+from processes import ListeningWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "08_own_channel.py"

@@ -48,7 +48,7 @@ from distruntime.wire.messages import (
     Welcome,
 )
 from greeting_samples import HELLO, JOIN, WELCOME, hello
-from processes import free_port, until
+from processes import ListeningWorker, free_port, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -187,27 +187,6 @@ Attack = Callable[[Target], None]
 
 
 # -- a listening worker ------------------------------------------------------------------------------------------------------------
-
-
-class ListeningWorker:
-    """`distruntime-worker --listen`, its log in a file."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.log = folder / "worker.log"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]), "OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
-        until(lambda: "listening on " in self.text() or self.process.poll() is not None)
-        self.address = self.text().partition("listening on ")[2].partition(",")[0]
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
 
 
 @pytest.fixture(scope="module")

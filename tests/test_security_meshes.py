@@ -38,8 +38,8 @@ from distruntime.wire.messages import (
     stream_number,
 )
 from greeting_samples import hello
-from processes import resident, until
-from test_security import FIELDS, ListeningWorker, Target, bytes_of, computes, messages_out_of_place, talk
+from processes import ListeningWorker, resident, until
+from test_security import FIELDS, Target, bytes_of, computes, messages_out_of_place, talk
 
 BIG = 1 << 62
 ONE = [UPLOAD, 7, "member", "float32", [1], b"\0\0\0\0"]

@@ -16,8 +16,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session import active_session
-from processes import blocked, slots, steady, stopped, until
-from test_security import ListeningWorker
+from processes import ListeningWorker, blocked, slots, steady, stopped, until
 
 N = 64
 

@@ -50,16 +50,8 @@ class KeyPair:
         Raises:
             ConfigurationError: `path` exists or cannot be written.
         """
-        text = _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii"))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
-            try:
-                with os.fdopen(handle, "w", encoding="ascii") as file:
-                    file.write(text)
-                os.link(temporary, path)  # appears whole or not at all, and never replaces another's key
-            finally:
-                os.unlink(temporary)
+            write_private(path, _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii")))
         except FileExistsError:
             raise ConfigurationError(
                 f"got a key path that is taken, {path}: a key is never overwritten, since workers may still use it. "
@@ -101,11 +93,28 @@ class KeyPair:
 
 def default_path() -> Path:
     """Return where the cluster's key is looked for: $DISTRUNTIME_KEY, or ~/.config/distruntime/key (XDG_CONFIG_HOME is honoured)."""
-    named = os.environ.get("DISTRUNTIME_KEY")
+    return user_file("DISTRUNTIME_KEY", "key")
+
+
+def user_file(variable: str, name: str) -> Path:
+    """Return the path that an environment variable names, or that of a file in ~/.config/distruntime (XDG_CONFIG_HOME is honoured)."""
+    named = os.environ.get(variable)
     if named:
         return Path(named).expanduser()
     config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "distruntime" / "key"
+    return (Path(config) if config else Path.home() / ".config") / "distruntime" / name
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a new file (mode 0600), its directory made (0700) where missing; raise `FileExistsError` where there is one, or `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(text)
+        os.link(temporary, path)  # appears whole or not at all, and never replaces another's key
+    finally:
+        os.unlink(temporary)
 
 
 def needs_key(address: str) -> bool:

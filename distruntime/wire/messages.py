@@ -26,6 +26,10 @@ RELEASE = 7  # RELEASE, ref, count: as a free, of a value that `count` streams u
 HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch of it is answered when the copy is done
 TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
 GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
+PUBLISH = 11  # PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a name, and reply
+ADOPT = (
+    12  # ADOPT, token, version, [ref or 0, ...]: give the values of what `Ask` found under this token these refs; version 0: let go of it
+)
 FIRST_TEMPLATE = 16
 
 
@@ -223,7 +227,7 @@ class Ask:
     "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing,
     "passed" whether the streams of `detail` are at their positions. "channel" is [why not, capabilities, Python version] of the data
     channel that `detail` names; "listen" opens the worker's own channel to other workers and "store" a rendezvous for groups, at the host
-    that `detail` proposes: their addresses.
+    that `detail` proposes: their addresses. "published" is about what sessions have published here: see published.py of the worker.
     """
 
     request: int

@@ -6,7 +6,23 @@ from typing import Any
 
 from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, WAIT, Cancel, Failed
+from distruntime.wire.messages import (
+    ADOPT,
+    AWAIT,
+    CHECK,
+    FORGET,
+    GIVE,
+    HOST,
+    LEARN,
+    PUBLISH,
+    RELEASE,
+    STAMP,
+    TAKE,
+    UPLOAD,
+    WAIT,
+    Cancel,
+    Failed,
+)
 
 from .collectives import Collective
 from .lanes import LaneCollective
@@ -49,7 +65,7 @@ class Cancelling:
             return i + 1
         if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE):
+        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE, ADOPT):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
@@ -65,6 +81,9 @@ class Cancelling:
                 self._waits.pay(stream, p, i)
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
+        if word == PUBLISH:
+            self._state.send(Failed(p[i + 1], failure_fields(self._state.failure(p, i, error, WAITING[word], ""))), None)
+            return i + 4
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.

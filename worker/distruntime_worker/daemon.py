@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import platform
 import socket
@@ -58,6 +59,7 @@ from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
 from .objects import failure
+from .published import Published
 from .session import Session
 from .settings import restore
 
@@ -65,6 +67,7 @@ log = logging.getLogger("distruntime.worker")
 
 _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
 _SPIN = 0.0002  # seconds
+_PAUSE = 0.1  # seconds before a master that has hung up is dialled again
 _LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
@@ -94,6 +97,7 @@ class Daemon:
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
         self._dials = count().__next__
         self._master = b""  # the connection to the dialled master
+        self._dial_at = math.inf  # when to dial the master again
         self._looked = 0.0
         self._served = False  # whether there was a session
         if config.listen is not None:
@@ -105,6 +109,7 @@ class Daemon:
     def _dial(self) -> None:
         """Dial the master anew: under its old name libzmq would send what was for the broken connection."""
         assert self._config.master is not None
+        self._dial_at = math.inf
         self._channel.hang_up(self._master)
         self._master = b"master-%d" % self._dials()
         self._channel.connect(self._config.master, self._master)
@@ -123,6 +128,10 @@ class Daemon:
             session.send(Goodbye("the worker was stopped"))
             self._end(session, "stopped")
 
+    def _published(self) -> dict[str, Published]:
+        """Return what each session has published."""
+        return {name: session.published for name, session in list(self._sessions.items())}
+
     def close(self) -> None:
         """Close the socket."""
         self._channel.close()
@@ -138,16 +147,18 @@ class Daemon:
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
-                    self._dial()
+                    self._dial_at = time.monotonic() + _PAUSE
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
-                if event.peer is not None and event.kind == "auth_failed":  # libzmq does not dial again after a mismatch of keys
-                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
-                if event.peer is not None:
-                    self._dial()
-                else:
+                if event.peer is None:
                     log.warning("refused a connection (%s): %s", what, event.detail or event.address)
+                elif not self._served:  # libzmq does not dial again after a mismatch of keys
+                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
+                else:
+                    self._dial_at = time.monotonic() + _PAUSE
         now = time.monotonic()
+        if now > self._dial_at:
+            self._dial()
         broken = [session for session in self._sessions.values() if session.broken is not None]
         spent = [session for session in self._sessions.values() if session.spent] if now > self._looked + _LOOK else []
         for session in broken:
@@ -282,9 +293,10 @@ class Daemon:
             self._end(found, f"taken over by a master on {hello.host}")
         if not self._sessions:
             restore()
-        session = self._sessions[hello.session] = self._by_peer[peer] = Session(peer, hello, self._devices, self._channel)
-        if found is not None and hello.mode.endswith("resume"):
-            session.began = found.began
+        before = found if hello.mode.endswith("resume") else None
+        session = self._sessions[hello.session] = self._by_peer[peer] = Session(
+            peer, hello, self._devices, self._channel, self._published, before
+        )
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))
@@ -357,6 +369,8 @@ class Daemon:
             return executor.status()
         if what == "info":
             return self._devices.info()
+        if what == "published":
+            return executor.shelf.answer(detail)
         if what == "passed":
             return executor.passed(detail)
         if what == "memory":

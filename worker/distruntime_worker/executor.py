@@ -32,11 +32,13 @@ from .answers import MOST_FAILURES, Answers
 from .cancel import Cancelling
 from .collectives import PREFIX, Collective
 from .devices import Devices
+from .draws import Draws
 from .functions import FUNCTIONS
 from .instructions import Instructions
 from .joint import Joint
 from .lanes import along
 from .look import Look
+from .published import Others, Published, Shelf
 from .state import Send, State, Tell
 from .streams import Stream, Work
 from .team import Lanes, Team
@@ -48,17 +50,28 @@ _END = 1 << 62  # no log gets there
 
 
 class Executor:
-    """Runs the log of one session on one worker."""
+    """Runs the log of one session on one worker. `draws` is its random state, which outlives this log where a master resumes it."""
 
-    def __init__(self, devices: Devices, send: Send, tell: Tell) -> None:
+    def __init__(
+        self,
+        devices: Devices,
+        send: Send,
+        tell: Tell,
+        draws: Draws | None = None,
+        published: Published | None = None,
+        others: Others = dict[str, Published],
+    ) -> None:
         state, shared = State(devices, send), Attached()
+        self.draws = Draws() if draws is None else draws
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
         self._answers = Answers(state, look, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
-        self._instructions = {**Instructions(state, shared).table, WAIT: waits.wait, AWAIT: waits.await_signal}
+        self.shelf = Shelf(state, published or Published(""), others)
+        own = Instructions(state, shared).table
+        self._instructions = {**own, WAIT: waits.wait, AWAIT: waits.await_signal, **self.shelf.table}
         state.templates.update(self._instructions)
         self._next_template = FIRST_TEMPLATE
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
@@ -248,6 +261,8 @@ class Executor:
         for fields in templates:
             try:
                 self._add_to(team, *fields) if team is not None else self._add(*fields)
+                if self.shelf.read_only.watching:
+                    self.shelf.read_only.guard(team or self.state, fields[0])
             except ProtocolError:
                 raise
             except Exception as error:  # whatever it is, the master sent nonsense
@@ -263,7 +278,7 @@ class Executor:
             return
         call = FUNCTIONS.get(name) or operator(name)
         template = Template(name, call, args, kwargs, results, self.state.devices.real, self.state.fail)
-        self.state.templates[number] = template.run
+        self.state.templates[number] = self.draws.around(template.run) if _draws(name, call) else template.run
         self.state.info[number] = template
 
     def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
@@ -283,7 +298,8 @@ class Executor:
         shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
         generators = team.generators if shared and _draws(name, call) else None
         found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
-        team.templates[number], team.info[number] = found.run, found
+        team.templates[number] = self.draws.around(found.run) if _draws(name, call) else found.run
+        team.info[number] = found
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

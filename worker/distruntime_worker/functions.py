@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from distruntime.errors import UsageError
+
 from .settings import configure, settings
 from .streams import elapsed_time
 
@@ -70,6 +72,8 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    if call._schema.is_mutable:  # `ONLY_READ` says so
+        raise UsageError(f"{name} writes its operands, and only what writes nothing is recorded")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
     arguments = call._schema.arguments
@@ -118,3 +122,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "distruntime::record_autocast": record_autocast,
     "distruntime::replay_backward": replay_backward,
 }
+
+# Those of them that write none of their operands: a session may call them with what it may read only.
+ONLY_READ = frozenset(FUNCTIONS) - {"distruntime::resize_storage"}

@@ -7,12 +7,19 @@ import time
 from types import CodeType
 from typing import Any
 
-from distruntime.wire.messages import AWAIT, CHECK, HOST, LEARN, UPLOAD, WAIT
+from distruntime.wire.messages import ADOPT, AWAIT, CHECK, HOST, LEARN, PUBLISH, UPLOAD, WAIT
 
 from .state import State
 from .streams import Stream
 
-WAITING = {UPLOAD: "upload", HOST: "a copy to the host", WAIT: "a wait for another stream", AWAIT: "a wait for another node"}
+WAITING = {
+    UPLOAD: "upload",
+    HOST: "a copy to the host",
+    WAIT: "a wait for another stream",
+    AWAIT: "a wait for another node",
+    PUBLISH: "publish",
+    ADOPT: "lookup",
+}
 
 
 class Look:

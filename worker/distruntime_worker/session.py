@@ -23,6 +23,7 @@ from .devices import Devices
 from .executor import Executor
 from .objects import failure
 from .peers import PeerChannel
+from .published import Others, Published
 from .settings import per_thread
 from .streams import Stream, Work
 
@@ -32,18 +33,25 @@ _numbers = count().__next__
 
 
 class Session:
-    """The session of one master: its executor, its queue of segments, and the threads that run them."""
+    """The session of one master: its executor, its queue of segments, and the threads that run them.
 
-    def __init__(self, peer: bytes, hello: Hello, devices: Devices, channel: Channel) -> None:
+    `before` is the same session with an earlier master.
+    """
+
+    def __init__(
+        self, peer: bytes, hello: Hello, devices: Devices, channel: Channel, others: Others, before: Session | None = None
+    ) -> None:
         self.link = Link(peer)
-        self.began = time.monotonic()
+        self.began: float = time.monotonic() if before is None else before.began
         self.alone_since: float | None = None  # when the master was last there, if it is not
         self._channel = channel
         self.number = _numbers()  # of this process's sessions
         self.take(hello)
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
-        self.executor = Executor(devices, self.send, self.tell)
+        draws = before.executor.draws if before is not None else None
+        self.published: Published = before.published if before is not None else Published(hello.session)
+        self.executor: Executor = Executor(devices, self.send, self.tell, draws, self.published, others)
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")

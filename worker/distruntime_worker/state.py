@@ -41,6 +41,7 @@ class State:
         self.executed = 0  # position up to which the whole log has run
         self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self.gate = threading.RLock()
+        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt  # tells what is published that a write of it has failed
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
     def log(self, work: Work) -> State | Team:
@@ -123,3 +124,9 @@ class State:
                         value[lane] = Poisoned(cause)
             elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                 slots[ref] = Poisoned(cause)
+        if not self.closed:  # what was dropped because the master is gone leaves published values as they are
+            self.spoil(memory, cause)
+
+
+def _unspoilt(memory: torch.UntypedStorage, cause: Failure) -> None:
+    """Of a session that publishes nothing."""

@@ -15,6 +15,7 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import OPERAND, unpack_constant
+from distruntime.wire.unsaid import unsaid_writes
 
 Slots = dict[int, Any]
 Run = Callable[[Slots, list[Any], int], int]
@@ -47,10 +48,11 @@ def operator(name: str) -> Callable[..., Any]:
 class Template:
     """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results.
 
-    `mutates` are those of operands that it writes, `views` those that its results may be views of.
+    `mutates` are those of operands that it writes, `unsaid` those that it writes too although its schema does not say so, `views` those
+    that its results may be views of.
     """
 
-    __slots__ = ("length", "mutates", "name", "reads", "run", "views", "writes")
+    __slots__ = ("length", "mutates", "name", "reads", "run", "unsaid", "views", "writes")
 
     def __init__(
         self,
@@ -66,10 +68,12 @@ class Template:
         self.reads: list[int] = []
         self.mutates: list[int] = []
         self.views: list[int] = []
+        self.unsaid: list[int] = []
         schema = getattr(call, "_schema", None)
         written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write} if schema else set()
         viewed = {a.name for a in schema.arguments if a.alias_info is not None and not a.alias_info.is_write} if schema else set()
         names = [a.name for a in schema.arguments] if schema else []
+        unsaid = unsaid_writes(name, names, {**dict(zip(names, args)), **kwargs})
         closure: dict[str, Any] = {"call": call, "fail": fail, "template": self}
         offset = 1
 
@@ -83,6 +87,8 @@ class Template:
                         self.mutates.append(offset)
                     elif argument in viewed:
                         self.views.append(offset)
+                    elif argument in unsaid:
+                        self.unsaid.append(offset)
                 offset += 1
                 return text
             if isinstance(pattern, list) and pattern and pattern[0] == "list":

@@ -1,0 +1,221 @@
+"""Sessions that have a name outlive their masters; sessions of several masters on one worker do not see each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime import registry
+from distruntime.session import active_session
+from processes import PATH, ListeningWorker, until
+
+REMOTE = "remote"
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sessions are noted in a directory of the test's own, and ended with it."""
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
+    dr.shutdown()
+    yield
+    dr.shutdown()
+    for name in registry.known():
+        entry = registry.read(name)
+        if entry is not None and entry.directory:  # else its worker ends with the test
+            dr.init_master_worker(session=name, resume=True, force=True)
+            dr.shutdown()
+        registry.forget(name)
+
+
+def master(code: str, *, status: int = 0) -> str:
+    """Run a master in a process of its own; return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, signal, torch\nimport distruntime as dr\n{code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
+KILLED = -signal.SIGKILL
+
+
+def test_a_named_session_outlives_its_master_and_is_resumed() -> None:
+    pids = master(
+        """
+dr.init_master_worker(session="sae", world_size=2)
+x = torch.ones(1000, device="remote")
+assert x.sum().item() == 1000
+print(*(node.pid for node in dr.nodes()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        status=KILLED,
+    )
+    assert registry.known() == ["sae"]
+    dr.init_master_worker(session="sae", resume=True)
+    assert [node.pid for node in dr.nodes()] == [int(pid) for pid in pids.split()]  # the very workers
+    for node in active_session().nodes:  # and what nobody has published is free
+        assert active_session().value(active_session().ask(node, "memory"))[0] == 0
+    assert torch.ones(3, device=REMOTE).sum().item() == 3
+    dr.shutdown()
+    assert registry.known() == []
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.split()))  # its workers end with it
+
+
+def test_a_master_that_exits_leaves_a_named_session_behind() -> None:
+    master("dr.init_master_worker(session='kept', world_size=1)\nprint(torch.ones(2, device='remote').sum())")
+    dr.init_master_worker(session="kept", resume=True)
+    dr.detach()
+    assert not dr.is_initialized()
+    dr.init_master_worker(session="kept", resume=True)
+    assert torch.ones(2, device=REMOTE).sum().item() == 2
+
+
+def test_detach_waits_until_what_was_issued_has_arrived() -> None:
+    dr.init_master_worker(session="late", world_size=1)
+    x = torch.zeros(8, device=REMOTE)
+    for _ in range(2000):
+        x += 1
+    node = active_session().nodes[0]
+    dr.detach()
+    assert node.link.acknowledged >= node.link.sent - 1 and not node.log
+    with pytest.raises(dr.SessionClosed, match="detached"):
+        x.sum().item()
+
+
+def test_a_session_without_a_name_cannot_be_left() -> None:
+    dr.init_master_worker(world_size=1)
+    with pytest.raises(dr.UsageError, match="has no name"):
+        dr.detach()
+    assert torch.ones(2, device=REMOTE).sum().item() == 2
+
+
+def test_resume_of_an_unknown_session_lists_those_that_exist() -> None:
+    master("dr.init_master_worker(session='one', world_size=1)")
+    with pytest.raises(dr.ConnectionFailed, match="no session 'two' to resume: there are 'one'"):
+        dr.init_master_worker(session="two", resume=True)
+    with pytest.raises(dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=True.*force=True"):
+        dr.init_master_worker(session="one", world_size=1)
+
+
+def test_the_environment_names_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUNTIME_SESSION", "ours")
+    dr.init_master_worker(world_size=1)
+    dr.detach()
+    dr.init_master_worker(resume=True)
+    assert active_session().name == "ours"
+
+
+@pytest.mark.parametrize("arguments", [{"resume": True}, {"force": True}, {"keep": 5}])
+def test_what_is_about_a_named_session_needs_a_name(arguments: dict[str, Any]) -> None:
+    with pytest.raises(dr.ConfigurationError, match="give session="):
+        dr.init_master_worker(**arguments)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "x" * 101, 7, "a b"])
+def test_names_that_cannot_be(name: Any) -> None:
+    with pytest.raises(dr.ConfigurationError, match="name is made of letters"):
+        dr.init_master_worker(session=name)
+
+
+# -- one daemon, several masters --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[ListeningWorker]:
+    started = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
+    yield started
+    dr.shutdown()
+    started.stop()
+
+
+def test_a_live_session_is_not_taken_over_without_force(daemon: ListeningWorker) -> None:
+    dr.init_master_worker(session="mine", workers=[daemon.address])
+    x = torch.ones(3, device=REMOTE)
+    assert x.sum().item() == 3
+    attempt = f"""
+for arguments in ({{"resume": True}}, {{}}):
+    try:
+        dr.init_master_worker(session="mine", workers=["{daemon.address}"], **arguments)
+    except dr.ConnectionFailed as error:
+        print(error)
+"""
+    said = master(attempt).splitlines()
+    assert len(said) == 2 and all(f"in use, by pid {os.getpid()}" in line and "force=True" in line for line in said), said
+    assert (x + 1).tolist() == [2, 2, 2]  # the attempts have cost nothing
+    master(f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, force=True)\ndr.detach()")
+    with pytest.raises(dr.NodeFailed, match="taken over"):
+        until(lambda: x.sum().item() != 3)
+    assert dr.nodes()[0].state == "left"
+
+
+def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
+    master(f"dr.init_master_worker(session='first', workers=['{daemon.address}'])")
+    with pytest.raises(dr.ConnectionFailed, match=r"no session 'second' here; there are 'first' \(without a master\)"):
+        dr.init_master_worker(session="second", workers=[daemon.address], resume=True)
+    with pytest.raises(dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=True"):
+        dr.init_master_worker(session="first", workers=[daemon.address])
+    dr.init_master_worker(session="first", workers=[daemon.address], force=True)
+    assert torch.ones(2, device=REMOTE).sum().item() == 2
+
+
+def test_two_masters_on_one_worker_do_not_see_each_other(daemon: ListeningWorker) -> None:
+    """Each draws the numbers that it would draw alone, holds its own values, and survives the other's death."""
+    code = f"""
+dr.init_master_worker(workers=["{daemon.address}"])
+torch.manual_seed(3)
+total = 0.0
+for _ in range(200):
+    total += torch.randn(7, device="remote").sum().item()
+print(repr(total))
+"""
+    expected = master(code)
+    dr.init_master_worker(workers=[daemon.address])
+    x = torch.ones(5, device=REMOTE)
+    torch.manual_seed(3)
+    assert master(code) == expected
+    mine = 0.0
+    for _ in range(200):
+        mine += torch.randn(7, device=REMOTE).sum().item()
+    assert repr(mine) == expected.strip()
+    master(f"dr.init_master_worker(workers=['{daemon.address}'])\nos.kill(os.getpid(), signal.SIGKILL)", status=KILLED)
+    assert x.sum().item() == 5
+
+
+def test_a_master_that_dies_without_a_name_leaves_nothing_behind(daemon: ListeningWorker) -> None:
+    """Its worker is on its machine and sees it: no memory is kept for nobody."""
+    code = f"dr.init_master_worker(workers=['{daemon.address}'])\ntorch.ones(9, device='remote').sum().item()\n"
+    master(code + "os.kill(os.getpid(), signal.SIGKILL)", status=KILLED)
+    until(lambda: "its master has died" in daemon.text())
+
+
+def test_a_session_is_kept_for_as_long_as_was_said(daemon: ListeningWorker) -> None:
+    master(f"dr.init_master_worker(session='brief', keep=0.3, workers=['{daemon.address}'])")
+    until(lambda: "its master was away for" in daemon.text())
+    with pytest.raises(dr.ConnectionFailed, match="no session 'brief' here"):
+        dr.init_master_worker(session="brief", workers=[daemon.address], resume=True)
+    registry.forget("brief")
+
+
+def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
+    pids = master(
+        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), flush=True)\ndr.detach()"
+    ).split()
+    os.kill(int(pids[1]), signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pids[1]}").exists() or "Z" in Path(f"/proc/{pids[1]}/stat").read_text())
+    dr.init_master_worker(session="half", resume=True)
+    assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
+    assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2

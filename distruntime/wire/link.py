@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from distruntime.errors import ProtocolError
 
@@ -24,10 +24,11 @@ LARGE = 1 << 20  # bytes of payload whose sender waits to use the memory again, 
 class Delivery:
     """A message on its way. Its frames are the sender's memory until `done`."""
 
-    __slots__ = ("frames", "link", "number")
+    __slots__ = ("frames", "link", "number", "trackers")
 
     def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
         self.link, self.frames = link, frames
+        self.trackers: Sequence[Any] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
         self.number = 0  # of the link's messages, from 1; 0 until it is in order
 
     @property
@@ -36,9 +37,9 @@ class Delivery:
         link = self.link
         if 0 < self.number <= link.acknowledged or link.over:
             return True
-        if link.peer is None and self.number:
+        if link.peer is None and self.number and all(tracker.done for tracker in self.trackers):
             self.settle()
-            return True
+            return link.peer is None  # else it is being sent again, perhaps with the frames as they were
         return False
 
     def settle(self) -> None:

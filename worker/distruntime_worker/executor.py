@@ -313,5 +313,6 @@ class Executor:
 
 def _draws(name: str, call: Any) -> bool:
     """Whether a call may draw random numbers."""
-    composite = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng", "distruntime::set_rng"))
+    own = "record", "manual_seed", "seed_member", "get_rng", "set_rng"
+    composite = name.startswith(tuple(f"distruntime::{function}" for function in own))
     return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -123,6 +123,8 @@ class Daemon:
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
+            for session in [session for session in self._sessions.values() if session.backlog]:
+                self._go_on(session)
             self._watch()
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
@@ -176,6 +178,13 @@ class Daemon:
         else:
             log.info("session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep)
 
+    def _leave_for_another(self, session: Session) -> None:
+        """Dial the master anew: it has given this connection up, and waits for the worker on another."""
+        self._by_peer.pop(self._master, None)
+        self._retired.append(self._master)
+        self._leave(session)
+        self._dial()
+
     def _end(self, session: Session, why: str) -> None:
         log.info("session of master %s ended (%s)", session.master, why)
         if session.link.peer is not None:
@@ -204,6 +213,8 @@ class Daemon:
             message = decode(buffers[0])
             if session is None:
                 self._first(peer, message)
+            elif isinstance(message, Refused) and peer == self._master:
+                self._leave_for_another(session)
             elif isinstance(message, Ack):
                 session.link.acknowledge(message.received)
             elif isinstance(message, Hello):
@@ -213,12 +224,23 @@ class Daemon:
                 payloads = buffers[1:]
                 if session.link.count(sum(map(len, payloads)) if payloads else 0, False):
                     self._greet(peer, Ack(session.link.received))
-                self._take(session, message, payloads)
+                if session.held or session.backlog:
+                    session.backlog.append((message, payloads))
+                else:
+                    self._take(session, message, payloads)
         except ProtocolError as error:
             if session is not None:
                 self._drop(session, str(error))
             else:
                 log.warning("dropped a peer: %s", error)
+
+    def _go_on(self, session: Session) -> None:
+        """Act on what has come while a large value was being read."""
+        try:
+            while session.backlog and not session.held and not session.executor.state.closed:
+                self._take(session, *session.backlog.popleft())
+        except ProtocolError as error:
+            self._drop(session, str(error))
 
     def _take(self, session: Session, message: Message, payloads: Sequence[Buffer]) -> None:
         match message:
@@ -253,8 +275,8 @@ class Daemon:
                 if dead is not None and dead.alone_since is not None and not dead.lasting:
                     self._end(dead, f"its master has died, says {session.master}")
             case Detach():
-                assert session.link.peer is not None
-                self._greet(session.link.peer, Ack(session.link.received))
+                if session.link.peer is not None:
+                    self._greet(session.link.peer, Ack(session.link.received))
                 log.info("master %s leaves: %s", session.master, message.reason)
             case Goodbye():
                 self._end(session, message.reason)
@@ -280,7 +302,8 @@ class Daemon:
         found = self._sessions.get(hello.session)
         if hello.mode == "again":
             assert found is not None
-            if found.link.peer is not None:  # it knows of the break before we do
+            if found.link.peer is not None:  # it knows of the break before we do, or this greeting is an older one that was on its way
+                self._greet(found.link.peer, Refused("the session goes on on another connection"))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
@@ -317,6 +340,8 @@ class Daemon:
                 return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
             case "again":
                 return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
+            case "new" if found is not None and compare_digest(found.token, hello.token):
+                return ""  # its own master has given it up, and begins anew
             case "new" | "resume" if found is not None and found.link.peer is not None:
                 pid = ", ".join(map(str, found.process[1:2]))
                 return (

@@ -221,12 +221,18 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
             plan.say(".")
             tick += 0.25
         for event in session.channel.events():
-            if event.kind in ("auth_failed", "handshake_failed"):
+            if event.kind == "disconnected" and event.peer is not None:
+                session.parted.add(event.peer)
+                for index in [index for index, (peer, _) in joined.items() if peer == event.peer and index not in welcomed]:
+                    del joined[index]
+            elif event.kind in ("auth_failed", "handshake_failed"):
                 log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
         for peer, frames in session.channel.receive(0.05):
             session.take(peer, frames)
         for peer, message in session.greetings:
-            if isinstance(message, Join):
+            if isinstance(message, Join) and any(_is(node, message) for node in welcomed.values()):
+                session.early.append((peer, message))
+            elif isinstance(message, Join):
                 wish = message.node
                 if wish is not None and not 0 <= wish < count:
                     raise ConnectionFailed(f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}")
@@ -243,6 +249,10 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
         session.greetings.clear()
     for index in sorted(welcomed):
         session.add_node(welcomed[index])
+
+
+def _is(node: Node, join: Join) -> bool:
+    return node.welcome is not None and node.welcome.incarnation == join.incarnation
 
 
 def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str]) -> None:
@@ -267,6 +277,8 @@ def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str
             if event.kind == "connected" and number not in welcomed:
                 greeted[number] = time.monotonic()
                 session.greet(f"node-{number}".encode(), session.keeper_to_be.hello(modes[number]))
+            elif event.kind == "disconnected" and number in welcomed:
+                session.parted.add(f"node-{number}".encode())
             refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
             if refusals:  # libzmq does not dial again after a mismatch of keys
                 raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))

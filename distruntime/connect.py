@@ -109,6 +109,7 @@ def init_master_worker(
         say("\n")  # else the traceback would begin in the line that says what is waited for
         raise error.with_traceback(None) from error.__cause__
     opened.groups = Groups(opened, data_channel)
+    opened.keeper = opened.keeper_to_be  # before anyone reads the socket
     opened.start()
     opened.keeper_to_be.begin(restart_workers)
     opened.groups.meeting.begin()

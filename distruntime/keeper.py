@@ -46,7 +46,7 @@ class _Attempt:
     def __init__(self, node: Node, mode: str) -> None:
         self.node, self.mode = node, mode
         self.connected = threading.Event()
-        self.answered = threading.Event()
+        self.answered = threading.Event()  # or the connection is gone
         self.taken = False
 
 
@@ -57,10 +57,13 @@ class Keeper:
         self.session, self.keep, self.grace, self.token = session, keep, grace, token
         self.restart_workers = False  # whether those of this machine are started again when they die
         self._made = made
-        self._sought: set[Node] = set()  # those that a thread dials
+        self._sought: dict[Node, bool] = {}  # those that a thread dials, and whether that was asked for again meanwhile
+        self._seeking = threading.Lock()  # of it
+        self._awaited: set[int] = set()  # the lost nodes in whose place another worker is looked for
         self._restarts: list[float] = []  # when workers were started again
         self._attempts: dict[bytes, _Attempt] = {}  # by connection
         self._numbers = count(1).__next__
+        self._refused: dict[int, str] = {}  # by node, why its worker does not take the session, as the log has it
         self._looked = 0.0
 
     def begin(self, restart_workers: bool) -> None:
@@ -69,6 +72,10 @@ class Keeper:
         self.session.keeper = self
         for node in self.session.nodes:
             self.bury(node)
+            if node.link.peer is not None and node.link.peer in self.session.parted:
+                self.session.cut(node, "the connection was closed while others were still being made")
+        for peer, join in self.session.early:
+            self._joins(peer, join)
 
     def hello(self, mode: str, received: int = 0) -> Hello:
         """Return the greeting of this session."""
@@ -92,9 +99,17 @@ class Keeper:
         elif event.kind == "connected":
             self._greet(event.peer, attempt)
             attempt.connected.set()
+        else:  # a welcome that is still to be read came before that
+            self._end(event.peer, attempt)
+
+    def _end(self, peer: bytes, attempt: _Attempt) -> None:
+        """Let nothing that comes on an attempt's connection count any more, unless the worker is reached by it."""
+        if not attempt.taken:
+            self._attempts.pop(peer, None)
+            self.session.retired.append(peer)
+        attempt.answered.set()
 
     def _greet(self, peer: bytes, attempt: _Attempt) -> None:
-        self._attempts[peer] = attempt
         self.session.greet(peer, self.hello(attempt.mode, attempt.node.link.received if attempt.mode == "again" else 0))
 
     def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
@@ -103,30 +118,42 @@ class Keeper:
             self._joins(peer, message)
             return
         attempt = self._attempts.pop(peer, None)
-        if attempt is None or not self._wanted(attempt.node, attempt.mode):
-            return  # it has been given up
+        if attempt is None:  # it has been given up
+            node = self.session.by_peer(peer)
+            if node is not None and isinstance(message, Refused):
+                self.session.cut(node, f"the worker has left the connection: {message.reason}")
+            return
+        try:
+            if self._wanted(attempt.node, attempt.mode):
+                self._answered(peer, attempt, message)
+        finally:
+            self._end(peer, attempt)
+
+    def _answered(self, peer: bytes, attempt: _Attempt, message: Welcome | Refused) -> None:
         node, again = attempt.node, attempt.mode == "again"
         if isinstance(message, Welcome):
             attempt.taken = self._again(node, peer, message) if again else self._anew(node, peer, message)
         elif again:
             self.session.lose(node, f"does not have this session any more: {message.reason}")
-        else:
+        elif self._refused.get(node.index) != message.reason:
+            self._refused[node.index] = message.reason
             log.warning("%s does not take the session: %s", node, message.reason)
-        if not attempt.taken:
-            self.session.retired.append(peer)
-        attempt.answered.set()
 
     def _joins(self, peer: bytes, join: Join) -> None:
         for node in self.session.nodes:
             if node.failed is None and node.welcome is not None and node.welcome.incarnation == join.incarnation:
                 if node.link.peer is not None:
-                    self.session.cut(node, "it has connected anew")
-                self._greet(peer, _Attempt(node, "again"))
+                    # Of the two connections this may be the older one, delayed: then the worker hears of it on the other, and joins again.
+                    self.session.greet(node.link.peer, Refused("the worker has connected anew"))
+                    self.session.cut(node, "the worker has connected anew")
+                attempt = self._attempts[peer] = _Attempt(node, "again")
+                self._greet(peer, attempt)
                 return
         lost = [node for node in self.session.nodes if node.failed is not None]
         wanted = [node for node in lost if join.node is None or node.index == join.node]
         if wanted:
-            self._greet(peer, _Attempt(wanted[0], "new"))
+            attempt = self._attempts[peer] = _Attempt(wanted[0], "new")
+            self._greet(peer, attempt)
         else:
             self.session.greet(peer, Goodbye("the session has all its workers"))
 
@@ -146,6 +173,8 @@ class Keeper:
             log.warning("%s", error)
             return False
         session.replace(node)
+        self._awaited.discard(node.index)
+        self._refused.pop(node.index, None)
         self.bury(node)
         session.groups.meeting.returned(node)
         log.warning("%s is there again (pid %d); what lived on the one before stays lost", node, welcome.pid)
@@ -182,6 +211,7 @@ class Keeper:
     def revive(self, node: Node) -> None:
         """Begin to look for whoever comes to be a lost node, after starting its worker if it was this process that had."""
         session = self.session
+        self._awaited.add(node.index)
         if session.starter is not None:
             session.local_workers += [None] * (node.index + 1 - len(session.local_workers))
             ended = session.local_workers[node.index]
@@ -191,14 +221,20 @@ class Keeper:
         self._search(node)
 
     def _search(self, node: Node) -> None:
-        if not self.session.channel.address and node not in self._sought:  # who listens is dialled
-            self._sought.add(node)
+        if self.session.channel.address:  # who dials this process is waited for
+            return
+        with self._seeking:
+            before = node in self._sought
+            self._sought[node] = before
+        if not before:
             threading.Thread(target=self._dial, args=(node,), name=f"distruntime-seeks-{node.index}", daemon=True).start()
 
     def _wanted(self, node: Node, mode: str) -> bool:
         if self.session.closed is not None or self.session.nodes[node.index] is not node:
             return False
-        return node.failed is None and node.absence is not None if mode == "again" else node.failed is not None
+        if mode == "again":
+            return node.failed is None and node.absence is not None
+        return node.failed is not None and (node.index in self._awaited or bool(self.session.channel.address))
 
     def _dial(self, node: Node) -> None:
         """Dial a worker until it answers (a thread of its own): as the one that it was, and once that is lost, as whoever comes."""
@@ -213,8 +249,9 @@ class Keeper:
         except Exception:  # the address cannot be used any more: the grace time ends it
             log.exception("looking for %s ended", node)
         finally:
-            self._sought.discard(node)
-        if self._wanted(node, "again"):  # cut again, in just this moment
+            with self._seeking:
+                asked = self._sought.pop(node)
+        if asked:  # perhaps in just the moment when this thread had done what it was asked before
             self._search(node)
 
     def _try(self, node: Node, mode: str) -> bool:
@@ -228,9 +265,10 @@ class Keeper:
             absence.refusals = absence.refusals + 1 if refuses(address) else 0
         while not attempt.answered.wait(0.05) and self._wanted(node, mode) and time.monotonic() < started + _ATTEMPT:
             pass
+        if self._attempts.pop(peer, None) is None:  # whoever took it out answers it just now
+            attempt.answered.wait()
         if attempt.taken:
             return True
-        self._attempts.pop(peer, None)
         self.session.retired.append(peer)
         channel.hang_up(peer)
         return False

@@ -76,6 +76,8 @@ class Session:
         self.greetings: list[tuple[bytes, Greeting]] = []
         self.keeper_to_be: Any = None  # the same, while it starts
         self.keeper: Any = None  # the Keeper of its workers' connections, a layer up, once it has started
+        self.parted: set[bytes] = set()  # connections that were closed again before there was a keeper
+        self.early: list[tuple[bytes, Join]] = []  # of workers that are there, and have dialled anew before there was a keeper
         self.retired: deque[bytes] = deque(maxlen=4096)  # names of connections that have been given up
         self._by_peer: dict[bytes, Node] = {node.link.peer: node for node in nodes if node.link.peer is not None}
         self._pid = os.getpid()
@@ -122,6 +124,10 @@ class Session:
         assert node.link.peer is not None
         self.nodes.append(node)
         self._by_peer[node.link.peer] = node
+
+    def by_peer(self, peer: bytes) -> Node | None:
+        """Return whom a connection reaches now."""
+        return self._by_peer.get(peer)
 
     def replace(self, node: Node) -> None:
         """Let a worker have the number of one that is lost: what lived there stays lost."""

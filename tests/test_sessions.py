@@ -219,3 +219,12 @@ def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
     dr.init_master_worker(session="half", resume=True)
     assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
+
+
+def test_the_first_draw_of_a_session_follows_its_seed(daemon: ListeningWorker) -> None:
+    dr.init_master_worker(workers=[daemon.address])
+    dr.manual_seed(3)
+    first = torch.rand(5, device=REMOTE).tolist()
+    dr.manual_seed(3)
+    assert torch.rand(5, device=REMOTE).tolist() == first
+    dr.shutdown()

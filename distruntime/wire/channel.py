@@ -182,6 +182,8 @@ class Channel:
         parts: Sequence[Any] = frames
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts = [zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in frames]
+            if delivery is not None:
+                delivery.trackers = [part.tracker for part in parts]
         flags = _FLAGS[len(parts)] if len(parts) < len(_FLAGS) else (_MORE,) * len(parts) + (_NOBLOCK,)
         with shield:  # else Ctrl-C could come between the lock and the `try`
             # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
@@ -237,9 +239,13 @@ class Channel:
                     self._finish_sending()
                 self._drain_late()  # which are younger, and stay so
                 link.acknowledge(received)
-                link.peer = peer
+                link.peer = peer  # before the frames are read: see Delivery.done
                 for delivery in link.kept:
-                    parts = [part if isinstance(part, zmq.Frame) else zmq.Frame(part, copy=len(part) < LARGE) for part in delivery.frames]
+                    parts = [
+                        part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE)
+                        for part in delivery.frames
+                    ]
+                    delivery.trackers = [part.tracker for part in parts if part.tracker is not None]
                     flags = (_MORE,) * len(parts) + (_NOBLOCK,)
                     self._unsent = map(self._send_frame, (peer, *parts), flags)
                     self._finish_sending()
@@ -336,6 +342,7 @@ class Channel:
         router.maxmsgsize = max_message
         router.backlog = 1024
         router.handshake_ivl = 10_000
+        router.connect_timeout = 5_000  # or the kernel would try for two minutes, at the end once a minute
         router.reconnect_ivl, router.reconnect_ivl_max = 100, 2_000
         router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 1, 30, 10, 3
         router.tcp_maxrt = 60_000

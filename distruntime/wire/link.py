@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from distruntime.errors import ProtocolError
 
@@ -24,10 +24,11 @@ LARGE = 1 << 20  # bytes of payload whose sender waits to use the memory again, 
 class Delivery:
     """A message on its way. Its frames are the sender's memory until `done`."""
 
-    __slots__ = ("frames", "link", "number")
+    __slots__ = ("frames", "link", "number", "trackers")
 
     def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
         self.link, self.frames = link, frames
+        self.trackers: Sequence[Any] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
         self.number = 0  # of the link's messages, from 1; 0 until it is in order
 
     @property
@@ -36,9 +37,9 @@ class Delivery:
         link = self.link
         if 0 < self.number <= link.acknowledged or link.over:
             return True
-        if link.peer is None and self.number:
+        if link.peer is None and self.number and all(tracker.done for tracker in self.trackers):
             self.settle()
-            return True
+            return link.peer is None  # else it is being sent again, perhaps with the frames as they were
         return False
 
     def settle(self) -> None:
@@ -53,13 +54,14 @@ class Link:
     Invariant, under the channel's lock and until it is `over`: `kept` are the messages numbered `acknowledged` + 1 to `sent`.
     """
 
-    __slots__ = ("_bytes", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
+    __slots__ = ("_bytes", "_pending", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
 
     def __init__(self, peer: bytes | None = None) -> None:
         self.peer = peer
         self.kept: deque[Delivery] = deque()
         self.sent = self.acknowledged = self.received = 0
         self._since = self._bytes = 0
+        self._pending = False  # whether a part has come since the last acknowledgement: its sender waits to use the memory again
         self.over = False  # nothing will arrive any more
 
     def end(self) -> None:
@@ -76,14 +78,17 @@ class Link:
     def count(self, nbytes: int, more: bool) -> bool:
         """Count a message that has come, with so many bytes of payload; return whether the other end must hear of it now.
 
-        `more` says that the message after it belongs to the same value.
+        `more` says that the message after it belongs to the same value. The sender waits for all of them: after the last it hears of it,
+        however little has come since an acknowledgement in their midst.
         """
         self.received += 1
         self._since += 1
         self._bytes += nbytes
-        if self._since < EVERY and self._bytes < (MUCH if more else LARGE):
+        if self._since < EVERY and self._bytes < (MUCH if more else LARGE) and (more or not self._pending):
+            self._pending = more
             return False
         self._since = self._bytes = 0
+        self._pending = False
         return True
 
     def acknowledge(self, received: int) -> None:

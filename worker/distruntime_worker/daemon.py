@@ -128,6 +128,8 @@ class Daemon:
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
+            for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
+                self._go_on(session)
             self._watch()
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
@@ -182,6 +184,13 @@ class Daemon:
         else:
             log.info("session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep)
 
+    def _leave_for_another(self, session: Session) -> None:
+        """Dial the master anew: it has given this connection up, and waits for the worker on another."""
+        self._by_peer.pop(self._master, None)
+        self._retired.append(self._master)
+        self._leave(session)
+        self._dial()
+
     def _end(self, session: Session, why: str) -> None:
         log.info("session of master %s ended (%s)", session.master, why)
         if session.link.peer is not None:
@@ -213,6 +222,12 @@ class Daemon:
                 return
             if isinstance(message, Ack):
                 session.link.acknowledge(message.received)
+                return
+            if isinstance(message, Refused) and peer == self._master:
+                self._leave_for_another(session)
+                return
+            if session.held or session.backlog:
+                session.backlog.append((peer, frames))
                 return
             payloads = buffers[1:]
             if not isinstance(message, Hello) and session.link.count(sum(map(len, payloads)) if payloads else 0, False):
@@ -251,8 +266,7 @@ class Daemon:
                     if dead is not None and dead.alone_since is not None and not dead.lasting:
                         self._end(dead, f"its master has died, says {session.master}")
                 case Detach():
-                    assert session.link.peer is not None
-                    self._greet(session.link.peer, Ack(session.link.received))
+                    self._greet(peer, Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
                 case Hello():
                     self._end(session, "a new session on the same connection")
@@ -271,6 +285,12 @@ class Daemon:
             self._drop(session, why)
         else:
             log.warning("dropped a peer: %s", why)
+
+    def _go_on(self, session: Session) -> None:
+        """Act on what has come while a large value was being read. What is of a connection that is no more comes again on the next."""
+        waiting, session.backlog = session.backlog, []
+        for peer, frames in waiting:
+            self._handle(peer, frames)
 
     # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
 
@@ -291,7 +311,8 @@ class Daemon:
         found = self._sessions.get(hello.session)
         if hello.mode == "again":
             assert found is not None
-            if found.link.peer is not None:  # it knows of the break before we do
+            if found.link.peer is not None:  # it knows of the break before we do, or this greeting is an older one that was on its way
+                self._greet(found.link.peer, Refused("the session goes on on another connection"))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
@@ -330,6 +351,8 @@ class Daemon:
                 return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
             case "again":
                 return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
+            case "new" if found is not None and compare_digest(found.token, hello.token):
+                return ""  # its own master has given it up, and begins anew
             case "new" | "resume" if found is not None and found.link.peer is not None:
                 pid = ", ".join(map(str, found.process[1:2]))
                 return (

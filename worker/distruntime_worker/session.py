@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 import torch
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.channel import Channel
+from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
 from distruntime.wire.keys import KeyPair
@@ -70,6 +71,9 @@ class Session:
             turn=turn,
             budget=budget,
         )
+        self.executor.state.apart = self._do_apart
+        self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
+        self.backlog: list[tuple[bytes, Sequence[Any]]] = []  # those that do, by who sent them; not counted yet
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -96,6 +100,20 @@ class Session:
         """Go on with the master on another connection, which has counted so many messages."""
         self.alone_since = None
         self._channel.resume(self.link, peer, received)
+
+    def _do_apart(self, work: Callable[[], None]) -> None:
+        """Do what waits for the master in a thread of its own, and hold what comes from the master until it is done (the reader)."""
+        self.held = True
+
+        def act() -> None:
+            try:
+                work()
+            finally:
+                self.held = False
+                with suppress(ChannelClosed):
+                    self._channel.wake()
+
+        threading.Thread(target=act, name="sends-parts", daemon=True).start()
 
     def _start(self, stream: Stream, name: str) -> None:
         threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()

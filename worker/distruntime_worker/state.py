@@ -46,6 +46,8 @@ class State:
         self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
         self.gate = threading.RLock()
         self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt  # tells what is published that a write of it has failed
+        self.apart: Callable[[Callable[[], None]], None] = _now  # has a thread do what waits for the master, where the reader would have to
+        self.reader = threading.get_ident()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
     def log(self, work: Work) -> State | Team:
@@ -134,6 +136,10 @@ class State:
                 slots[ref] = Poisoned(cause)
         if not self.closed:  # what was dropped because the master is gone leaves published values as they are
             self.spoil(memory, cause)
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
 
 
 def _unspoilt(memory: torch.UntypedStorage, cause: Failure) -> None:

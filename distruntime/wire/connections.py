@@ -29,6 +29,9 @@ _MONITORED = (
 _EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.RCVMORE)
 
 
+_MOST_GONE = 4096
+
+
 @dataclass(frozen=True)
 class PeerEvent:
     """What happened to a connection.
@@ -60,6 +63,7 @@ class Connections:
         self._dialled_at: dict[str, Peer] = {}
         self._reached: set[Peer] = set()  # of the dialled peers: connected now
         self._peer_of: dict[int, Peer] = {}
+        self._gone: dict[Peer, None] = {}  # whose connections have ended, the last of them
         self._events: deque[PeerEvent] = deque()
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
@@ -90,9 +94,22 @@ class Connections:
 
     def place(self, peer: Peer, fd: int | None) -> None:
         """Learn that `peer`, which has dialled us, speaks through `fd`; None: through one that we shall have to guess."""
-        if fd is not None and self._peer_of.get(fd) == peer:
+        if (fd is not None and self._peer_of.get(fd) == peer) or peer in self._gone:
             return
         self.read()
+        if peer in self._gone:  # what is still to be read of a connection that has ended; its fd may be another's by now
+            return
+        earlier = self._peer_of.get(fd) if fd is not None else None
+        if earlier is not None and _numbered(earlier, peer):
+            # Of two with the same fd one had ended before its first message was read.
+            later = (int.from_bytes(peer[1:], "big") - int.from_bytes(earlier[1:], "big")) % (1 << 32) < 1 << 31
+            if not later:
+                self._gone[peer] = None
+                return
+            self._events.append(PeerEvent("disconnected", earlier, self._address(), "gone before its first message was read"))
+            self._forget(earlier)
+            del self._peer_of[fd], self.placed[earlier]  # type: ignore[arg-type]
+            self.unplaced.add(fd)  # type: ignore[arg-type]
         if fd is None and self.unplaced:
             if len(self.unplaced) > 1:
                 return  # several have connected in this moment: its next message is received with its fd
@@ -190,4 +207,17 @@ class Connections:
         if peer is None:
             return None  # never said its name, or has come back on another connection since
         del self.placed[peer]
+        self._forget(peer)
         return PeerEvent("disconnected", peer, endpoint)
+
+    def _forget(self, peer: Peer) -> None:
+        """Note that nothing can come from a peer any more but what is there already."""
+        if peer[:1] == b"\0":  # a number of libzmq's, which it gives once
+            self._gone[peer] = None
+            if len(self._gone) > _MOST_GONE:
+                del self._gone[next(iter(self._gone))]
+
+
+def _numbered(*peers: Peer) -> bool:
+    """Whether these names are numbers that libzmq counts up, 5 bytes of which the first is 0."""
+    return all(len(peer) == 5 and peer[0] == 0 for peer in peers)

@@ -35,6 +35,7 @@ long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
 	PYTHONPATH=tests $(BIN)/python tests/long/op_db_dtypes.py
 	PYTHONPATH=tests $(BIN)/python tests/long/transformers_many.py
+	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/fuzz_hour.py
 
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))

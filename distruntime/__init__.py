@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from . import functional, primitives
+from .checkpoint import save
 from .collective import (
     all_gather,
     all_gather_into_tensor,
@@ -27,6 +28,7 @@ from .collective import (
 from .config import Settings, config
 from .connect import detach, init_master_worker, is_initialized, shutdown
 from .errors import (
+    CheckpointError,
     ConfigurationError,
     ConnectionFailed,
     DistruntimeError,
@@ -72,6 +74,7 @@ from .fetch import Fetched, fetch, fetch_async
 from .group import ProcessGroup, new_group
 from .handle import Place
 from .layout import Layout
+from .loading import load
 from .members import ReduceOp, premul_sum
 from .memory import Memory, memory
 from .partition import Partition
@@ -79,6 +82,7 @@ from .placing import device, node, on, place, set_place
 from .point_to_point import irecv, isend, recv, send
 from .random import manual_seed
 from .restart import restart
+from .restarts import run_with_restarts
 from .session import Session
 from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
 from .stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
@@ -121,6 +125,7 @@ __all__ = [
     "ByteTensor",
     "Capabilities",
     "CharTensor",
+    "CheckpointError",
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
@@ -191,6 +196,7 @@ __all__ = [
     "is_initialized",
     "isend",
     "linspace",
+    "load",
     "logspace",
     "lookup",
     "manual_seed",
@@ -215,6 +221,8 @@ __all__ = [
     "reduce_scatter_tensor",
     "register_data_channel",
     "restart",
+    "run_with_restarts",
+    "save",
     "scatter",
     "send",
     "set_implicit_waits",

@@ -16,6 +16,7 @@ from .keeper import Keeper, new_name, new_token, refuses, span
 from .launch import LocalWorker, start_worker
 from .node import Node
 from .registry import Entry, forget, now, read, write
+from .replies import is_devices
 from .session import Session
 from .wire.channel import Channel, PeerEvent
 from .wire.keys import KeyPair, choose
@@ -328,6 +329,10 @@ def node_of(session: Session, index: int, peer: bytes, address: str, welcome: We
             f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
             "install the same distruntime on both"
         )
+    if not is_devices(welcome.devices):
+        raise ConnectionFailed(
+            f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: is it a distruntime-worker?"
+        )
     node = Node(index, peer, address, session.channel.send, session.lock)
     node.welcome, node.round_trip = welcome, round_trip
     node.shared = session.challenge is not None and welcome.shared == session.secret
@@ -346,6 +351,7 @@ def _abandon(session: Session) -> None:
         if worker is not None:
             worker.stop(1.0)
     session.channel.close()
+    session.shared.close()
     for callback in session.on_close:
         callback()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, ProtocolError
 from .functions import issue_function, read_function
+from .node import Node
 from .session import active_session
 
 _PRECISIONS = ("highest", "high", "medium")
@@ -78,10 +79,18 @@ def config(
         session.nodes[node].require_alive()
     there = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
     if not wanted:
-        return {n.index: Settings(**{name: value for _, name, value in read_function(n, "settings")[1:]}) for n in there}
+        return {n.index: _settings(n) for n in there}
     for n in there:
         issue_function(n, "config", (), wanted)
     return None
+
+
+def _settings(node: Node) -> Settings:
+    rows = read_function(node, "settings")
+    try:
+        return Settings(**{name: value for _, name, value in rows[1:]})
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"{node} describes its settings as {rows!r:.80}: {error}") from None
 
 
 def _check(wanted: dict[str, Any]) -> None:

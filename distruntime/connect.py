@@ -114,7 +114,8 @@ def init_master_worker(
     opened.keeper_to_be.begin(restart_workers)
     opened.groups.meeting.begin()
     active[:] = [opened]
-    atexit.register(_at_exit, opened)
+    atexit.unregister(_at_exit)  # once: what it is registered with stays as long as the process
+    atexit.register(_at_exit)
     opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
         opened.groups.require_choice()
@@ -209,8 +210,10 @@ def is_initialized() -> bool:
     return bool(active) and active[0].closed is None and not active[0].foreign
 
 
-def _at_exit(session: Session) -> None:
-    if not session.foreign and session.closed is None:
+def _at_exit() -> None:
+    for session in list(active):
+        if session.foreign or session.closed is not None:
+            continue
         if session.lasting:  # whoever has given it a name wants it to stay: shutdown() ends it
             session.detach()
         else:

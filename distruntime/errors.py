@@ -10,6 +10,7 @@ DistruntimeError
 ├── RemoteError                 an operation failed on a worker (raised as a class that is also the original: IndexError, OutOfMemoryError)
 ├── StreamCancelled             the work was dropped by stream.cancel() before it ran
 ├── WaitTimeout                 a wait outlived the time that it was given (a TimeoutError)
+├── CheckpointError             a checkpoint is not there, is half, damaged, or of another version
 ├── NodeFailed                  a worker died or cannot be reached
 ├── ConnectionFailed            no session came about: nothing answers, wrong key, wrong version, not in time
 ├── ProtocolError               the other side sent what the protocol does not allow
@@ -57,6 +58,10 @@ class StreamCancelled(DistruntimeError, RuntimeError):
 
 class WaitTimeout(DistruntimeError, TimeoutError):
     """A wait outlived the time that it was given; what it waited for may still happen."""
+
+
+class CheckpointError(DistruntimeError, RuntimeError):
+    """A checkpoint is not there, is half, damaged, or of another version."""
 
 
 class NodeFailed(DistruntimeError, RuntimeError):

@@ -155,7 +155,7 @@ class Event:
         note_wait("explicit synchronize", started)
         for request in requests:
             node.session.raise_for(request)
-            request.node.early(request.value)
+            request.node.early(request.value or [])
         for request in requests:
             node.session.raise_unread(request.node)
 

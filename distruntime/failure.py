@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from .errors import InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, WaitTimeout
+from .errors import CheckpointError, InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, WaitTimeout
 from .holders import held
 from .node import Cause, Node
 from .text import size_text
@@ -25,16 +25,17 @@ class WorkerTraceback(Exception):
         return "\n" + str(self.args[0]).rstrip()
 
 
+_OF_MORE_THAN_A_TEXT = ("UnicodeError", "UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
 # What a reply may become: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
     for name, cls in vars(builtins).items()
-    if isinstance(cls, type) and issubclass(cls, Exception) and not issubclass(cls, UnicodeError)
+    if isinstance(cls, type) and issubclass(cls, Exception) and cls.__name__ not in _OF_MORE_THAN_A_TEXT
 }
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
-for _own in (InternalError, NodeFailed, StreamCancelled, WaitTimeout):
+for _own in (CheckpointError, InternalError, NodeFailed, StreamCancelled, WaitTimeout):
     _KNOWN[f"distruntime.errors.{_own.__name__}"] = _own
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .errors import WaitTimeout
+from .errors import DistruntimeError, WaitTimeout
 from .failure import remote_error
 from .line import user_line
 from .node import line_text
@@ -94,7 +94,11 @@ def fetch_async(tree: Any) -> Fetched:
         if bad is not None:
             future.settle(None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
             return
-        data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+        try:
+            data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+        except DistruntimeError as error:  # whoever waits must hear of it
+            future.settle(None, error.with_traceback(None))
+            return
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
             if want is not None and want.leaf not in same:

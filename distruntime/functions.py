@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .entries import template
+from .errors import ProtocolError
 from .handle import Handle, Place, Storage, next_ref
 from .issue import issue_default
 from .line import user_line
@@ -16,13 +17,13 @@ from .wire.messages import LEARN
 
 
 def issue_function(
-    node: Node, function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, fresh: Handle | None = None
+    node: Node, function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, fresh: Handle | list[Handle] | None = None
 ) -> None:
-    """Issue a call; `fresh` is the handle of its result, if it has one. Return at once."""
-    results = 0 if fresh is None else 1
+    """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several. Return at once."""
+    results: Any = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
     number, words = template(None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}")
-    handles = [] if fresh is None else [fresh]
-    operands = [a._handle for a in args if isinstance(a, DistributedTensor)]
+    handles = [] if fresh is None else fresh if isinstance(fresh, list) else [fresh]
+    operands = [t._handle for a in args for t in (a if isinstance(a, list) else (a,)) if isinstance(t, DistributedTensor)]
     issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
 
 
@@ -31,9 +32,12 @@ def read_function(node: Node, function: str) -> Any:
     session = node.session
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
-        request = session.requests.new(node)
+        request = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
         kept = Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR))
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
         node.flush()
-    return session.value(request)[0]
+    results = session.value(request)
+    if len(results) != 1:
+        raise ProtocolError(f"{node} answered {len(results)} results of {function}, which has one")
+    return results[0]

@@ -24,7 +24,7 @@ from .dispatch import dispatch
 from .errors import NotSupportedError
 from .first import create
 from .handle import Place
-from .load import load
+from .map_location import load
 from .opaque import hide
 from .session import active, active_session
 from .tensor import DistributedTensor

@@ -20,6 +20,9 @@ _MOST_WORDS = 12  # lines of a crash
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
 
 
+_left: list[subprocess.Popen[bytes]] = []
+
+
 @final
 class LocalWorker:
     """A worker process that this process started. Its output goes to `log`."""
@@ -68,6 +71,11 @@ class LocalWorker:
             self._process.terminate()
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+    def leave(self) -> None:
+        """Let the process run on, with the session that it is for."""
+        _left[:] = [process for process in _left if process.poll() is None]
+        _left.append(self._process)  # else Python would warn that nobody waits for it
 
     def stop(self, timeout: float = 5.0) -> None:
         """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""

@@ -144,7 +144,7 @@ def ask_specs(
     """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
     with node.lock:
-        request: Request = node.session.requests.new(node)
+        request: Request = node.session.requests.new(node, "specs")
         issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
         node.flush()
     return request

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 from .errors import NodeFailed, ProtocolError
+from .replies import is_spec
 from .wire.codec import Buffer, encode, failure_from
 from .wire.link import Delivery, Link
 from .wire.messages import FIRST_TEMPLATE, FORGET, Done, Failure, MeshSegment, Segment, Welcome
@@ -375,6 +376,8 @@ class Node:
             try:
                 for number, result, fields in message.corrections:
                     correct = self.checks.get(number)
+                    if type(result) is not int or not is_spec(fields):
+                        raise ValueError(f"{fields!r:.80}")
                     if correct is not None:
                         correct(result, fields)
             except (TypeError, ValueError) as error:

@@ -16,6 +16,7 @@ from typing import Any
 from .announce import Announcer
 from .errors import ProtocolError
 from .node import Cause, Node
+from .replies import require
 from .wire.codec import Buffer, failure_from
 from .wire.shared import Loan
 
@@ -28,10 +29,10 @@ _SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead
 class Request:
     """A reply that is expected from one node. `done` is set last; `then` runs once in whichever thread brings the reply."""
 
-    __slots__ = ("buffer", "cause", "done", "lost", "node", "number", "payload", "then", "value")
+    __slots__ = ("buffer", "cause", "done", "form", "lost", "node", "number", "payload", "then", "value")
 
-    def __init__(self, number: int, node: Node) -> None:
-        self.number, self.node = number, node
+    def __init__(self, number: int, node: Node, form: str = "") -> None:
+        self.number, self.node, self.form = number, node, form  # what was asked for: see replies.py
         self.value: Any = None
         self.payload: Buffer | None = None
         self.buffer: Any = None  # where the parts of a large reply are put together
@@ -68,9 +69,9 @@ class Requests:
         self._followers = 0
         self.announcer = Announcer()
 
-    def new(self, node: Node) -> Request:
-        """Return a request with a number of its own."""
-        request = Request(self._numbers(), node)
+    def new(self, node: Node, form: str = "") -> Request:
+        """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, empty: anything."""
+        request = Request(self._numbers(), node, form)
         self._open[request.number] = request
         return request
 
@@ -88,12 +89,13 @@ class Requests:
         return request
 
     def reply(self, node: Node, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
-        """Take a reply; ignore one that nobody waits for any more (Ctrl-C)."""
+        """Take a reply; ignore one that nobody waits for any more (Ctrl-C). Raise `ProtocolError` where it answers something else."""
         request = self._of(number, node)
         if request is not None:
+            payload, buffer = payloads[0] if payloads else None, request.buffer
+            require(request.form, value, payload, buffer.memory if isinstance(buffer, Loan) else buffer)
             self.forget(request)
-            request.value = value
-            request.payload = payloads[0] if payloads else None
+            request.value, request.payload = value, payload
             request.finish()
 
     def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:

@@ -64,6 +64,7 @@ class Session:
         self.local_workers: list[LocalWorker | None] = []  # by node, those that this process has started
         self.starter: Callable[[int], LocalWorker] | None = None  # starts the worker of a node again
         self._kills = out_of_memory_kills()
+        self.before_end: list[Callable[[], None]] = []  # called when the session is to end, while its workers still answer
         self.on_close: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
@@ -146,7 +147,7 @@ class Session:
         """
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node)
+        request = self.requests.new(node, form)
         request.buffer = buffer
         with node.lock:
             last = max(after[1::2])
@@ -162,7 +163,7 @@ class Session:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node)
+        request = self.requests.new(node, f"ask {what}")
         self.post(node, Ask(request.number, what, list(detail)))
         return request
 
@@ -236,7 +237,7 @@ class Session:
             node.settle(user_line())
             node.flush()
             target = node.base
-        request = self.requests.new(node)
+        request = self.requests.new(node, "done")
         self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
         if not self.result(request, timeout):
             self.requests.forget(request)
@@ -368,6 +369,9 @@ class Session:
         for node in self.nodes[: len(self.local_workers)]:
             if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
+        for node in self.nodes:
+            if node.failed is not None:  # also what was asked of it by who had just seen it alive
+                self.requests.lose(node, node.failed)
         if self.keeper is not None:
             self.keeper.look()
 
@@ -486,6 +490,8 @@ class Session:
             return
         unread: list[tuple[Node, Any]] = []
         try:
+            for callback in self.before_end:
+                callback()
             if raise_unread:
                 deadline = None if limit is None else time.monotonic() + limit
                 for node in self.logs:
@@ -519,6 +525,8 @@ class Session:
             )
         late: list[Node] = []
         try:
+            for callback in self.before_end:
+                callback()
             for node in self.logs:
                 node.flush()
             there = [node for node in self.nodes if node.failed is None]
@@ -530,6 +538,9 @@ class Session:
             late = [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
         finally:
             self._leave("it was detached; resume=True attaches to it again")
+            for worker in self.local_workers:
+                if worker is not None:
+                    worker.leave()
             for callback in self.on_close:
                 callback()
         if late:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .errors import ProtocolError
+from .errors import InternalError, ProtocolError
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue, issue_bytes, issue_shared
 from .line import user_line
@@ -140,7 +140,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     else:
         tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:
-        raise RuntimeError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
+        raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()
     if wanted != tensor.stride():
         tensor = torch.empty_strided(spec.size, wanted, dtype=spec.dtype).copy_(tensor)

@@ -21,6 +21,7 @@ from distruntime.errors import ConfigurationError
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.shield import shield
+from processes import Child
 
 DEADLINE = 20.0
 KEYS = KeyPair.generate()
@@ -580,3 +581,40 @@ def test_a_send_never_waits_for_who_uses_the_socket(make: Make, address: str) ->
         assert not any(thread.is_alive() for thread in threads)
     dialler.events()
     assert [frames for _, frames in receive(listener, 3)] == [[b"meanwhile"]] * 3
+
+
+def hasty_and_late(address: str) -> None:
+    """Two diallers, one after the other, in a process whose fds are not the listener's."""
+    for word in (b"h", b"l"):
+        client = Channel()
+        client.connect(address, b"server")
+        assert event(client, "connected")
+        for _ in range(2):
+            sent = client.send(b"server", [word * (1 << 16)], copy=False)
+            wait_for(lambda: sent is not None and sent.done)  # noqa: B023
+            print("sent")
+            input()
+        client.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, address: str, known: bool) -> None:
+    """The last words of a peer that has gone lie unread when the next one connects: the kernel has given that one its fd."""
+    server = make(address)
+    with Child(hasty_and_late, server.address) as diallers:
+        diallers.expect("sent")
+        if known:
+            receive(server)
+            assert event(server, "connected")
+        diallers.tell()
+        diallers.expect("sent")
+        diallers.tell()
+        diallers.expect("sent")  # by the second one, whose connection the server's own thread has accepted after the end of the first
+        peers = {content(frames[0])[:1]: peer for peer, frames in receive(server, 2 if known else 3)}
+        diallers.tell()
+        diallers.expect("sent")
+        receive(server)
+        assert [e.kind for e in server.events() if e.peer == peers[b"l"]] == ["connected"]
+        diallers.tell()
+        diallers.finish()
+        wait_for(lambda: ("disconnected", peers[b"l"]) in [(e.kind, e.peer) for e in server.events()])

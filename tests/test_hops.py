@@ -20,7 +20,7 @@ from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import serve
 
 ROOT = Path(__file__).parent.parent
-MOST_FUNCTIONS, MOST_FILES = 9, 6
+MOST_FUNCTIONS, MOST_FILES = 9, 7
 FOLDERS = (str(ROOT / "distruntime"), str(Path(distruntime_worker.__file__).parent))
 # Called meanwhile, but the instruction does not pass through them.
 BESIDE = {
@@ -31,6 +31,8 @@ BESIDE = {
     "_enough": "how much gathers before it is sent",
     "Session._stir": "tells the pump that something is in flight",
     "Wake.signal": "the same",
+    "Delivery.__init__": "keeps the message until it has arrived",
+    "Link.keep": "the same",
     "Shield.__enter__": "keeps Ctrl-C out of the socket's lock",
     "Shield.__exit__": "the same",
 }
@@ -41,8 +43,11 @@ BESIDE_ON_THE_WORKER = {
     "Wake": "the socket's own loop: whether the acknowledgement finds it waiting is chance",
     "Shield": "keeps Ctrl-C out of it",
     "PerThread": "a look, once a segment, at whether `dr.config` said anything",
+    "Turn": "a look, once a segment, at whether there are other sessions",
     "Daemon._watch": "looks for peers that left, between messages",
-    "_Master.send": "the acknowledgement, after the kernel",
+    "Link": "counts messages, and keeps the acknowledgement until it has arrived",
+    "Delivery": "the same",
+    "Session.send": "the acknowledgement, after the kernel",
     "encode": "the acknowledgement",
     "Executor._finish": "the acknowledgement",
     "Answers.executed": "the same: who waits for all that has run",

@@ -87,7 +87,7 @@ class Channel:
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[Any, Delivery | None, Sequence[Any]]] = deque()  # messages that came meanwhile
+        self._late: deque[tuple[Any, Delivery | None, Sequence[Any], tuple[int, ...]]] = deque()  # messages that came meanwhile
         self._closed = False
         self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
         self._woken = False
@@ -184,10 +184,11 @@ class Channel:
             parts = [zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in frames]
             if delivery is not None:
                 delivery.trackers = [part.tracker for part in parts]
+        flags = _FLAGS[len(parts)] if len(parts) < len(_FLAGS) else (_MORE,) * len(parts) + (_NOBLOCK,)
         with shield:  # else Ctrl-C could come between the lock and the `try`
             # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
-                self._late.append((to, delivery, parts))
+                self._late.append((to, delivery, parts, flags))
                 self._send_late()
             else:
                 self._owner = threading.get_ident()
@@ -198,7 +199,25 @@ class Channel:
                         self._finish_sending()
                     if self._late:
                         self._drain_late()  # first come, first sent
-                    self._put(to, delivery, parts)
+                    peer: Any = to
+                    if delivery is not None:
+                        delivery.link.keep(delivery)
+                        peer = delivery.link.peer
+                    if peer is not None:
+                        self._unsent = unsent = map(self._send_frame, (peer, *parts), flags)
+                        try:
+                            list(unsent)
+                        except zmq.ZMQError as error:
+                            self._unsent = None
+                            if error.errno != zmq.EHOSTUNREACH:
+                                raise
+                            if delivery is None:
+                                raise PeerGone(f"no connection to {peer!r}") from None
+                            delivery.link.peer = None  # an event tells of it
+                        except BaseException:
+                            self._finish_sending()
+                            raise
+                        self._unsent = None
                     if self._waiting:
                         self._after_use()
                 finally:
@@ -209,30 +228,6 @@ class Channel:
         if delivery is not None or copy:
             return delivery
         return zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
-
-    def _put(self, to: Any, delivery: Delivery | None, parts: Sequence[Any]) -> None:
-        """Hand one message to the socket (the lock is held)."""
-        if delivery is not None:
-            to.keep(delivery)
-            to = to.peer
-            if to is None:
-                return
-        count = len(parts)
-        flags = _FLAGS[count] if count < len(_FLAGS) else (_MORE,) * count + (_NOBLOCK,)
-        self._unsent = unsent = map(self._send_frame, (to, *parts), flags)
-        try:
-            list(unsent)
-        except zmq.ZMQError as error:
-            self._unsent = None
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            if delivery is None:
-                raise PeerGone(f"no connection to {to!r}") from None
-            delivery.link.peer = None  # an event tells of it
-        except BaseException:
-            self._finish_sending()
-            raise
-        self._unsent = None
 
     def resume(self, link: Link, peer: Peer, received: int) -> None:
         """Let `peer` carry a link from now on: send it again what the other end, which has counted `received` messages, has not got."""
@@ -410,8 +405,13 @@ class Channel:
         while self._late:
             if self._unsent is not None:
                 self._finish_sending()
-            with suppress(PeerGone):  # it shows as "disconnected"
-                self._put(*self._late.popleft())
+            to, delivery, parts, flags = self._late.popleft()
+            if delivery is not None:
+                to.keep(delivery)
+                to = to.peer
+            if to is not None:
+                self._unsent = map(self._send_frame, (to, *parts), flags)
+                self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
 
     def _finish_sending(self) -> None:
         """Send the rest of a message that an interrupt cut short (the lock is held)."""

@@ -29,9 +29,6 @@ _MONITORED = (
 _EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.RCVMORE)
 
 
-_MOST_GONE = 4096
-
-
 @dataclass(frozen=True)
 class PeerEvent:
     """What happened to a connection.
@@ -52,10 +49,18 @@ class Connections:
 
     Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `placed`
     is the inverse of `_peer_of`.
+
+    The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
+    read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
+    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it belongs
+    to whose name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
         self.unplaced: set[int] = set()  # fds through which nothing has come yet
+        self.doubted: set[int] = set()
+        self._ghosts: set[int] = set()
+        self._gone: set[Peer] = set()
         self.dialled: set[Peer] = set()
         self.placed: dict[Peer, int] = {}  # who dialled us, and the fd of the connection
         self._has_key = has_key
@@ -63,7 +68,6 @@ class Connections:
         self._dialled_at: dict[str, Peer] = {}
         self._reached: set[Peer] = set()  # of the dialled peers: connected now
         self._peer_of: dict[int, Peer] = {}
-        self._gone: dict[Peer, None] = {}  # whose connections have ended, the last of them
         self._events: deque[PeerEvent] = deque()
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
@@ -94,22 +98,11 @@ class Connections:
 
     def place(self, peer: Peer, fd: int | None) -> None:
         """Learn that `peer`, which has dialled us, speaks through `fd`; None: through one that we shall have to guess."""
-        if (fd is not None and self._peer_of.get(fd) == peer) or peer in self._gone:
+        if fd is not None and self._peer_of.get(fd) == peer:
+            if fd not in self._ghosts:
+                self.doubted.discard(fd)
             return
         self.read()
-        if peer in self._gone:  # what is still to be read of a connection that has ended; its fd may be another's by now
-            return
-        earlier = self._peer_of.get(fd) if fd is not None else None
-        if earlier is not None and _numbered(earlier, peer):
-            # Of two with the same fd one had ended before its first message was read.
-            later = (int.from_bytes(peer[1:], "big") - int.from_bytes(earlier[1:], "big")) % (1 << 32) < 1 << 31
-            if not later:
-                self._gone[peer] = None
-                return
-            self._events.append(PeerEvent("disconnected", earlier, self._address(), "gone before its first message was read"))
-            self._forget(earlier)
-            del self._peer_of[fd], self.placed[earlier]  # type: ignore[arg-type]
-            self.unplaced.add(fd)  # type: ignore[arg-type]
         if fd is None and self.unplaced:
             if len(self.unplaced) > 1:
                 return  # several have connected in this moment: its next message is received with its fd
@@ -119,11 +112,26 @@ class Connections:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "replaced by a new connection"))
             del self._peer_of[old], self.placed[peer]
         self._events.append(PeerEvent("connected", peer, self._address()))
-        if fd is not None and fd in self.unplaced:
+        leftover = peer in self._gone and (fd is None or fd in self._ghosts)
+        if fd is not None and fd in self.doubted and _earlier(peer, self._peer_of[fd]):
+            self._gone.add(peer)
+            leftover = True
+        if fd is not None and fd in self.doubted and not leftover:
+            ghost = self._lost(fd, self._address())
+            self._events += [ghost] if ghost is not None else []
+            self.unplaced.add(fd)
+        if not leftover and fd is not None and fd in self.unplaced:
             self.unplaced.discard(fd)
             self._peer_of[fd], self.placed[peer] = peer, fd
+            if fd in self._ghosts:
+                self.doubted.add(fd)
         else:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
+
+    def settle(self) -> None:
+        """Take note that all messages have been read that came through connections known to have ended."""
+        self._ghosts.clear()
+        self._gone.clear()
 
     def read(self) -> bool:
         """Take in what the monitor reports; return whether that was news for take()."""
@@ -199,25 +207,23 @@ class Connections:
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
         self.unplaced.discard(fd)
+        self._ghosts.add(fd)
         reported, self._refused = self._refused, False
         return None if reported else PeerEvent("handshake_failed", None, endpoint, "hung up before it said who it is")
 
     def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
+        self.doubted.discard(fd)
         peer = self._peer_of.pop(fd, None)
         if peer is None:
             return None  # never said its name, or has come back on another connection since
         del self.placed[peer]
-        self._forget(peer)
+        self._ghosts.add(fd)
+        self._gone.add(peer)
         return PeerEvent("disconnected", peer, endpoint)
 
-    def _forget(self, peer: Peer) -> None:
-        """Note that nothing can come from a peer any more but what is there already."""
-        if peer[:1] == b"\0":  # a number of libzmq's, which it gives once
-            self._gone[peer] = None
-            if len(self._gone) > _MOST_GONE:
-                del self._gone[next(iter(self._gone))]
 
-
-def _numbered(*peers: Peer) -> bool:
-    """Whether these names are numbers that libzmq counts up, 5 bytes of which the first is 0."""
-    return all(len(peer) == 5 and peer[0] == 0 for peer in peers)
+def _earlier(peer: Peer, other: Peer) -> bool:
+    """Whether `peer` connected before `other`, as far as their names tell: libzmq names who has no name by a zero and a counter."""
+    if not (peer[:1] == other[:1] == b"\0" and len(peer) == len(other) == 5):
+        return False
+    return (int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")) % (1 << 32) > 1 << 31

@@ -44,6 +44,7 @@ class Inbox:
         with suppress(zmq.Again):  # an interrupt can leave half a message behind whose rest is not here yet
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
+        self._connections.settle()
 
     def read(self) -> None:
         """Read one message, or raise `zmq.Again`."""
@@ -53,7 +54,7 @@ class Inbox:
         if not partial:
             self._expected = 2
             try:
-                partial.extend(map(self._receive, *(_HEAD_WITH_FD if connections.unplaced else _HEAD)))
+                partial.extend(map(self._receive, *(_HEAD_WITH_FD if connections.unplaced or connections.doubted else _HEAD)))
             except zmq.Again:
                 self._expected = 0
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import select
 import signal
 import sys
@@ -53,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--insecure", action="store_true", help="use no key: whoever reaches the address may run code here")
     parser.add_argument("--threads", type=_count, default=0, metavar="N", help="threads of torch's kernels; default: as torch chooses")
+    parser.add_argument(
+        "--max-memory",
+        type=_memory,
+        metavar="SIZE",
+        help="what one session may hold on each device, as 8GiB, or 50%% of what the device has; default: all there is",
+    )
     parser.add_argument(
         "--data-address",
         type=_host_and_port,
@@ -124,6 +131,7 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         data_host=options.data_address[0],
         data_port=options.data_address[1],
         once=options.once,
+        max_memory=options.max_memory,
     )
 
 
@@ -168,6 +176,21 @@ def _count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"got {value}, expected 0 or more")
     return value
+
+
+def _memory(text: str) -> int | float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?B|B|%)", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a size with its unit, as 8GiB, 512MiB or 16GB, or a part, as 50%")
+    number, unit = float(found[1]), found[2]
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected more than 0% and at most 100%")
+        return number / 100
+    size = int(number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0]))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}: no session could hold anything")
+    return size
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -22,7 +22,7 @@ import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
-from distruntime.wire.codec import Buffer, decode, encode, failure_fields
+from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
@@ -54,14 +54,18 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import answer
 
+from . import checkpoint_folder
 from .address import data_host, peer_address, rendezvous
+from .budget import Budget, limits
 from .config import WorkerConfig
 from .data_channel import prepare, report
 from .devices import Devices
+from .executor import NONSENSE
 from .objects import failure
 from .published import Published
 from .session import Session
 from .settings import restore
+from .turns import Turns
 
 log = logging.getLogger("distruntime.worker")
 
@@ -95,6 +99,7 @@ class Daemon:
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
+        self._turns = Turns()
         self._dials = count().__next__
         self._master = b""  # the connection to the dialled master
         self._dial_at = math.inf  # when to dial the master again
@@ -123,7 +128,7 @@ class Daemon:
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
-            for session in [session for session in self._sessions.values() if session.backlog]:
+            for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
                 self._go_on(session)
             self._watch()
         for session in list(self._sessions.values()):
@@ -169,7 +174,8 @@ class Daemon:
         if now > self._looked + _LOOK:
             self._looked = now
             for session in spent:
-                self._end(session, "its master has died" if has_died(session.process) else f"its master was away for {session.keep:.0f} s")
+                dead = not session.lasting and has_died(session.process)
+                self._end(session, "its master has died" if dead else f"its master was away for {session.keep:g} s")
 
     def _leave(self, session: Session) -> None:
         """Note that a session's master is not connected any more."""
@@ -214,75 +220,78 @@ class Daemon:
             message = decode(buffers[0])
             if session is None:
                 self._first(peer, message)
-            elif isinstance(message, Refused) and peer == self._master:
-                self._leave_for_another(session)
-            elif isinstance(message, Ack):
+                return
+            if isinstance(message, Ack):
                 session.link.acknowledge(message.received)
-            elif isinstance(message, Hello):
-                self._end(session, "a new session on the same connection")
-                self._welcome(peer, message)
-            else:
-                payloads = buffers[1:]
-                if session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+                return
+            if isinstance(message, Refused) and peer == self._master:
+                self._leave_for_another(session)
+                return
+            if session.held or session.backlog:
+                session.backlog.append((peer, frames))
+                return
+            payloads = buffers[1:]
+            if not isinstance(message, Hello) and session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+                self._greet(peer, Ack(session.link.received))
+            match message:
+                case Segment():
+                    session.put(message, payloads)
+                case MeshSegment():
+                    session.put_mesh(message, payloads)
+                case OpenTeam():
+                    session.executor.open_team(message)
+                case OpenLines():
+                    session.executor.open_lines(message)
+                case Fetch():
+                    session.executor.fetch(message)
+                case Ask(what="checkpoint"):
+                    checkpoint_folder.answer(message.request, message.detail, session.send)
+                case Ask():
+                    self._reply(session, message)
+                case OpenStream():
+                    session.open(message)
+                case Signal():
+                    session.executor.signal(message)
+                case Cancel():
+                    session.executor.cancel(message)
+                case Notify():
+                    session.executor.notify(message)
+                case Peers():
+                    session.meet(message)
+                case OpenGroup():
+                    session.join(message, data_host(self._config, session.host))
+                case BreakGroup():
+                    session.executor.joint.groups.end(message.group, message.reason)
+                case Bury():
+                    dead = self._sessions.get(message.session)
+                    if dead is not None and dead.alone_since is not None and not dead.lasting:
+                        self._end(dead, f"its master has died, says {session.master}")
+                case Detach():
                     self._greet(peer, Ack(session.link.received))
-                if session.held or session.backlog:
-                    session.backlog.append((message, payloads))
-                else:
-                    self._take(session, message, payloads)
+                    log.info("master %s leaves: %s", session.master, message.reason)
+                case Hello():
+                    self._end(session, "a new session on the same connection")
+                    self._welcome(peer, message)
+                case Goodbye():
+                    self._end(session, message.reason)
+                case _:
+                    raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
-            if session is not None:
-                self._drop(session, str(error))
-            else:
-                log.warning("dropped a peer: %s", error)
+            self._broke(session, str(error))
+        except NONSENSE as error:  # whatever it is in, it must not cost the other sessions
+            self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
+
+    def _broke(self, session: Session | None, why: str) -> None:
+        if session is not None:
+            self._drop(session, why)
+        else:
+            log.warning("dropped a peer: %s", why)
 
     def _go_on(self, session: Session) -> None:
-        """Act on what has come while a large value was being read."""
-        try:
-            while session.backlog and not session.held and not session.executor.state.closed:
-                self._take(session, *session.backlog.popleft())
-        except ProtocolError as error:
-            self._drop(session, str(error))
-
-    def _take(self, session: Session, message: Message, payloads: Sequence[Buffer]) -> None:
-        match message:
-            case Segment():
-                session.put(message, payloads)
-            case MeshSegment():
-                session.put_mesh(message, payloads)
-            case OpenTeam():
-                session.executor.open_team(message)
-            case OpenLines():
-                session.executor.open_lines(message)
-            case Fetch():
-                session.executor.fetch(message)
-            case Ask():
-                self._reply(session, message)
-            case OpenStream():
-                session.open(message)
-            case Signal():
-                session.executor.signal(message)
-            case Cancel():
-                session.executor.cancel(message)
-            case Notify():
-                session.executor.notify(message)
-            case Peers():
-                session.meet(message)
-            case OpenGroup():
-                session.join(message, data_host(self._config, session.host))
-            case BreakGroup():
-                session.executor.joint.groups.end(message.group, message.reason)
-            case Bury():
-                dead = self._sessions.get(message.session)
-                if dead is not None and dead.alone_since is not None and not dead.lasting:
-                    self._end(dead, f"its master has died, says {session.master}")
-            case Detach():
-                if session.link.peer is not None:
-                    self._greet(session.link.peer, Ack(session.link.received))
-                log.info("master %s leaves: %s", session.master, message.reason)
-            case Goodbye():
-                self._end(session, message.reason)
-            case _:
-                raise ProtocolError(f"a master does not send {type(message).__name__}")
+        """Act on what has come while a large value was being read. What is of a connection that is no more comes again on the next."""
+        waiting, session.backlog = session.backlog, []
+        for peer, frames in waiting:
+            self._handle(peer, frames)
 
     # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
 
@@ -318,9 +327,11 @@ class Daemon:
         if not self._sessions:
             restore()
         before = found if hello.mode.endswith("resume") else None
-        session = self._sessions[hello.session] = self._by_peer[peer] = Session(
-            peer, hello, self._devices, self._channel, self._published, before
-        )
+        most = self._config.max_memory
+        budget = None if most is None else Budget(hello.session, limits(most, self._devices))
+        turn = self._turns.enter(hello.session)
+        session = Session(peer, hello, self._devices, self._channel, self._published, turn, budget, before)
+        self._sessions[hello.session] = self._by_peer[peer] = session
         self._served = True
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))

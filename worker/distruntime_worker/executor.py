@@ -29,11 +29,13 @@ from distruntime.wire.messages import (
 from distruntime.wire.shared import Attached
 
 from .answers import MOST_FAILURES, Answers
+from .budget import Budget
 from .cancel import Cancelling
 from .collectives import PREFIX, Collective
 from .devices import Devices
 from .draws import Draws
 from .functions import FUNCTIONS
+from .guard import guarded
 from .instructions import Instructions
 from .joint import Joint
 from .lanes import along
@@ -43,25 +45,35 @@ from .state import Send, State, Tell
 from .streams import Stream, Work
 from .team import Lanes, Team
 from .template import Template, operator
+from .turns import Turn, Turns
 from .waits import Waits
 
+# What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
+NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 _LOOK = 0.1  # seconds between looks whether the master is gone
 _END = 1 << 62  # no log gets there
+_SEED = "distruntime::manual_seed"
 
 
 class Executor:
-    """Runs the log of one session on one worker. `draws` is its random state, which outlives this log where a master resumes it."""
+    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`.
+
+    `draws` and `published` are the session's random state and what it has published: both outlive this log where a master resumes it.
+    """
 
     def __init__(
         self,
         devices: Devices,
         send: Send,
         tell: Tell,
+        *,
         draws: Draws | None = None,
         published: Published | None = None,
         others: Others = dict[str, Published],
+        turn: Turn | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        state, shared = State(devices, send), Attached()
+        state, shared = State(devices, send, turn or Turns().enter(""), budget), Attached()
         self.draws = Draws() if draws is None else draws
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
@@ -82,7 +94,8 @@ class Executor:
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
-        self.slots, self.works, self.default = state.slots, state.works, state.default
+        self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
+        self.turn.more = state.waits
 
     def open(self, message: OpenStream) -> Stream:
         """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
@@ -142,12 +155,13 @@ class Executor:
     def _wait_turn(self, stream: Stream, work: Work) -> None:
         """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
         assert work.turn is not None
-        while not work.turn.wait(_LOOK) and not self.state.closed:
-            pass
-        for streams in self.state.all_streams():
-            for other in list(streams.values()):
-                if other is not stream:
-                    stream.wait_for(other.events(_END))
+        with self.turn.paused():
+            while not work.turn.wait(_LOOK) and not self.state.closed:
+                pass
+            for streams in self.state.all_streams():
+                for other in list(streams.values()):
+                    if other is not stream:
+                        stream.wait_for(other.events(_END))
 
     def divide(self, work: Work) -> None:
         """Give each stream its stretches of a segment (the reader)."""
@@ -192,7 +206,7 @@ class Executor:
                             self.run_stretch(stream, work, i, n)
                             self.running = False
                             return
-        except (IndexError, TypeError, KeyError) as error:
+        except NONSENSE as error:
             raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
         self._finish(work)
         stream.reached = start + n  # only now: whoever waits wants to hear of failures first
@@ -231,7 +245,7 @@ class Executor:
                     if i < stop:
                         stream.publish(start + i)
                 stream.mark(start + i)
-        except (IndexError, TypeError, KeyError) as error:
+        except NONSENSE as error:
             raise ProtocolError(
                 f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
             ) from error
@@ -274,11 +288,13 @@ class Executor:
         self._next_template += 1
         if name.startswith(PREFIX):
             collective = Collective(name, args, self.state.devices.real, self.joint.begin)
-            self.state.templates[number], self.state.info[number] = collective.run, collective
+            self.state.templates[number], self.state.info[number] = guarded(self.state, collective, []), collective
             return
-        call = FUNCTIONS.get(name) or operator(name)
-        template = Template(name, call, args, kwargs, results, self.state.devices.real, self.state.fail)
-        self.state.templates[number] = self.draws.around(template.run) if _draws(name, call) else template.run
+        call, real = FUNCTIONS.get(name) or operator(name), self.state.devices.real
+        template = Template(name, call, args, kwargs, results, real, self.state.fail)
+        on = [real(torch.device(pattern[1])) for pattern in (*args, *kwargs.values()) if _is_device(pattern)]
+        run = guarded(self.state, template, on[:1], call, args, kwargs, results)
+        self.state.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
         self.state.info[number] = template
 
     def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
@@ -288,22 +304,25 @@ class Executor:
         state = self.state
         if name.startswith(PREFIX):
             joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
-            team.templates[number], team.info[number] = joint.run, joint
+            team.templates[number], team.info[number] = guarded(state, joint, []), joint
             return
         call, lanes = FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
-        shared = len(lanes) > 1 and all(state.devices.real(torch.device(d)).type == "cpu" for d in team.devices)
+        on = [state.devices.real(torch.device(d)) for d in team.devices]
+        shared = len(lanes) > 1 and all(device.type == "cpu" for device in on)
         generators = team.generators if shared and _draws(name, call) else None
         found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
-        team.templates[number] = self.draws.around(found.run) if _draws(name, call) else found.run
+        run = guarded(state, found, on, call, *own, results)
+        team.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
         team.info[number] = found
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
         self.state.closed = True
+        self.turn.close()
         self.joint.groups.end_all("its session is over")
         for streams in self.state.all_streams():
             for stream in streams.values():
@@ -311,8 +330,11 @@ class Executor:
                 stream.queue.put(None)
 
 
+def _is_device(pattern: Any) -> bool:
+    return isinstance(pattern, list) and pattern[:1] == ["device"]
+
+
 def _draws(name: str, call: Any) -> bool:
     """Whether a call may draw random numbers."""
-    own = "record", "manual_seed", "seed_member", "get_rng", "set_rng"
-    composite = name.startswith(tuple(f"distruntime::{function}" for function in own))
+    composite = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng", "distruntime::set_rng"))
     return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -12,6 +12,7 @@ import torch
 
 from distruntime.errors import UsageError
 
+from .checkpoint import read, read_packed, write
 from .settings import configure, settings
 from .streams import elapsed_time
 
@@ -110,6 +111,9 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::checkpoint_write": write,
+    "distruntime::checkpoint_read": read,
+    "distruntime::checkpoint_read_packed": read_packed,
     "distruntime::config": configure,
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::settings": settings,

@@ -13,6 +13,7 @@ from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE,
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .functions import Tape
+from .guard import Guarded
 from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
 from .state import State
@@ -23,6 +24,7 @@ from .template import Run, Template
 # Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
 # order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
 _ALIGNED, _LARGE = 64, 1 << 20  # bytes
+_HOST = torch.device("cpu")
 
 
 class Instructions:
@@ -50,7 +52,10 @@ class Instructions:
         number, predicted = p[i + 1], p[i + 2]
         log = self._state.log(self._state.work(p))
         template: Template | Lanes | None = log.info.get(p[i + 3])
-        after = log.templates[p[i + 3]](slots, p, i + 3)
+        run = log.templates[p[i + 3]]
+        if isinstance(run, Guarded):
+            run.expect(predicted, slots, p, i + 3)
+        after = run(slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
@@ -103,11 +108,12 @@ class Instructions:
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
         request = p[i + 1]
-        template: Template | Lanes | None = self._state.log(self._state.work(p)).info.get(p[i + 2])
+        log = self._state.log(self._state.work(p))
+        template: Template | Lanes | None = log.info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2
-        after = template.run(slots, p, i + 2)
+        after = log.templates[p[i + 2]](slots, p, i + 2)
         results = [slots[p[i + 2 + k]] for k in template.writes]
         bad = next((v.failure for v in results if isinstance(v, Poisoned)), None)
         if bad is None:
@@ -135,27 +141,27 @@ class Instructions:
                 value = bytes_tensor(dtype, sizes, kept)
             else:
                 value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
+            team, budget = self._state.work(p).team, self._state.budget
+            if device == "member" and team is None:
+                raise TypeError("an upload to a mesh's members, in no mesh's log")
+            on = [self._state.devices.real(torch.device(d)) for d in (team.devices if device == "member" else [device])]
+            if budget is not None:
+                budget.require(on, value.nbytes, "an upload")
             if device == "member":
-                team = self._state.work(p).team
-                if team is None:
-                    raise TypeError("an upload to a mesh's members, in no mesh's log")
-                slots[ref] = self._to_members(team.devices, value)
-                return i + 6
-            real = self._state.devices.real(torch.device(device))
-            if real.type == "cuda":
+                copies = Shards(torch.empty_like(value, device=member).copy_(value) for member in on)
+                slots[ref] = copies if len(copies) > 1 else copies[0]
+            elif on[0].type == "cuda":
                 self._used(slots.get(ref))
-                slots[ref] = self._staging.to(real, value)
+                slots[ref] = self._staging.to(on[0], value)
             else:
                 slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value
+            if budget is not None:
+                for real in on:
+                    budget.add(real, value.nbytes, "an upload")
         except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
         return i + 6
-
-    def _to_members(self, devices: list[str], value: torch.Tensor) -> Any:
-        """Return a copy for each of a mesh's members here."""
-        copies = Shards(torch.empty_like(value, device=self._state.devices.real(torch.device(d))).copy_(value) for d in devices)
-        return copies if len(copies) > 1 else copies[0]
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         log = self._state.log(self._state.work(p))
@@ -195,7 +201,12 @@ class Instructions:
             value = slots[p[i + 1]]
             if isinstance(value, Shards):
                 raise TypeError("a copy to the host is of one tensor")
+            budget = self._state.budget
+            if budget is not None and isinstance(value, torch.Tensor):
+                budget.require([_HOST], value.nbytes, "a copy to the host")
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
+            if budget is not None and isinstance(value, torch.Tensor):
+                budget.add(_HOST, value.nbytes, "a copy to the host")
         except RuntimeError as error:  # no memory, or what a kernel before this one has done
             slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))
         return i + 3

@@ -50,9 +50,10 @@ class Joint:
             cause = state.failure(*where, error, collective.name, described(inputs))
         new: list[torch.Tensor] = []
         try:
-            if cause is not None and collective.reads:
-                group.taint(sequence, cause, self.node, self._tell)
-            new = collective.perform(group, values, sequence)
+            with state.turn.paused():  # what the others here wait for may be what this one needs of them elsewhere
+                if cause is not None and collective.reads:
+                    group.taint(sequence, cause, self.node, self._tell)
+                new = collective.perform(group, values, sequence)
         except Exception as broken:
             cause = cause or state.failure(*where, broken, collective.name, described(inputs))
             group.fail(f"a member could not take part: {broken}")  # else the others would wait for it

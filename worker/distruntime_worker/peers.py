@@ -9,7 +9,7 @@ from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
@@ -43,14 +43,17 @@ class PeerChannel:
         return self._channel.address
 
     def meet(self, peers: Peers) -> None:
-        """Take the addresses of the others."""
+        """Take the addresses of the others; raise `ProtocolError` where they are none."""
+        if not all(isinstance(address, str) for address in peers.addresses) or not 0 <= peers.node < len(peers.addresses):
+            raise ProtocolError(f"Peers makes no sense: node {peers.node} of {str(peers.addresses)[:80]}")
         self._peers = peers
         self._known.set()
 
     def send(self, node: int, message: Message) -> None:
         """Send to another worker, dialling it first. Return at once. To a worker that is gone, nothing is sent."""
         peers = self._peers
-        assert peers is not None
+        if peers is None or not 0 <= node < len(peers.addresses):
+            raise ProtocolError(f"{type(message).__name__} for node {node}, of which no Peers has told")
         if node == peers.node:
             self._handle(node, message)
             return
@@ -66,6 +69,8 @@ class PeerChannel:
             self._channel.send(name, [encode(message)])
         except (PeerGone, ChannelClosed):
             log.debug("node %d is gone: %s not sent", node, type(message).__name__)
+        except ConfigurationError as error:  # that node's word, passed on by the master: none of this worker's other streams may suffer
+            log.warning("node %d cannot be reached, %s not sent: %s", node, type(message).__name__, error)
 
     def close(self) -> None:
         """Close the socket; its thread ends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -21,6 +20,7 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Failed, Hello, MeshSegment, Message, OpenGroup, OpenStream, Peers, Reply, Segment
 
+from .budget import Budget
 from .devices import Devices
 from .executor import Executor
 from .objects import failure
@@ -28,6 +28,7 @@ from .peers import PeerChannel
 from .published import Others, Published
 from .settings import per_thread
 from .streams import Stream, Work
+from .turns import Turn
 
 log = logging.getLogger("distruntime.worker")
 
@@ -41,7 +42,15 @@ class Session:
     """
 
     def __init__(
-        self, peer: bytes, hello: Hello, devices: Devices, channel: Channel, others: Others, before: Session | None = None
+        self,
+        peer: bytes,
+        hello: Hello,
+        devices: Devices,
+        channel: Channel,
+        others: Others,
+        turn: Turn,
+        budget: Budget | None,
+        before: Session | None = None,
     ) -> None:
         self.link = Link(peer)
         self.began: float = time.monotonic() if before is None else before.began
@@ -51,12 +60,20 @@ class Session:
         self.take(hello)
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
-        draws = before.executor.draws if before is not None else None
         self.published: Published = before.published if before is not None else Published(hello.session)
-        self.executor: Executor = Executor(devices, self.send, self.tell, draws, self.published, others)
+        self.executor: Executor = Executor(
+            devices,
+            self.send,
+            self.tell,
+            draws=before.executor.draws if before is not None else None,
+            published=self.published,
+            others=others,
+            turn=turn,
+            budget=budget,
+        )
         self.executor.state.apart = self._do_apart
         self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
-        self.backlog: deque[tuple[Message, Sequence[Buffer]]] = deque()  # those that do
+        self.backlog: list[tuple[bytes, Sequence[Any]]] = []  # those that do, by who sent them; not counted yet
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -156,11 +173,12 @@ class Session:
             while (item := stream.queue.get()) is not None and not executor.state.closed:
                 work, first, stop = item
                 try:
-                    per_thread.apply()
-                    if work.segment.stretches:
-                        executor.run_stretch(stream, work, first, stop)
-                    else:
-                        executor.run(work)
+                    with executor.turn:
+                        per_thread.apply()
+                        if work.segment.stretches:
+                            executor.run_stretch(stream, work, first, stop)
+                        else:
+                            executor.run(work)
                     del item, work  # else an idle stream would hold a segment's payloads
                 except Exception as error:  # the master must hear of it, whatever it is
                     if isinstance(error, ProtocolError):

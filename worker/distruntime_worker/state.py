@@ -13,12 +13,14 @@ import torch
 from distruntime.errors import InternalError, StreamCancelled
 from distruntime.wire.messages import Failure, Message, team_and_stream
 
+from .budget import Budget
 from .collectives import Collective
 from .devices import Devices
 from .objects import Poisoned, described, failure, memory_of
 from .streams import Stream, Work
 from .team import Lanes, Shards, Team
 from .template import Run, Template
+from .turns import Turn
 
 Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
 Tell = Callable[[int, Message], None]  # node, message: to another worker
@@ -27,9 +29,11 @@ Tell = Callable[[int, Message], None]  # node, message: to another worker
 class State:
     """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
 
-    def __init__(self, devices: Devices, send: Send) -> None:
-        self.devices, self.send = devices, send
+    def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
+        self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
         self.slots: dict[int, Any] = {}
+        if budget is not None:
+            budget.watch(self.slots)
         self.templates: dict[int, Run] = {}  # by the first word of an instruction
         self.info: dict[int, Any] = {}  # of those that the master has sent
         self.teams: dict[int, Team] = {}  # by number, the meshes with members here
@@ -61,6 +65,10 @@ class State:
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""
         return [self.streams, *(team.streams for team in list(self.teams.values()))]
+
+    def waits(self) -> bool:
+        """Whether some stream has something to run that its thread has not begun."""
+        return any(not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values()))
 
     def poisoned(self) -> list[Any]:
         """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""

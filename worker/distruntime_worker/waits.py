@@ -45,7 +45,8 @@ class Waits:
             done = self._block(mine, passed, p, i, seconds, text, patient)
             target.blocked.remove(entry)
             if mine.cuda is not None or target.cuda is not None:
-                mine.wait_for(target.events(position))
+                with self._state.turn.paused():
+                    mine.wait_for(target.events(position))
             if not done:
                 return False
             # Only debts from before that position: a later one may be to this very stream, for what stands behind this wait.
@@ -76,6 +77,12 @@ class Waits:
         self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
     ) -> bool:
         """Block until `passed`; return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`."""
+        if passed.is_set():
+            return True
+        with self._state.turn.paused():
+            return self._until(mine, passed, p, i, seconds, text, patient)
+
+    def _until(self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._state.work(p).segment.start + i
         while not passed.wait(_LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))):

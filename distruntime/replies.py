@@ -1,0 +1,112 @@
+"""What workers answer, checked where it is taken: a worker that answers nonsense is dropped, and nobody who waits gets to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .errors import ProtocolError
+from .wire.codec import dtype_named, failure_from
+
+_MOST = 1 << 62  # elements; no memory holds them, and torch's own arithmetic overflows beyond
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(item, value))
+
+
+def _row(*columns: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) == len(columns) and all(is_(one) for is_, one in zip(columns, value))
+
+
+_integer, _text, _real, _integers = _is(int), _is(str), _is(int, float), _list_of(_is(int))
+
+
+def _dtype(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and dtype_named(name) is not None
+    except ProtocolError:
+        return False
+
+
+def count(sizes: Any) -> int:
+    """Return how many elements a tensor of these sizes has; -1 where they are none."""
+    if not _integers(sizes) or any(n < 0 for n in sizes) or len(sizes) > 64:
+        return -1
+    found = 1
+    for n in sizes:
+        found = min(found * n, _MOST)
+    return -1 if found == _MOST else found
+
+
+def is_spec(fields: Any) -> bool:
+    """Whether this is a tensor's metadata, as `spec_from_wire` takes it."""
+    if not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
+        return False
+    sizes, strides, offset, _, bits = fields
+    if count(sizes) < 0 or len(strides) != len(sizes) or any(s < 0 for s in strides) or offset < 0 or not 0 <= bits < 4:
+        return False
+    return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether this is a result that is no tensor."""
+    if isinstance(value, list):
+        complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
+        return complex_ or (value[:1] == ["list"] and all(map(is_plain, value[1:])))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _failure(fields: Any) -> bool:
+    try:
+        return failure_from(fields) is not None
+    except ProtocolError:
+        return False
+
+
+def is_tensor(value: Any, payload: Any, room: Any) -> bool:
+    """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
+    if not isinstance(value, list) or len(value) != 3 or not _dtype(value[0]) or count(value[1]) < 0:
+        return False
+    nbytes, data = count(value[1]) * dtype_named(value[0]).itemsize, value[2]
+    if data in ("shared", "parts"):
+        return room is not None and nbytes <= len(room)
+    if data is None:
+        return payload is not None and len(payload) == nbytes
+    return isinstance(data, bytes) and len(data) == nbytes
+
+
+def is_devices(rows: Any) -> bool:
+    """Whether this is what a worker has, as in `Welcome.devices`."""
+    row = _row(_text, _text, _integer, _integer, _text, _integer, _integer)
+    return isinstance(rows, list) and bool(rows) and all(map(row, rows)) and len({row[0] for row in rows}) == len(rows)
+
+
+_poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
+FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for tensors
+    "item": lambda value: type(value) in (bool, int, float) or (isinstance(value, list) and is_plain(value) and value[0] == "complex"),
+    "text": _text,
+    "passed": lambda value: value is None or _list_of(_failure)(value),
+    "done": lambda value: value is None,
+    "specs": _list_of(lambda fields: is_spec(fields) or is_plain(fields)),
+    "ask info": is_devices,
+    "ask memory": _row(_integer, _integer, _poisoned),
+    "ask status": _row(_integer, lambda name: name is None or type(name) is str, _real),
+    "ask passed": _is(bool),
+    "ask channel": _row(_text, lambda fields: True, lambda python: _integers(python) and len(python) == 2),  # see Capabilities.from_wire
+    "ask listen": _text,
+    "ask store": _row(_text, _integer),
+    "ask published": _row(_text, lambda found: True),  # see publications.py
+    "ask checkpoint": lambda value: True,  # see loading.py and saving.py
+    "": lambda value: True,
+}
+
+
+def require(form: str, value: Any, payload: Any, room: Any) -> None:
+    """Raise `ProtocolError` unless `value` answers what was asked for."""
+    if not (is_tensor(value, payload, room) if form == "tensor" else FORMS[form](value)):
+        raise ProtocolError(f"asked for {form!r}, it answered {value!r:.80}")

@@ -359,7 +359,7 @@ def patient(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
 
 def test_a_worker_in_a_long_kernel_is_not_unreachable(patient: Any) -> None:
     x = torch.rand(64, 64, device="remote")
-    size = 256
+    size = 700
 
     def kernel() -> float:
         started = time.monotonic()

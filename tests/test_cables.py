@@ -17,7 +17,7 @@ from cut_training import counted, same, train, whole_words
 from distruntime.session import active_session
 from distruntime.wire.keys import KeyPair
 from namespaces import Cable, enter, unavailable
-from processes import PATH, Child, pause, until
+from processes import PATH, Child, pause
 
 _WHY = unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)

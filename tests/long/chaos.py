@@ -58,7 +58,7 @@ def train(ckpt: Any, steps: int, pace: float) -> dict[str, Any]:
         for thing, state in zip(things, found["things"]):
             thing.load_state_dict(state)
     for step in range(first, steps):
-        batch = data[torch.randperm(256)[:64]].to(dr.place(0).device)
+        batch = data[torch.randperm(256)[:64]].to(parameters[0].device)
         optimizer.zero_grad()
         loss = head(body(batch).to(dr.place(1))).square().mean()
         loss.backward()

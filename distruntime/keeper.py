@@ -94,7 +94,7 @@ class Keeper:
         """Act on what a connection reports that is no worker's now."""
         attempt = self._attempts.get(event.peer) if event.peer is not None else None
         if attempt is None or event.peer is None:
-            if event.kind in ("auth_failed", "handshake_failed"):
+            if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self.session.retired:
                 log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
         elif event.kind == "connected":
             self._greet(event.peer, attempt)

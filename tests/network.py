@@ -19,6 +19,7 @@ class Network:
     """Forwards what comes to `address` to a target, while it is whole. A context manager."""
 
     def __init__(self, target: str) -> None:
+        self.target = target
         self._process = subprocess.Popen(
             [sys.executable, __file__, target.removeprefix("tcp://")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -205,7 +205,8 @@ class Child:
     def __init__(self, function: Callable[..., None], *args: object) -> None:
         module = Path(function.__code__.co_filename).stem
         source = f"import {module}\n{module}.{function.__name__}(*{args!r})\n"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
+        paths = [*PATH, str(Path(function.__code__.co_filename).parent)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
             env=environment,

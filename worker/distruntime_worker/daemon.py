@@ -154,6 +154,7 @@ class Daemon:
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
+                    self._channel.hang_up(self._master)  # or libzmq would go on by itself, with what is to be sent again in order
                     self._dial_at = time.monotonic() + _PAUSE
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")

@@ -126,7 +126,8 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
         if len(fresh) == count:
             shutil.rmtree(directory, ignore_errors=True)
         raise
-    plan.say(f" ready in {time.monotonic() - started:.1f} s\n" if fresh else "\n")
+    if fresh:
+        plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
 
 

@@ -181,7 +181,9 @@ def soak(minutes: float) -> list[str]:
                 k += 1
             assert "Traceback" not in made.stays.text(), made.stays.text()[-3000:]
         except BaseException:
-            print("the worker that stays wrote, at the end:", *made.stays.text().splitlines()[-20:], sep="\n  ")
+            for worker in (made.stays, made.goes):
+                state = "runs" if worker.process.poll() is None else f"ended with {worker.process.returncode}"
+                print(f"a worker that {state} wrote, at the end:", *worker.text().splitlines()[-20:], sep="\n  ")
             raise
         finally:
             made.close()

@@ -1,10 +1,8 @@
-"""A worker in a thread of the test, which keeps what sessions have published when they end, as a daemon does that outlives its masters.
-
-The test says whose session the next master opens (`serving`), and looks into what is kept.
-"""
+"""A worker in a thread of the test, which looks into what is kept there of sessions whose masters come and go."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import distruntime as dr
+from distruntime.session import active_session
 from distruntime_worker.config import WorkerConfig
 from distruntime_worker.daemon import Daemon
 from distruntime_worker.data_channel import prepare
@@ -19,40 +18,41 @@ from distruntime_worker.published import Published
 
 
 class Keeping(Daemon):
-    """A daemon whose sessions' publications stay."""
+    """A daemon that the test looks into."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
-        self.kept: dict[str, Published] = {}
-        self.serving = "alice"
         self.address = config.listen or ""
 
-    def publications(self, session: str) -> Published:
-        return self.kept.setdefault(self.serving, Published(self.serving))
-
-    def shared(self) -> dict[str, Published]:
-        return self.kept
+    @property
+    def kept(self) -> dict[str, Published]:
+        """What each session has published here."""
+        return self._published()
 
     @property
     def state(self) -> Any:
-        """What the session that is open holds here."""
-        assert self._master is not None
-        return self._master.executor.state
+        """What the session that has a master holds here."""
+        (session,) = self._by_peer.values()
+        return session.executor.state
 
 
 @contextmanager
 def keeping(folder: Path, count: int = 1) -> Iterator[list[Keeping]]:
     """Run that many such workers."""
     prepare()
-    stop = threading.Event()
+    stop, before = threading.Event(), os.environ.get("DISTRUNTIME_STATE")
+    os.environ["DISTRUNTIME_STATE"] = str(folder / "state")
     daemons = [Keeping(WorkerConfig(listen=f"ipc://{folder}/worker-{k}", simulate_cuda=2)) for k in range(count)]
-    threads = [threading.Thread(target=daemon.run, args=(stop,), name=f"keeping-{k}") for k, daemon in enumerate(daemons)]
+    threads = [threading.Thread(target=daemon.run, args=(stop,), name=f"keeping-{k}", daemon=True) for k, daemon in enumerate(daemons)]
     for thread in threads:
         thread.start()
     try:
         yield daemons
     finally:
         dr.shutdown()
+        os.environ.pop("DISTRUNTIME_STATE")
+        if before is not None:
+            os.environ["DISTRUNTIME_STATE"] = before
         stop.set()
         for thread, daemon in zip(threads, daemons):
             thread.join(20)
@@ -60,10 +60,8 @@ def keeping(folder: Path, count: int = 1) -> Iterator[list[Keeping]]:
 
 
 def enter(open_session: Callable[..., Any], daemons: list[Keeping], name: str) -> Any:
-    """Open a session of that name, which may have been there before; the one that is open ends."""
+    """Open a session of that name, or attach to it if it is there; the one that is open is left."""
+    if dr.is_initialized() and active_session().lasting:
+        dr.detach()
     dr.shutdown()
-    for daemon in daemons:
-        daemon.serving = name
-    session = open_session(workers=[daemon.address for daemon in daemons])
-    session.name = name
-    return session
+    return open_session(workers=[daemon.address for daemon in daemons], session=name, resume=all(name in daemon.kept for daemon in daemons))

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_what_has_a_history_comes_back_as_a_leaf(clean: object) -> None:
 def test_attributes_and_functions_travel(clean: object) -> None:
     x = torch.ones(2, device=REMOTE)
     x.note = ["kept", x * 3]
-    dr.publish("x", {"x": x, "f": lambda: x + 1})
+    dr.publish("x", {"x": x, "f": partial(torch.add, x, 1)})
     del x
     found = dr.lookup("x")
     assert found["x"].note[0] == "kept" and found["x"].note[1].tolist() == [3.0, 3.0]
@@ -328,7 +329,7 @@ def test_local_tensors_are_refused_by_where_they_are(clean: object) -> None:
 
 
 def test_what_cannot_be_pickled_is_refused(clean: object) -> None:
-    with pytest.raises(dr.UsageError, match="a dict cannot be published: TypeError: cannot pickle '_thread.lock' object"):
+    with pytest.raises(dr.UsageError, match=r"a dict cannot be published: TypeError: cannot pickle '_thread.lock' object"):
         dr.publish("x", {"x": torch.ones(2, device=REMOTE), "lock": threading.Lock()})
 
 
@@ -369,7 +370,7 @@ def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:
     with pytest.raises(dr.NodeFailed, match="node 1"):
         dr.lookup("far")
     assert dr.lookup("near").tolist() == [1.0, 1.0]
-    with pytest.raises(dr.UsageError, match="there is near; node 1 .* is lost, with what was there"):
+    with pytest.raises(dr.UsageError, match=r"there is near; node 1 .* is lost, with what was there"):
         dr.lookup("other")
 
 
@@ -386,8 +387,7 @@ class Net(torch.nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-session = dr.init_master_worker(workers=[ADDRESS], timeout=90)
-session.name = "alice"
+session = dr.init_master_worker(workers=[ADDRESS], timeout=90, session="alice")
 torch.manual_seed(0)
 model = Net().to("remote")
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -402,8 +402,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 _SECOND = """
 import torch, distruntime as dr
-session = dr.init_master_worker(workers=[ADDRESS], timeout=90)
-session.name = "alice"
+session = dr.init_master_worker(workers=[ADDRESS], timeout=90, session="alice", resume=True)
 run = dr.lookup("run")
 model, optimizer = run["model"], run["opt"]
 assert type(model).__name__ == "Net" and type(model).__module__ == "__main__"
@@ -463,8 +462,7 @@ def test_a_write_that_failed_is_not_forgotten_with_its_master(daemons: list[Keep
 
 def half_way(first: str, second: str) -> None:
     """Publish on two nodes; then anew, where the second one gets no further than before."""
-    session = dr.init_master_worker(workers=[first, second], timeout=90)
-    session.name = "alice"
+    session = dr.init_master_worker(workers=[first, second], timeout=90, session="alice")
     with dr.node(1):
         far = torch.zeros(2, device=REMOTE)
     dr.publish("pair", [torch.zeros(2, device=REMOTE), far])

@@ -103,7 +103,7 @@ class Connections:
                 self.doubted.discard(fd)
             return
         self.read()
-        if fd is None and self.unplaced:
+        if fd is None and self.unplaced and peer not in self._gone:
             if len(self.unplaced) > 1:
                 return  # several have connected in this moment: its next message is received with its fd
             (fd,) = self.unplaced

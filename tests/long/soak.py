@@ -171,7 +171,7 @@ def soak(minutes: float) -> list[str]:
             while time.monotonic() < began + 60 * minutes:
                 made.round(k)
                 gc.collect()
-                pause(0.3)  # threads of what was ended, end
+                pause(1.5)  # the worker collects what ended sessions leave a second later
                 rows = [sample(pid, began) for pid in (os.getpid(), made.stays.process.pid)]
                 for rows_of, row in zip(samples.values(), rows):
                     rows_of.append(row)

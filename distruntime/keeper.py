@@ -97,8 +97,10 @@ class Keeper:
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self.session.retired:
                 log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
         elif event.kind == "connected":
-            self._greet(event.peer, attempt)
-            attempt.connected.set()
+            # Once: at the same endpoint, the connection before may have come back just before it was hung up.
+            if not attempt.connected.is_set():
+                self._greet(event.peer, attempt)
+                attempt.connected.set()
         else:  # a welcome that is still to be read came before that
             self._end(event.peer, attempt)
 

@@ -27,7 +27,7 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import Goodbye, Join, Refused, Welcome
 from greeting_samples import hello
 from network import Network
-from processes import PATH, ListeningWorker, StruckWhileWaiting, free_port, steady, stopped, until, window_is_full, within
+from processes import PATH, ListeningWorker, StruckWhileWaiting, free_port, resident, steady, stopped, until, window_is_full, within
 from test_security import bytes_of
 
 SILENCE = 0.5  # seconds after which a worker is called unreachable here
@@ -444,3 +444,24 @@ def test_an_old_join_that_comes_late_costs_nothing(dialled: tuple[Any, Network],
         channel.close()
         assert x.sum().item() == 5
     counted()
+
+
+# -- what is left behind
+
+
+def test_ended_sessions_leave_nothing_at_a_worker(daemon: ListeningWorker, fresh_session: Start) -> None:
+    pid, most = daemon.process.pid, 0
+    descriptors = lambda: len(os.listdir(f"/proc/{pid}/fd"))  # noqa: E731
+    for k in range(6):
+        fresh_session(workers=[daemon.address], key=daemon.log.parent / "key")
+        x = torch.ones(25_000_000, device="remote")
+        x[:1_000_000].cpu()  # by shared memory, which the worker maps
+        del x
+        x = torch.zeros(25_000_000, device="remote")
+        x.sum().item()
+        dr.shutdown()
+        if k == 1:
+            until(lambda: "memfd" not in " ".join(os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")))
+            before, most = descriptors(), resident(pid)
+    until(lambda: descriptors() <= before)
+    assert resident(pid) < most + (150 << 20)

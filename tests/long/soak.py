@@ -171,7 +171,7 @@ def soak(minutes: float) -> list[str]:
             while time.monotonic() < began + 60 * minutes:
                 made.round(k)
                 gc.collect()
-                pause(0.3)  # threads of what was ended, end
+                pause(1.5)  # the worker collects what ended sessions leave a second later
                 rows = [sample(pid, began) for pid in (os.getpid(), made.stays.process.pid)]
                 for rows_of, row in zip(samples.values(), rows):
                     rows_of.append(row)
@@ -181,7 +181,9 @@ def soak(minutes: float) -> list[str]:
                 k += 1
             assert "Traceback" not in made.stays.text(), made.stays.text()[-3000:]
         except BaseException:
-            print("the worker that stays wrote, at the end:", *made.stays.text().splitlines()[-20:], sep="\n  ")
+            for worker in (made.stays, made.goes):
+                state = "runs" if worker.process.poll() is None else f"ended with {worker.process.returncode}"
+                print(f"a worker that {state} wrote, at the end:", *worker.text().splitlines()[-20:], sep="\n  ")
             raise
         finally:
             made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import os
@@ -72,6 +73,7 @@ log = logging.getLogger("distruntime.worker")
 _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
 _SPIN = 0.0002  # seconds
 _PAUSE = 0.1  # seconds before a master that has hung up is dialled again
+_SWEEP = 1.0  # seconds from the end of a session to the collection of what it leaves, which its threads may still hold before
 _LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
@@ -104,6 +106,7 @@ class Daemon:
         self._master = b""  # the connection to the dialled master
         self._dial_at = math.inf  # when to dial the master again
         self._looked = 0.0
+        self._sweep_at = math.inf  # when to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in cycles
         self._served = False  # whether there was a session
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
@@ -165,6 +168,9 @@ class Daemon:
                 else:
                     self._dial_at = time.monotonic() + _PAUSE
         now = time.monotonic()
+        if now > self._sweep_at:
+            self._sweep_at = math.inf
+            gc.collect()
         if now > self._dial_at:
             self._dial()
         broken = [session for session in self._sessions.values() if session.broken is not None]
@@ -198,6 +204,7 @@ class Daemon:
             self._by_peer.pop(session.link.peer, None)
             self._retired.append(session.link.peer)
         session.close()
+        self._sweep_at = time.monotonic() + _SWEEP
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
 

@@ -168,6 +168,13 @@ class Session:
         self.executor.joint.groups.open(message, host, answer)
 
     def _run(self, stream: Stream) -> None:
+        try:
+            self._run_all(stream)
+        finally:
+            if self.executor.state.closed:  # the session itself is in cycles, and goes when Python looks for those
+                self.executor.state.slots.clear()
+
+    def _run_all(self, stream: Stream) -> None:
         executor = self.executor
         with torch.no_grad():
             while (item := stream.queue.get()) is not None and not executor.state.closed:

@@ -35,8 +35,8 @@ _WAITS = 10  # looks, two seconds apart, at what has grown: a kernel or the join
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 12, "objects": 4000}
 
 
-# libzmq keeps the connection of some handshakes that were torn by somebody in between, when the other end is long gone: 5 of 818 rounds left
-# one each on a busy machine, none of 814 on an idle one (2026-11; it is libzmq's own, `handshake_ivl` or not). Strangers only.
+# libzmq keeps the connection of some handshakes that were torn by somebody in between, when the other end is long gone: 5 of 818 rounds
+# left one each on a busy machine, none of 814 on an idle one (2026-11; it is libzmq's own, `handshake_ivl` or not). Strangers only.
 _TORN = 0.02  # descriptors a round
 
 

@@ -75,11 +75,6 @@ def init_master_worker(
     elif resume or force or keep is not None:
         raise ConfigurationError("resume=, force= and keep= are about a session that has a name: give session= as well")
     wait = CONNECT.get(timeout)
-    if active and active[0].closed is None and not active[0].foreign:
-        raise UsageError(
-            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
-            "distruntime.shutdown() first"
-        )
     plan = Plan(
         name,
         ("force " if force else "") + ("resume" if resume else "new"),
@@ -91,6 +86,11 @@ def init_master_worker(
         wait,
         _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
     )
+    if active and active[0].closed is None and not active[0].foreign:
+        raise UsageError(
+            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
+            "distruntime.shutdown() first"
+        )
     found = _resumed(name, workers, listen) if resume and name is not None else None
     install()
     warm_malloc()

@@ -55,7 +55,7 @@ def drain() -> None:
             try:
                 dr.synchronize(node.index)
             except dr.NodeFailed as error:
-                if "What lived there is lost" in str(error):
+                if "begins anew there" in str(error):
                     break
             except dr.DistruntimeError:
                 continue

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, gpu, groups, latency, mesh, streams, training_step
+from . import bandwidth, distance, floor, gpu, groups, latency, mesh, streams, survival, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "groups": groups.measure,
     "mesh": mesh.measure,
     "distance": distance.measure,
+    "survival": survival.measure,
     "gpu": gpu.measure,
 }
 

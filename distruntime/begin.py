@@ -15,6 +15,7 @@ from .errors import ConfigurationError, ConnectionFailed
 from .keeper import Keeper, new_name, new_token, refuses, span
 from .launch import LocalWorker, start_worker
 from .node import Node
+from .publications import published
 from .registry import Entry, forget, now, read, write
 from .replies import is_devices
 from .session import Session
@@ -125,7 +126,8 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
         if len(fresh) == count:
             shutil.rmtree(directory, ignore_errors=True)
         raise
-    plan.say(f" ready in {time.monotonic() - started:.1f} s\n" if fresh else "\n")
+    if fresh:
+        plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
 
 
@@ -358,6 +360,9 @@ def _abandon(session: Session) -> None:
 
 def attached(session: Session) -> str:
     """Return what a master is told that has resumed a session."""
-    count = len(session.nodes)
+    count, names = len(session.nodes), [one for one in published(session) if one.owner == session.name]
     age = max(node.welcome.age for node in session.nodes if node.welcome is not None)
-    return f'attached to session "{session.name}": {count} node{"s" if count > 1 else ""}, up {span(age)}'
+    shown = [f"{one.name} ({one.what}, {', '.join(map(str, one.places[:2]))})" for one in names[:5]]
+    rest = f", and {len(names) - 5} more" if len(names) > 5 else ""
+    text = f'attached to session "{session.name}": {count} node{"s" if count > 1 else ""}, up {span(age)}, '
+    return text + f"{len(names)} name{'s' if len(names) != 1 else ''}" + (": " + ", ".join(shown) + rest if names else "")

@@ -35,12 +35,14 @@ def _dtype(name: Any) -> bool:
 
 def count(sizes: Any) -> int:
     """Return how many elements a tensor of these sizes has; -1 where they are none."""
-    if not _integers(sizes) or any(n < 0 for n in sizes) or len(sizes) > 64:
+    if not isinstance(sizes, list) or len(sizes) > 64:
         return -1
     found = 1
     for n in sizes:
-        found = min(found * n, _MOST)
-    return -1 if found == _MOST else found
+        if type(n) is not int or n < 0:
+            return -1
+        found *= n
+    return found if found < _MOST else -1
 
 
 def is_spec(fields: Any) -> bool:
@@ -70,9 +72,9 @@ def _failure(fields: Any) -> bool:
 
 def is_tensor(value: Any, payload: Any, room: Any) -> bool:
     """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
-    if not isinstance(value, list) or len(value) != 3 or not _dtype(value[0]) or count(value[1]) < 0:
+    if not isinstance(value, list) or len(value) != 3 or not _dtype(value[0]) or (elements := count(value[1])) < 0:
         return False
-    nbytes, data = count(value[1]) * dtype_named(value[0]).itemsize, value[2]
+    nbytes, data = elements * dtype_named(value[0]).itemsize, value[2]
     if data in ("shared", "parts"):
         return room is not None and nbytes <= len(room)
     if data is None:
@@ -100,6 +102,7 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask channel": _row(_text, lambda fields: True, lambda python: _integers(python) and len(python) == 2),  # see Capabilities.from_wire
     "ask listen": _text,
     "ask store": _row(_text, _integer),
+    "ask turns": _list_of(_row(_text, _integer, _real)),
     "ask published": _row(_text, lambda found: True),  # see publications.py
     "ask checkpoint": lambda value: True,  # see loading.py and saving.py
     "": lambda value: True,

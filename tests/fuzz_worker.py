@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import platform
@@ -50,6 +51,10 @@ class Finding(Exception):
 def daemon(report: str, *arguments: str) -> int:
     """Run a worker that writes what it holds to the file `report` at each SIGUSR1, and its stacks to its log at SIGUSR2."""
     import faulthandler
+
+    # Some operators import these at their first call: a hundred thousand objects that stay, and are no growth.
+    for name in ("torch._dynamo", "torch._refs", "torch.distributed.tensor"):
+        importlib.import_module(name)
 
     from distruntime_worker.cli import main
 
@@ -368,7 +373,7 @@ class AgainstWorker:
         whole = greeting + b"".join(rng.sample([ready, curve, large, rng.randbytes(60), b"\0\5hello"], rng.randrange(1, 5)))
         if rng.random() < 0.4:
             whole = mutator.bitten(whole)
-        cut = rng.randrange(len(whole)) if rng.random() < 0.3 else len(whole)
+        cut = rng.randrange(len(whole) + 1) if rng.random() < 0.3 else len(whole)
         self._write(whole[:cut], whole[cut:])
 
     def _meddler(self, rng: random.Random, mutator: Mutator) -> None:

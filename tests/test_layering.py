@@ -66,7 +66,7 @@ MASTER = {
     "known": "handle node session",
     "publications": "errors handle node session text",
     "keeper": "errors node session wire.address wire.channel wire.identity wire.messages",
-    "begin": "errors keeper launch node registry replies session wire.channel wire.keys wire.messages",
+    "begin": "errors keeper launch node publications registry replies session wire.channel wire.keys wire.messages",
     "restart": "errors node session wire.deadlines wire.messages",
     "read_only": "errors handle node spec",
     "issue": "context handle node read_only spec wire.codec",

@@ -422,6 +422,8 @@ class Daemon:
         executor = session.executor
         if what == "status":
             return executor.status()
+        if what == "turns":
+            return [list(row) for row in self._turns.report()]
         if what == "info":
             return self._devices.info()
         if what == "published":

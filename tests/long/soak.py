@@ -171,7 +171,7 @@ def soak(minutes: float) -> list[str]:
             while time.monotonic() < began + 60 * minutes:
                 made.round(k)
                 gc.collect()
-                pause(1.5)  # the worker collects what ended sessions leave a second later
+                pause(2.5)  # the worker collects what ended sessions leave a second later
                 rows = [sample(pid, began) for pid in (os.getpid(), made.stays.process.pid)]
                 for rows_of, row in zip(samples.values(), rows):
                     rows_of.append(row)
@@ -179,7 +179,7 @@ def soak(minutes: float) -> list[str]:
                     text = "   ".join(f"{row.memory / MiB:10.1f} {row.descriptors:4d} {row.threads:4d}" for row in rows)
                     print(f"{k:5d} {rows[0].seconds:6.0f}   {text}", flush=True)
                 k += 1
-            assert "Traceback" not in made.stays.text(), made.stays.text()[-3000:]
+            assert "Traceback" not in made.stays.text(), made.stays.text().partition("Traceback")[2][:3000]
         except BaseException:
             for worker in (made.stays, made.goes):
                 state = "runs" if worker.process.poll() is None else f"ended with {worker.process.returncode}"

@@ -89,6 +89,16 @@ def keep_pages() -> None:
             libc.mallopt(option, setting)
 
 
+def give_pages_back() -> None:
+    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that sessions leave in the heap.
+
+    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with every other one, all of it free.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class Daemon:
     """Serves masters on one channel until told to stop, each in a session of its own."""
 
@@ -171,6 +181,7 @@ class Daemon:
         if now > self._sweep_at:
             self._sweep_at = math.inf
             gc.collect()
+            give_pages_back()
         if now > self._dial_at:
             self._dial()
         broken = [session for session in self._sessions.values() if session.broken is not None]

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from .errors import InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, WaitTimeout
+from .errors import InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, UsageError, WaitTimeout
 from .holders import held
 from .node import Cause, Node
 from .text import size_text
@@ -34,7 +34,7 @@ _KNOWN: dict[str, type[BaseException]] = {
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
-for _own in (InternalError, NodeFailed, StreamCancelled, WaitTimeout):
+for _own in (InternalError, NodeFailed, StreamCancelled, UsageError, WaitTimeout):
     _KNOWN[f"distruntime.errors.{_own.__name__}"] = _own
 
 

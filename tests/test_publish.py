@@ -352,7 +352,9 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     x = torch.ones(4, device=REMOTE)
     dr.publish("x", x)
     x.resize_(2)
-    with pytest.raises(dr.UsageError, match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again"):
+    with pytest.raises(
+        dr.UsageError, match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again"
+    ):
         dr.lookup("x")
     dr.publish("x", x)
     assert dr.lookup("x") is x

@@ -52,11 +52,18 @@ class Found:
         self.identity: str = answer[0]
         self.envelopes: dict[int, bytes] = {}
         self.rows: dict[int, list[list[Any]]] = {}
-        for version, envelope, rows in answer[1]:
-            good = all(type(row[0]) is int and type(row[1]) is int and len(row) == 3 for row in rows)
-            if type(version) is not int or not good:
-                raise ProtocolError(f"{node} answered what makes no sense about what is published")
-            self.envelopes[version], self.rows[version] = envelope, rows
+        try:
+            for version, envelope, rows in answer[1]:
+                if not all(type(number) is int for number in (version, *(n for tensor, memory, _ in rows for n in (tensor, memory)))):
+                    raise TypeError
+                self.envelopes[version], self.rows[version] = envelope, rows
+        except (TypeError, ValueError):
+            raise nonsense(node) from None
+
+
+def nonsense(node: Node) -> ProtocolError:
+    """Return the error about an answer that cannot be."""
+    return ProtocolError(f"{node} answered what makes no sense about what is published")
 
 
 def ask(session: Session, *detail: Any) -> dict[Node, list[Any]]:
@@ -72,30 +79,37 @@ def ask(session: Session, *detail: Any) -> dict[Node, list[Any]]:
             case [str(), _]:
                 answers[node] = request.value
             case _:
-                raise ProtocolError(f"{node} answered what makes no sense about what is published")
+                raise nonsense(node)
     return answers
 
 
 def published(session: Session) -> Publications:
     """Return what the session's workers hold under names, its own first, then what others share. Block for one round trip."""
-    answers = ask(session, "names")
     here: dict[str, Node] = {}
-    versions: dict[tuple[str, str], dict[int, dict[str, list[Any]]]] = {}
-    for node, (_, rows) in answers.items():
-        for owner, identity, name, version, *rest in rows:
-            here[identity] = node
-            versions.setdefault((owner, name), {}).setdefault(version, {})[identity] = rest
+    versions: dict[tuple[str, str], dict[int, dict[str, tuple[bool, str, list[Any], int]]]] = {}
+    for node, (_, rows) in ask(session, "names").items():
+        try:
+            for owner, identity, name, version, shared, what, listed, nbytes in rows:
+                here[identity] = node
+                part = bool(shared), _plain(what), [(str(row[0]), [str(device) for device in row[4]]) for row in listed], int(nbytes)
+                versions.setdefault((_plain(owner), _plain(name)), {}).setdefault(int(version), {})[str(identity)] = part
+        except (TypeError, ValueError, IndexError):
+            raise nonsense(node) from None
     found = []
     for (owner, name), parts in sorted(versions.items()):
-        whole = [v for v, by in parts.items() if all(row[0] in by for row in next(iter(by.values()))[2])]
-        if whole:
-            by = parts[max(whole)]
-            shared, what = next(iter(by.values()))[:2]
-            places = sorted((here[row[0]].index, device) for row in next(iter(by.values()))[2] for device in row[4])
-            full = f"{owner}/{name}" if owner else name
-            nbytes = sum(row[3] for row in by.values())
-            found.append(Publication(full, what, nbytes, tuple(Place(*p) for p in places), shared, owner or session.name))
+        for _, by in sorted(parts.items(), reverse=True):
+            shared, what, listed, _ = next(iter(by.values()))
+            if all(identity in by for identity, _ in listed):
+                places = sorted((here[identity].index, device) for identity, devices in listed for device in devices)
+                full, nbytes = f"{owner}/{name}" if owner else name, sum(part[3] for part in by.values())
+                found.append(Publication(full, what, nbytes, tuple(Place(*p) for p in places), shared, owner or session.name))
+                break
     return Publications(found)
+
+
+def _plain(text: Any) -> str:
+    """Return what another session says of itself, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:400])
 
 
 def unknown(session: Session, name: str, nodes: Iterable[Node]) -> UsageError:

@@ -19,7 +19,7 @@ from .issue import issue_default
 from .known import Key, Known, known_of
 from .line import user_line
 from .node import Node
-from .publications import Found, Publications, ask, published, unknown
+from .publications import Found, Publications, ask, nonsense, published, unknown
 from .read_only import ReadOnlyStorage
 from .session import Session, active_session
 from .spec import Spec, spec_from_wire
@@ -66,7 +66,7 @@ def publish(name: str, thing: Any, *, shared: bool = False, copy: bool = False) 
         answers = ask(session, "versions", name)
         for node in nodes:
             node.require_alive()
-        version = 1 + max((number for answer in answers.values() for number in answer[1]), default=0)
+        version = 1 + max((number for node, answer in answers.items() for number in _numbers(node, answer[1])), default=0)
         own: dict[Node, list[Any]] = {node: [] for node in nodes}
         packed = [_packed(session, leaf, own) for leaf in leaves]
         listed = [[answers[node][0], node.index, *_process(node), sorted({t.place.device for t in own[node]})] for node in nodes]
@@ -104,6 +104,13 @@ def unpublish(name: str) -> None:
         known.sweep()
     if not any(answer[1] for answer in dropped.values()) and not homes:
         raise unknown(session, name, session.nodes)
+
+
+def _numbers(node: Node, found: Any, shape: Any = int) -> Any:
+    """Return a list of what `shape` says, if a worker has sent one."""
+    if not isinstance(found, list) or not all(type(n) is int if shape is int else [type(k) for k in n] == shape for n in found):
+        raise nonsense(node)
+    return found
 
 
 def _check_name(name: Any, most: int = _LONGEST) -> None:
@@ -166,8 +173,8 @@ def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> d
         session.result(request)
     for node, request in requests.items():
         session.raise_for(request)
-        if not isinstance(request.value, list) or len(request.value) != len(own[node]):
-            raise ProtocolError(f"{node} answered what makes no sense about what it has published")
+        if len(_numbers(node, request.value, [int, int])) != len(own[node]):
+            raise nonsense(node)
     return {node: request.value for node, request in requests.items()}
 
 
@@ -285,14 +292,14 @@ class _Adoption:
         if index >= len(rows):
             raise ProtocolError(f"{node} has fewer tensors than were published")
         tensor, memory, real = rows[index]
-        if real is not None and real != wire:
-            raise UsageError(
-                f"a tensor has become {real[3]} {tuple(real[0])} since it was published, as {wire[3]} {tuple(wire[0])}: publish it again"
-            )
         key, place = (identity, tensor), (identity, memory)
         known = self._known.proxy(key) if key not in self._new else self._new[key][1]
         if known is not None:
             return known
+        if real is not None and real != wire:
+            raise UsageError(
+                f"a tensor has become {real[3]} {tuple(real[0])} since it was published, as {wire[3]} {tuple(wire[0])}: publish it again"
+            )
         spec = spec_from_wire(wire)
         storage = self._storages.get(place) or self._known.storage(place)
         if storage is None:

@@ -22,7 +22,7 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.wire.messages import AWAIT
 from keeping import Keeping, enter, keeping
-from processes import Child, slots, until
+from processes import Child, blocked, slots, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -203,7 +203,7 @@ def test_what_has_a_history_comes_back_as_a_leaf(clean: object) -> None:
 def test_attributes_and_functions_travel(clean: object) -> None:
     x = torch.ones(2, device=REMOTE)
     x.note = ["kept", x * 3]
-    dr.publish("x", {"x": x, "f": partial(torch.add, x, 1)})
+    dr.publish("x", {"x": x, "f": partial(lambda y: lambda: y + 1, x)()})
     del x
     found = dr.lookup("x")
     assert found["x"].note[0] == "kept" and found["x"].note[1].tolist() == [3.0, 3.0]
@@ -352,12 +352,24 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     x = torch.ones(4, device=REMOTE)
     dr.publish("x", x)
     x.resize_(2)
+    assert dr.lookup("x") is x
+    dr.synchronize()
+    del x
     with pytest.raises(
         dr.UsageError, match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again"
     ):
         dr.lookup("x")
+
+
+def test_what_changes_its_shape_while_it_is_looked_up_is_not_taken_for_what_it_was(clean: object) -> None:
+    x = torch.ones(4, device=REMOTE)
     dr.publish("x", x)
-    assert dr.lookup("x") is x
+    with blocked(dr.default_stream()):
+        x.resize_(2)
+        del x
+        found = dr.lookup("x")
+    with pytest.raises(dr.UsageError, match="has changed its shape since it was published"):
+        found.tolist()
 
 
 def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:

@@ -83,10 +83,10 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "foreach": lambda x: torch._foreach_add_([torch.ones(1, device=REMOTE), x], 1.0),
     "resize_": lambda x: x.resize_(2),
     "set_": lambda x: x.set_(torch.ones(1, device=REMOTE)),
-    "as what set_ gives": lambda x: torch.ones(1, device=REMOTE).set_(x),
+    "as what set_ gives": lambda x: torch.ones(1, device=REMOTE).set_(x).zero_(),
     "random numbers": lambda x: x.normal_(),
     "data": lambda x: x.data.zero_(),
-    "what its worker must describe": lambda x: torch.nonzero(x, out=x.long() if False else x.view(torch.int32)),
+    "what its worker must describe": lambda x: torch.masked_select(x, x > 3, out=x),
 }
 
 
@@ -170,33 +170,25 @@ def lawless(proxy: Any) -> Any:
     return proxy
 
 
-def all_raise() -> None:
-    """Read every failure that nobody has read; there is at least one."""
-    for k in range(10):
-        try:
-            dr.synchronize()
-        except dr.UsageError as error:
-            assert isinstance(error, dr.RemoteError) and "would write what another session has published" in str(error)
-        else:
-            assert k
-            return
-    raise AssertionError("it never ends")
-
-
 def stays(daemon: Keeping, how: Callable[[Any], object]) -> None:
     """Hold that a worker refuses to write the value that `how` is given."""
     x = lawless(dr.lookup("alice/x"))
     how(x)
-    all_raise()
+    with pytest.raises(dr.UsageError, match="would write what another session has published") as caught:
+        dr.synchronize()
+    assert isinstance(caught.value, dr.RemoteError)
+    assert torch.equal(kept(daemon), torch.arange(12.0).reshape(3, 4))
+    dr.synchronize()
+
+
+def kept(daemon: Keeping) -> Any:
+    """Return the tensor itself."""
     (record,) = daemon.kept["alice"].versions("x")
-    assert record.tensors[0].tolist() == torch.arange(12.0).reshape(3, 4).tolist()
+    return record.tensors[0]
 
 
-LAWLESS = {
-    name: act
-    for name, act in WRITES.items()
-    if name not in ("data", "what its worker must describe", "a copy into it", "as what set_ gives")
-}
+# The others replace the value under the reader's own ref, or raise where they stand.
+LAWLESS = {name: act for name, act in WRITES.items() if name not in ("what its worker must describe", "a copy into it")}
 
 
 @pytest.mark.parametrize("how", LAWLESS)
@@ -218,10 +210,10 @@ def test_a_worker_refuses_running_statistics(daemon: Keeping) -> None:
     model = dr.lookup("alice/model")
     for tensor in (*model.parameters(), *model.buffers()):
         lawless(tensor)
-    model[1].num_batches_tracked.add_(1)
-    with pytest.raises(dr.UsageError, match="would write"):
+    model[1].num_batches_tracked = None
+    with pytest.raises(dr.UsageError, match=r"would write(.|\n)*native_batch_norm"):
         model[1](torch.ones(3, 4, device=REMOTE))
-    all_raise()
+    dr.synchronize()
     assert model[1].running_mean.tolist() == [0.0] * 4
 
 
@@ -239,10 +231,11 @@ def test_a_worker_records_nothing_that_writes(daemon: Keeping) -> None:
 
 
 def test_a_worker_refuses_collectives_that_write(daemon: Keeping) -> None:
-    other = torch.ones(3, 4, device=REMOTE).to(node=0, device="cpu")
-    group = dr.new_group([dr.Place(0, "cpu"), dr.Place(0, "cuda:0")])
+    with dr.on(0, "cuda:1"):
+        other = torch.ones(3, 4)
     x = lawless(dr.lookup("alice/x"))
-    dr.all_reduce([other, x], group=group)
+    group = dr.new_group([x.place, other.place])
+    dr.all_reduce([x, other], group=group)
     with pytest.raises(dr.UsageError, match="would write"):
         other.tolist()
     del x

@@ -473,7 +473,7 @@ UNPICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
-# structure.py opens what a trusted key has signed, and nothing else: tests/test_publish.py holds that.
+# structure.py opens what a trusted key has signed, and nothing else: tests/test_signing.py holds that.
 _PLAIN = [path for path in sorted((ROOT / "distruntime").rglob("*.py")) if path.name != "structure.py"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distruntime.errors import InternalError, NotSupportedError, ProtocolError
+from distruntime.errors import InternalError, NotSupportedError, ProtocolError, UsageError
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import ADOPT, PUBLISH, Failed, Failure, Reply
 
@@ -110,7 +110,7 @@ class Shelf:
     def __init__(self, state: State, published: Published, others: Others) -> None:
         self.published, self._others, self._state = published, others, state
         self.read_only = ReadOnly(state)
-        self._found: dict[int, tuple[list[Record], bool]] = {}  # by token, until they have refs
+        self._found: dict[int, tuple[dict[int, tuple[Record, list[Any]]], bool]] = {}  # by token, until they have refs
         self.table = {PUBLISH: self._publish, ADOPT: self._adopt}
         state.spoil = published.spoil
 
@@ -143,12 +143,12 @@ class Shelf:
         if whose is None:
             return ["", []]
         foreign = whose is not self.published
-        records = [record for record in whose.versions(name) if record.shared or not foreign]
-        if records:
+        found = {record.version: (record, record.rows()) for record in whose.versions(name) if record.shared or not foreign}
+        if found:
             if foreign:
                 self.read_only.watch()
-            self._found[token] = records, foreign
-        return [whose.identity, [[record.version, record.envelope, record.rows()] for record in records]]
+            self._found[token] = found, foreign
+        return [whose.identity, [[version, record.envelope, rows] for version, (record, rows) in found.items()]]
 
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
@@ -180,15 +180,17 @@ class Shelf:
 
     def _adopt(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         token, version, refs = p[i + 1 : i + 4]
-        records, foreign = self._found.pop(token, ([], False))
-        record = next((record for record in records if record.version == version), None)
-        tensors = record.tensors if record is not None else []
+        records, foreign = self._found.pop(token, ({}, False))
+        record, rows = records.get(version, (None, []))
         for k, ref in enumerate(refs):
             if not ref:
                 continue
-            value = tensors[k] if k < len(tensors) else None
+            value = record.tensors[k] if record is not None and k < len(rows) else None
             if value is None:
                 value = Poisoned(self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", ""))
+            elif isinstance(value, torch.Tensor) and spec_fields(value) != rows[k][2]:  # by what the log held when it was asked for
+                error = UsageError("a tensor has changed its shape since it was published: publish it again")
+                value = Poisoned(self._state.failure(p, i, error, "lookup", described([value])))
             elif foreign and isinstance(value, torch.Tensor):
                 self.read_only.add(value)
                 value = value.detach()  # whose sizes the owner's own operations do not change

@@ -107,7 +107,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Worker to master: no session, and why."""
+    """Either way: no session, and why."""
 
     reason: str
 

@@ -165,7 +165,7 @@ def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> d
     line, requests = user_line(), {}
     with session.lock:
         for node, tensors in own.items():
-            requests[node] = session.requests.new(node)
+            requests[node] = session.requests.new(node, "published")
             handles = [leaf._handle for leaf in tensors]
             issue_default([PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line)
             node.flush()

@@ -88,6 +88,16 @@ def is_devices(rows: Any) -> bool:
     return isinstance(rows, list) and bool(rows) and all(map(row, rows)) and len({row[0] for row in rows}) == len(rows)
 
 
+_listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))  # see publishing.py
+_publication = _row(_text, _text, _text, _integer, _is(bool), _text, _listed, _integer)
+_version = _row(_integer, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec))))
+_index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_text, value)) and all(map(_integer, value.values()))
+
+
 _poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
 FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for tensors
     "item": lambda value: type(value) in (bool, int, float) or (isinstance(value, list) and is_plain(value) and value[0] == "complex"),
@@ -103,8 +113,17 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask listen": _text,
     "ask store": _row(_text, _integer),
     "ask turns": _list_of(_row(_text, _integer, _real)),
-    "ask published": lambda value: True,  # see publications.py
-    "ask checkpoint": lambda value: True,  # see loading.py and saving.py
+    "ask published names": _row(_text, _list_of(_publication)),
+    "ask published versions": _row(_text, _integers),
+    "ask published find": _row(_text, _list_of(_version)),
+    "ask published settle": _row(_text, _is(bool)),
+    "ask published drop": _row(_text, _is(bool)),
+    "published": _list_of(_row(_integer, _integer)),
+    "ask checkpoint look": _row(_list_of(_index), _sizes),
+    "ask checkpoint index": _text,
+    "ask checkpoint commit": lambda value: value is None,
+    "ask checkpoint sweep": lambda value: value is None,
+    "ask checkpoint remove": lambda value: value is None,
     "": lambda value: True,
 }
 

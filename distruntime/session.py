@@ -163,7 +163,7 @@ class Session:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node, f"ask {what}")
+        request = self.requests.new(node, f"ask {what} {detail[0]}" if what in ("published", "checkpoint") else f"ask {what}")
         self.post(node, Ask(request.number, what, list(detail)))
         return request
 

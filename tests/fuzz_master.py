@@ -29,7 +29,7 @@ import torch
 import distruntime as dr
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import LEARN, Ask, Fetch, Goodbye, Hello, OpenGroup, Segment, Welcome
+from distruntime.wire.messages import LEARN, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Segment, Welcome
 from fuzz_mutations import Mutator
 from fuzz_seeds import ROOT, Recording, Seed
 from fuzz_worker import Finding, holdings
@@ -87,7 +87,7 @@ def _session(rng: random.Random, addresses: list[str]) -> list[str]:
             wrong.append(f"{act.__name__}:\n{traceback.format_exc()[-4000:]}")
 
     def opens() -> None:
-        dr.init_master_worker(workers=addresses, timeout=10, simulate_cuda=0)
+        dr.init_master_worker(workers=addresses, timeout=4, unreachable=2, grace=2)
 
     attempt(opens)
     if not dr.is_initialized():
@@ -106,7 +106,7 @@ def _session(rng: random.Random, addresses: list[str]) -> list[str]:
     except Exception:
         wrong.append(f"node 0 cannot be read:\n{traceback.format_exc()[-3000:]}")
     del kept
-    attempt(lambda: dr.shutdown())
+    attempt(lambda: dr.shutdown(timeout=1))
     if dr.is_initialized():
         wrong.append("the session does not close")
     return wrong
@@ -209,6 +209,24 @@ def meshes() -> None:
     dr.synchronize(timeout=2)
 
 
+def publications() -> None:
+    with dr.on(0, "cpu"):
+        here = torch.ones(3, device="remote")
+    dr.publish("both", [here, there(3)], shared=True)
+    repr(dr.names())
+    dr.lookup("both")
+    del here
+    dr.fetch(dr.lookup("both"), timeout=2)
+    dr.unpublish("both")
+
+
+def checkpoints() -> None:
+    with dr.on(0, "cpu"):
+        here = torch.ones(3, device="remote")
+    dr.save({"here": here, "there": there(3)}, "checkpoint")
+    dr.fetch(dr.load("checkpoint"), timeout=2)
+
+
 def training() -> None:
     with dr.on(1, "cpu"):
         model = torch.nn.Linear(3, 2, device="remote")
@@ -220,6 +238,7 @@ def training() -> None:
 
 _ACTS: list[Callable[[], None]] = [
     reads, large_reads, in_parts, futures, learns, failures, figures, settings, uploads, streams, across, groups, meshes, training,
+    publications, checkpoints,
 ]  # fmt: skip
 
 
@@ -231,7 +250,8 @@ class Relay:
 
     def __init__(self, address: str, worker: str, mutator: Mutator, counts: Counter[str]) -> None:
         self._near, self._far = Channel(listen=address), Channel()
-        self._far.connect(worker, b"worker")
+        self._worker = worker
+        self._ways: dict[bytes, bytes] = {}  # from each connection of the master to one of its own to the worker
         self._mutator, self._random, self._counts = mutator, mutator.random, counts
         self._rate = self._random.choice((0.02, 0.1, 0.3, 0.0))
         self._inject = self._random.choice((0.0, 0.05, 0.3))
@@ -251,31 +271,41 @@ class Relay:
             while not self._stop.is_set() and time.monotonic() < self._ends:
                 for peer, frames in self._near.receive(0.001):
                     self._from_master(peer, [f if isinstance(f, bytes) else f.bytes for f in frames])
-                for _, frames in self._far.receive(0.001):
-                    if self._master is not None:
+                for way, frames in self._far.receive(0.001):
+                    if self._master is not None and way == self._ways[self._master]:
                         for changed in self._changed([f if isinstance(f, bytes) else f.bytes for f in frames]):
                             with suppress(PeerGone):
                                 self._near.send(self._master, changed)
-            if self._master is not None:
-                with suppress(PeerGone):
-                    self._near.send(self._master, [encode(Goodbye("the relay hangs up"))])
-            with suppress(PeerGone):
-                self._far.send(b"worker", [encode(Goodbye("the relay hangs up"))])
-            self._stop.wait(20.0)
+            goodbye = encode(Goodbye("the relay hangs up"))
+            for near, far in self._ways.items():
+                self._say(self._near, near, [goodbye])
+                self._say(self._far, far, [goodbye])
+            while not self._stop.is_set():  # the master may look for the worker again
+                for peer, frames in self._near.receive(0.05):
+                    if isinstance(decode(frames[0]), Hello):  # type: ignore[arg-type]
+                        self._say(self._near, peer, [encode(Refused("the relay has hung up"))])
         except Exception:
             self.failed = traceback.format_exc()
 
     def _from_master(self, peer: bytes, frames: list[bytes]) -> None:
         message = decode(frames[0])
         if isinstance(message, Hello):
+            if self._master is None:
+                self._ends = time.monotonic() + _ATTACK
             self._master = peer
-            self._ends = time.monotonic() + _ATTACK
+            if peer not in self._ways:
+                self._ways[peer] = b"worker-%d" % len(self._ways)
+                self._far.connect(self._worker, self._ways[peer])
         if isinstance(message, (Fetch, Ask, OpenGroup)):
             self._requests.append(message.request)
         if isinstance(message, Segment):
             self._requests += [n for word, n in zip(message.words, message.words[1:]) if word == LEARN and type(n) is int]
+        if peer in self._ways:
+            self._say(self._far, self._ways[peer], frames)
+
+    def _say(self, channel: Channel, peer: bytes, frames: list[bytes]) -> None:
         with suppress(PeerGone):
-            self._far.send(b"worker", frames)
+            channel.send(peer, frames)
 
     def _changed(self, frames: list[bytes]) -> list[list[bytes]]:
         """Return what the master hears instead of a message."""
@@ -325,14 +355,19 @@ class AgainstMaster:
         self.recordings, self.seed, self.folder = recordings, seed, folder
         self.counts: Counter[str] = Counter()
         path = os.pathsep.join(map(str, [ROOT, ROOT / "worker", Path(__file__).parent]))
-        self._environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
+        }
         self._processes: list[subprocess.Popen[Any]] = []
         self._log = (folder / "master.log").open("w+")
         try:
             self.workers = [self._worker(k) for k in range(2)]
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", "import fuzz_master; fuzz_master.master()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environment, cwd=folder,
             )  # fmt: skip
         except BaseException:
             self.close()

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ import distruntime as dr
 from distruntime.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import MESSAGES, PROTOCOL, Hello, MeshBody, OpenGroup, Peers, Refused
+from distruntime.wire.messages import MESSAGES, PROTOCOL, Bury, Hello, MeshBody, OpenGroup, Peers, Refused, Welcome
+from network import Network
 from processes import STARTING, until
 
 FILE = Path(__file__).with_suffix(".msgpack")
 ROOT = FILE.parent.parent
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
+KEEP = 0.5  # seconds that a worker keeps the session of a hostile master
 _SHORT = 256  # bytes of a payload that are kept; of a longer one only its length
 _DEFAULTS: dict[Any, Any] = {int: 0, str: "", bytes: b"", list: [], dict: {}, bool: False, float: 1.0, types.NoneType: None}
 
@@ -84,10 +86,23 @@ def revived(name: str, values: dict[str, Any]) -> Any:
     return message
 
 
+def _harmless(message: Any) -> Any:
+    """Return a recorded message as a hostile master may say it at any time: a greeting takes its session over, and is not kept for long."""
+    if not isinstance(message, Hello):
+        return message
+    return replace(message, mode="force new" if message.mode in ("", "new") else message.mode, keep=KEEP)
+
+
 def _stored(message: Any) -> list[Any]:
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     if isinstance(message, Hello):
         values["shared"] = ""  # is of a process that is gone
+    if "host" in values:
+        values["host"] = "here"
+    if "process" in values:
+        values["process"] = ["a-boot:pid:[1]", 1, "1"]
+    if isinstance(message, Welcome):
+        values["left"] = [[name, ["a-boot:pid:[1]", 1, "1"]] for name, _ in message.left]
     if isinstance(message, OpenGroup):
         values["factory"] = b""  # a pickled class: what holds the key may run code, and a mutated pickle would
     return [type(message).__name__, values]
@@ -101,7 +116,7 @@ def load() -> list[Recording]:
         for cls, values, *payloads in rows:
             message = revived(cls, values)
             if message is not None:
-                seeds.append(Seed(message, tuple(_payload(p) for p in payloads)))
+                seeds.append(Seed(_harmless(message), tuple(_payload(p) for p in payloads)))
         found.append(Recording(name, by, tuple(seeds)))
     return found
 
@@ -181,11 +196,11 @@ class _Tapped:
         self.folder, self.name = folder, name
         self.processes: list[tuple[subprocess.Popen[bytes], Path]] = []
 
-    def start(self, *arguments: str) -> None:
+    def start(self, *arguments: str, stderr: Any = subprocess.DEVNULL) -> None:
         path = self.folder / f"{self.name}-{len(self.processes)}"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", FILE.parent])), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", "import sys, fuzz_seeds; sys.exit(fuzz_seeds.tapped_worker(*sys.argv[1:]))", str(path), *arguments]
-        self.processes.append((subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL), path))
+        self.processes.append((subprocess.Popen(command, env=environment, stderr=stderr), path))
 
     def stop(self) -> list[list[Any]]:
         found: list[list[Any]] = []
@@ -222,6 +237,9 @@ def _calm(value: Any) -> Any:
         return [_calm(item) for item in value]
     if isinstance(value, str) and "Traceback" in value:
         return "the worker's words\n  of an error"
+    # A relative folder is one of the fuzzed worker's own.
+    if isinstance(value, str):
+        value = re.sub(r"(/[\w.-]+)+/checkpoint\b", "checkpoint", value)
     return re.sub(r"(/[\w.-]+){3,}", "/a/path", value) if isinstance(value, str) else value
 
 
@@ -391,6 +409,43 @@ def _mesh(device: str, sizes: tuple[int, int]) -> None:
     dr.synchronize()
 
 
+def _publications() -> None:
+    with dr.on(0, "cpu"):
+        model = torch.nn.Linear(3, 2, device="remote")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        tied = torch.arange(6.0, device="remote")
+    with dr.on(1, "cpu"):
+        elsewhere = torch.ones(3, device="remote")
+    dr.publish("model", {"model": model, "optimizer": optimizer, "tied": [tied, tied.view(2, 3), elsewhere]}, shared=True)
+    dr.publish("model", model, copy=True)
+    dr.publish("tied", tied)
+    repr(dr.names())
+    dr.lookup("model")
+    del model, optimizer, tied
+    (dr.lookup("tied") + 1).sum().item()
+    with suppress(dr.UsageError):
+        dr.lookup("nobody/model")
+    dr.unpublish("model")
+    dr.memory(), repr(dr.nodes())
+
+
+def _checkpoints() -> None:
+    with dr.on(0, "cpu"):
+        model = torch.nn.Linear(3, 2, device="remote")
+    with dr.on(1, "cpu"):
+        tree = {"model": model, "more": [torch.ones(5, device="remote"), torch.arange(3), 7]}
+    folder = Path(os.environ["DISTRUNTIME_STATE"]) / "checkpoint"
+    dr.save(tree, folder)
+    saving = dr.save(tree, folder, async_op=True)
+    assert saving is not None
+    saving.wait(STARTING)
+    dr.load(folder)
+    (folder / "distruntime.json").unlink()
+    for read in (lambda: dr.load(folder), lambda: dr.load(folder / "nothing")):
+        with suppress(dr.DistruntimeError):
+            read()
+
+
 def _leaving() -> None:
     with dr.on(0, "cpu"):
         torch.ones(3, device="remote").cpu()
@@ -401,6 +456,7 @@ def _leaving() -> None:
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [  # what to do, with how many workers, each with how many simulated GPUs
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
     (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
+    (_publications, 2, 0), (_checkpoints, 2, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
 ]  # fmt: skip
 
@@ -411,6 +467,7 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chmod(folder, 0o700)
+        os.environ.update(DISTRUNTIME_STATE=name, DISTRUNTIME_SIGNING_KEY=f"{name}/signing-key", DISTRUNTIME_UNREACHABLE="2")
         for number, (script, count, gpus) in enumerate(_SESSIONS):
             address = f"ipc://{folder}/m{number}"
             tapped = _Tapped(folder, f"{number}{script.__name__.replace('<lambda>', '_mesh')}")
@@ -424,7 +481,39 @@ def record() -> None:
                     dr.shutdown()
             recordings += tapped.stop()
         recordings += _refusals(folder)
+        recordings += _comings_and_goings(folder)
     save(recordings)
+
+
+def _listening(folder: Path, name: str, address: str) -> tuple[_Tapped, str]:
+    """Start a tapped worker that listens; return where."""
+    tapped, log = _Tapped(folder, name), folder / f"{name}.log"
+    with log.open("wb") as output:
+        tapped.start("--listen", address, "--insecure", stderr=output)
+    until(lambda: "listening on " in log.read_text(), STARTING)
+    return tapped, log.read_text().partition("listening on ")[2].partition(",")[0]
+
+
+def _comings_and_goings(folder: Path) -> list[list[Any]]:
+    """A session that is left, resumed, taken over, and torn; one that is dropped as its worker has forgotten it."""
+    tapped, address = _listening(folder, "comings", "tcp://127.0.0.1:0")
+    with Network(address) as network:
+        for options in ({}, {"resume": True}, {"resume": True, "force": True}, {"force": True}):
+            dr.init_master_worker(workers=[network.address], session="kept", keep=30.0, timeout=STARTING, grace=20.0, **options)  # type: ignore[arg-type]
+            if options.get("resume"):
+                dr.lookup("x").cpu()
+            x = torch.arange(50_000.0, device="remote")
+            dr.publish("x", x)
+            for _ in range(40):  # enough for acknowledgements
+                x.sum().item()
+            network.tear()
+            (x + 1).cpu()
+            if "force" not in options:
+                dr.detach()
+                continue
+            active_session().post(active_session().nodes[0], Bury("nobody"))
+            dr.shutdown()
+    return tapped.stop()
 
 
 def _refusals(folder: Path) -> list[list[Any]]:
@@ -434,7 +523,7 @@ def _refusals(folder: Path) -> list[list[Any]]:
     try:
         until(lambda: (folder / "listening").exists())
         channel.connect(f"ipc://{folder}/listening", b"w")
-        channel.send(b"w", [encode(Hello(PROTOCOL + 1, "s", "", "", "", ""))])
+        channel.send(b"w", [encode(replace(revived("Hello", {"session": "s"}), protocol=PROTOCOL + 1))])
         until(lambda: any(isinstance(decode(bytes(frames[0])), Refused) for _, frames in channel.receive(0.05)))
     finally:
         channel.close()

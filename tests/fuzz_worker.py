@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,9 +29,9 @@ import torch
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import PROTOCOL, UPLOAD, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Reply, Segment, Welcome
+from distruntime.wire.messages import PROTOCOL, UPLOAD, Ack, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Reply, Segment, Welcome
 from fuzz_mutations import Mutator
-from fuzz_seeds import ROOT, Recording, Seed, revived
+from fuzz_seeds import KEEP, ROOT, Recording, Seed, revived
 from processes import pause
 
 PATIENCE = 30.0  # seconds that a worker may take to answer who has not offended
@@ -39,6 +40,9 @@ _CODE = """
 import sys, fuzz_worker
 sys.exit(fuzz_worker.daemon(*sys.argv[1:]))
 """
+
+
+_numbers = count(1)
 
 
 class Finding(Exception):
@@ -114,10 +118,12 @@ class FuzzedWorker:
             "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", Path(__file__).parent])),
             "OMP_NUM_THREADS": "1",
         }
+        inside = folder / "a" / "b" / "c"  # paths that the fuzzer names are relative, or up to two folders higher
+        inside.mkdir(parents=True)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(self._report), *arguments, "--simulate-cuda", "2", "--threads", "1"],
-                stdout=output, stderr=subprocess.STDOUT, env=environment,
+                stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=inside,
             )  # fmt: skip
         self._read = 0
         self._wait(lambda: "listening on " in self.text(), 90.0, "does not start")
@@ -174,16 +180,28 @@ class Speaker:
     def __init__(self, worker: FuzzedWorker, keys: KeyPair | None = None) -> None:
         self.worker = worker
         self.channel = Channel(keys=keys or worker.keys)
-        self.channel.connect(worker.address, b"worker")
+        self.peer = b"worker"
+        self.channel.connect(worker.address, self.peer)
         self.heard: list[Any] = []
+        self.counted = 0  # messages of the session that have come
 
     def say(self, *frames: bytes) -> None:
         with suppress(PeerGone):
-            self.channel.send(b"worker", list(frames))
+            self.channel.send(self.peer, list(frames))
 
     def listen(self, seconds: float = 0.0) -> None:
-        for _, frames in self.channel.receive(seconds):
-            self.heard.append(decode(frames[0]))  # type: ignore[arg-type]
+        for peer, frames in self.channel.receive(seconds):
+            message = decode(frames[0])  # type: ignore[arg-type]
+            if peer == self.peer:
+                self.heard.append(message)
+            self.counted += not isinstance(message, (Welcome, Refused, Ack))
+
+    def dial_anew(self, hang_up: bool) -> None:
+        """Speak on a new connection from now on; the worker hears that the other is closed, or does not."""
+        if hang_up:
+            self.channel.hang_up(self.peer)
+        self.peer = b"worker-%d" % next(_numbers)
+        self.channel.connect(self.worker.address, self.peer)
 
     def hears(self, kind: type, what: str, number: int | None = None, patience: float = PATIENCE) -> Any:
         """Wait for a message of a class, and return it; a `Finding` if it does not come."""
@@ -220,10 +238,10 @@ class Speaker:
         self.channel.close()
 
 
-def hello(protocol: int = PROTOCOL) -> Hello:
-    """Return what opens a session."""
+def hello(protocol: int = PROTOCOL, name: str = "fuzz") -> Hello:
+    """Return what opens a session, whoever has one of that name."""
     values: dict[str, Any] = {"protocol": protocol, "torch": torch.__version__, "python": platform.python_version()}
-    made = revived("Hello", {"session": "fuzz", "host": "here", "shared": "", **values})
+    made = revived("Hello", {"session": name, "mode": "force new", "keep": KEEP, "host": "here", **values})
     return replace(made, protocol=protocol)
 
 
@@ -237,7 +255,7 @@ class Legitimate:
         self._speaker = Speaker(worker)
         deadline = time.monotonic() + PATIENCE
         while True:
-            self._speaker.say(encode(hello()))
+            self._speaker.say(encode(hello(name=f"friend {next(_numbers)}")))  # which no attacker names
             answer = self._speaker.hears((Welcome, Refused), "Hello")  # type: ignore[arg-type]
             if isinstance(answer, Welcome):
                 break
@@ -316,12 +334,23 @@ class AgainstWorker:
 
     def _send(self, attacker: Speaker, items: list[Any], mutator: Mutator) -> None:
         store: Any = None
+        greeted = False
         for item in items:
             if isinstance(item, bytes):
                 self.counts["noise"] += 1
                 attacker.say(item)
                 continue
             message = item.message
+            if isinstance(message, Hello):
+                attacker.listen()
+                if greeted and mutator.random.random() < 0.7:
+                    attacker.dial_anew(hang_up=mutator.random.random() < 0.5)
+                greeted = True
+                received = attacker.counted if mutator.random.random() < 0.7 else message.received
+                keep = min(message.keep, KEEP) if isinstance(message.keep, (int, float)) else message.keep
+                item = Seed(replace(message, received=received, keep=keep), item.payloads)
+            if isinstance(message, Ack) and isinstance(message.received, int) and mutator.random.random() < 0.7:
+                item = Seed(Ack(min(message.received, attacker.counted)), item.payloads)
             if isinstance(message, OpenGroup):
                 # The recorded store is of another day, and who joins waits for it; no member is elsewhere.
                 nodes = [0] * len(message.nodes) if isinstance(message.nodes, list) and mutator.random.random() < 0.7 else message.nodes

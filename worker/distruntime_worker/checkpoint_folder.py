@@ -133,25 +133,30 @@ def index_of(folder: str, name: str) -> str:
 
 
 # Asked for outside the log, and done in a thread: the disk may be slow, and neither the log nor the reader waits for it.
-_VERBS: dict[str, Callable[..., Any]] = {
-    "look": look,
-    "index": index_of,
-    "commit": commit,
-    "sweep": sweep,
-    "remove": remove,
+_VERBS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "look": (look, (str,)),
+    "index": (index_of, (str, str)),
+    "commit": (commit, (str, str, str, str)),
+    "sweep": (sweep, (str, str, list)),
+    "remove": (remove, (str, list)),
 }
 
 
 def answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> None:
     """Do what the master asks for, and reply when it is done. Return at once (the reader)."""
-    if not detail or detail[0] not in _VERBS:
-        raise ProtocolError(f"nothing is known about checkpoints and {detail[:1]!r:.40}")
-    threading.Thread(target=_answer, args=(request, detail, send), name=f"checkpoint-{detail[0]}", daemon=True).start()
-
-
-def _answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> None:
-    verb, *args = detail
+    verb, *args = detail or [None]
+    act, kinds = _VERBS.get(verb, (None, ())) if isinstance(verb, str) else (None, ())
+    names = args[-1] if args and isinstance(args[-1], list) else []
+    if act is None or tuple(map(type, args)) != kinds or not all(isinstance(name, str) for name in names):
+        raise ProtocolError(f"nothing is known about checkpoints and {str(detail)[:80]}")
     try:
-        send(Reply(request, _VERBS[verb](*args)))
+        threading.Thread(target=_answer, args=(request, verb, act, args, send), name=f"checkpoint-{verb}", daemon=True).start()
+    except RuntimeError as error:  # of threading: there is no more room for one
+        raise ProtocolError(f"{verb} of a checkpoint cannot be begun: {error}") from error
+
+
+def _answer(request: int, verb: str, act: Callable[..., Any], args: list[Any], send: Callable[[Message], Any]) -> None:
+    try:
+        send(Reply(request, act(*args)))
     except Exception as error:  # whatever it is, it is the answer
         send(Failed(request, failure_fields(failure(error, seq=0, position=0, op=f"checkpoint: {verb}", operands=""))))

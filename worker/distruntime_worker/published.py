@@ -155,7 +155,7 @@ class Shelf:
     def _publish(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         state, request, fields, refs = self._state, p[i + 1], p[i + 2], p[i + 3]
         match fields:
-            case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if version > 0:
+            case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if version > 0 and _all_workers(listed):
                 pass
             case _:
                 raise ProtocolError(f"{str(fields)[:80]} is no publication")
@@ -196,6 +196,16 @@ class Shelf:
                 value = value.detach()  # whose sizes the owner's own operations do not change
             slots[ref] = value
         return i + 4
+
+
+def _all_workers(listed: list[Any]) -> bool:
+    """Whether these are [identity, node, host, pid, [device, ...]]: masters of other sessions are told of them."""
+    for row in listed:
+        match row:
+            case [str(), int(), str(), int(), list(devices)] if all(isinstance(device, str) for device in devices):
+                continue
+        return False
+    return True
 
 
 def _row(owner: str, whose: Published, name: str, record: Record) -> list[Any]:

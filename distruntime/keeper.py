@@ -136,6 +136,7 @@ class Keeper:
         if isinstance(message, Welcome):
             attempt.taken = self._again(node, peer, message) if again else self._anew(node, peer, message)
         elif again:
+            node.taken = "taken over" in message.reason  # then nobody is to take it back
             self.session.lose(node, f"does not have this session any more: {message.reason}")
         elif self._refused.get(node.index) != message.reason:
             self._refused[node.index] = message.reason

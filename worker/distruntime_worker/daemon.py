@@ -359,6 +359,8 @@ class Daemon:
         found = self._sessions.get(hello.session)
         if hello.protocol != PROTOCOL:
             return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
+        if not 0 <= hello.keep <= 1e9:
+            raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
         match hello.mode:
             case "again" if found is not None and compare_digest(found.token, hello.token):
                 return (

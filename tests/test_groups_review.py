@@ -194,7 +194,11 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
     for name, node, failure in ((b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]), (b"b", 1, [[]] * 8), (b"c", 1, [])):
         liar = Channel()
         liar.connect(opened.groups.meeting._asked[0].value, name)
-        for message in (Meet(opened.groups.meeting._secret, node), Taint(group.number, 5, failure), Taint(group.number, 6, failure)):
+        for message in (
+            Meet(opened.groups.meeting._secret, node, b"a liar"),
+            Taint(group.number, 5, failure),
+            Taint(group.number, 6, failure),
+        ):
             liar.send(name, [encode(message)])
         until(lambda liar=liar: liar.sent_bytes)  # type: ignore[misc]
         both_hear(group)  # whose fifth and sixth operations are these

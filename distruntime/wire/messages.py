@@ -268,10 +268,14 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Worker to worker: the first message on a connection; who speaks, and that it belongs to the session."""
+    """Worker to worker: the first message on a connection; who speaks, and that it belongs to the session.
+
+    `origin` is the same on each connection of this worker in this session. An `Ack` answers: what has come of it on earlier ones.
+    """
 
     secret: bytes
     node: int
+    origin: bytes
 
 
 @dataclass(frozen=True, slots=True)

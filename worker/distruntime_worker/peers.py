@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
+from typing import Any
 
 from distruntime.errors import ConfigurationError, ProtocolError
-from distruntime.wire.channel import Channel, ChannelClosed, PeerGone
+from distruntime.wire.channel import Channel, ChannelClosed, PeerEvent, PeerGone
 from distruntime.wire.codec import decode, encode
+from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import Meet, Message, Peers, Signal, Taint, Tainted
+from distruntime.wire.link import Link
+from distruntime.wire.messages import Ack, Meet, Message, Peers, Signal, Taint, Tainted
 
 log = logging.getLogger("distruntime.worker")
 
+_PAUSE = 0.1  # seconds before a worker is dialled again
+
 Handle = Callable[[int, Message], None]  # node that it comes from, message
+
+
+class _Way:
+    """The way to another worker: a link, and the connection that is to carry it, which this worker dials."""
+
+    def __init__(self, address: str, name: bytes) -> None:
+        self.address, self.name = address, name
+        self.link = Link()
 
 
 class PeerChannel:
     """One session's connections to other workers. A thread of its own reads; any thread sends.
 
-    `handle` gets what arrives, with the number of the node that sent it.
+    `handle` gets what arrives, with the number of the node that sent it. Each worker dials where it sends to, and says `Meet`; the answer
+    is an `Ack` with what has come on earlier connections, and the rest is sent again: a cut network costs no signal, and none comes twice.
     """
 
     def __init__(self, address: str, keys: KeyPair | None, handle: Handle) -> None:
-        self._channel = Channel(listen=address, keys=keys)
+        self._channel = Channel(listen=address, keys=keys, silence=UNREACHABLE.get())
         self._handle = handle
-        self._introduced: dict[bytes, int] = {}  # who has said `Meet`, by the name of the connection
-        self._dialled: dict[int, tuple[str, bytes]] = {}  # where, and the connection's name
+        self._origin = os.urandom(16)  # which tells this worker's messages from those of one that had its node before
+        self._introduced: dict[bytes, tuple[int, Link]] = {}  # who has said `Meet`, by the name of the connection: node, and what has come
+        self._incoming: dict[bytes, Link] = {}  # by origin
+        self._ways: dict[int, _Way] = {}
         self._dialling = threading.Lock()
+        self._again: dict[int, float] = {}  # when to dial whom once more
         self._numbers = count().__next__
         self._known = threading.Event()
         self._peers: Peers | None = None
@@ -50,7 +69,7 @@ class PeerChannel:
         self._known.set()
 
     def send(self, node: int, message: Message) -> None:
-        """Send to another worker, dialling it first. Return at once. To a worker that is gone, nothing is sent."""
+        """Send to another worker, dialling it first. Return at once; while it cannot be reached, the message waits."""
         peers = self._peers
         if peers is None or not 0 <= node < len(peers.addresses):
             raise ProtocolError(f"{type(message).__name__} for node {node}, of which no Peers has told")
@@ -59,18 +78,24 @@ class PeerChannel:
             return
         try:
             with self._dialling:
-                address, name = self._dialled.get(node, ("", b""))
-                if address != peers.addresses[node]:  # another worker may have taken the place of a lost one
-                    self._channel.hang_up(name)
-                    address, name = peers.addresses[node], f"node-{node}.{self._numbers()}".encode()
-                    self._channel.connect(address, name)
-                    self._dialled[node] = address, name
-                    self._channel.send(name, [encode(Meet(peers.secret, peers.node))])
-            self._channel.send(name, [encode(message)])
-        except (PeerGone, ChannelClosed):
-            log.debug("node %d is gone: %s not sent", node, type(message).__name__)
+                way = self._ways.get(node)
+                if way is None or way.address != peers.addresses[node]:  # another worker may have taken the place of a lost one
+                    if way is not None:
+                        self._channel.hang_up(way.name)
+                    way = self._dial(node, _Way(peers.addresses[node], b""))
+            self._channel.send(way.link, [encode(message)])
+        except ChannelClosed:
+            log.debug("the session is over: %s not sent to node %d", type(message).__name__, node)
         except ConfigurationError as error:  # that node's word, passed on by the master: none of this worker's other streams may suffer
             log.warning("node %d cannot be reached, %s not sent: %s", node, type(message).__name__, error)
+
+    def _dial(self, node: int, way: _Way) -> _Way:
+        """Dial a worker, under a new name: under the old one libzmq would send what was for the broken connection."""
+        self._channel.hang_up(way.name)
+        way.name = f"node-{node}.{self._numbers()}".encode()
+        self._channel.connect(way.address, way.name)
+        self._ways[node] = way
+        return way
 
     def close(self) -> None:
         """Close the socket; its thread ends."""
@@ -79,38 +104,79 @@ class PeerChannel:
     def _read(self) -> None:
         while True:
             try:
-                arrived = self._channel.receive(None)
-                self._introduce()
+                arrived = self._channel.receive(_PAUSE if self._again else None)
+                for peer, frames in arrived:
+                    self._hear(peer, frames)
+                for event in self._channel.events():
+                    self._happened(event)
+                self._dial_again()
             except ChannelClosed:
                 return
-            for peer, frames in arrived:
-                try:
-                    if len(frames) != 1 or not isinstance(frames[0], bytes):
-                        raise ProtocolError(f"a message of {len(frames)} frames")
-                    self._take(peer, decode(frames[0]))
-                except ProtocolError as error:
-                    log.warning("a worker that breaks the protocol: %s", error)
 
-    def _introduce(self) -> None:
-        """Say who speaks on every new connection: one that was cut and came back counts as another at its other end."""
-        for event in self._channel.events():
-            if event.kind == "connected" and event.peer is not None and event.peer.startswith(b"node-") and self._peers is not None:
-                with suppress(PeerGone):  # cut again
-                    self._channel.send(event.peer, [encode(Meet(self._peers.secret, self._peers.node))])
+    def _hear(self, peer: bytes, frames: Sequence[Any]) -> None:
+        try:
+            if len(frames) != 1 or not isinstance(frames[0], bytes):
+                raise ProtocolError(f"a message of {len(frames)} frames")
+            self._take(peer, decode(frames[0]))
+        except ProtocolError as error:
+            log.warning("a worker that breaks the protocol: %s", error)
+
+    def _node_of(self, name: bytes | None) -> int | None:
+        return next((node for node, way in list(self._ways.items()) if way.name == name), None)
+
+    def _happened(self, event: PeerEvent) -> None:
+        node = self._node_of(event.peer)
+        if node is None or self._peers is None:
+            if event.kind == "disconnected" and event.peer is not None:
+                self._introduced.pop(event.peer, None)
+        elif event.kind == "connected":
+            self._say(self._ways[node].name, Meet(self._peers.secret, self._peers.node, self._origin))
+        else:
+            self._ways[node].link.peer = None
+            self._again[node] = time.monotonic() + _PAUSE
+
+    def _dial_again(self) -> None:
+        for node, when in list(self._again.items()):
+            if time.monotonic() >= when:
+                del self._again[node]
+                with self._dialling, suppress(ConfigurationError):  # said when it was dialled first
+                    self._dial(node, self._ways[node])
+
+    def _say(self, peer: bytes, message: Message) -> None:
+        with suppress(PeerGone):  # an event tells of it
+            self._channel.send(peer, [encode(message)])
 
     def _take(self, peer: bytes, message: Message) -> None:
         match message:
-            case Meet(secret=secret, node=node):
+            case Meet(secret=secret, node=node, origin=origin):
                 self._known.wait(10.0)  # the master may have told the other one first
                 if self._peers is None or not compare_digest(secret, self._peers.secret):
                     raise ProtocolError("Meet without the session's secret")
                 if not 0 <= node < len(self._peers.addresses):
                     raise ProtocolError(f"Meet as node {node}, of {len(self._peers.addresses)}")
-                self._introduced[peer] = node
+                link = self._incoming.setdefault(origin, Link())
+                for other in [name for name, (_, known) in self._introduced.items() if known is link]:
+                    del self._introduced[other]  # given up at its other end: what still comes on it comes again on this one
+                self._introduced[peer] = node, link
+                self._say(peer, Ack(link.received))
+            case Ack(received=received):
+                self._acknowledged(peer, received)
             case Signal() | Taint() | Tainted():
-                node = self._introduced.get(peer, -1)
-                if node < 0:
+                if peer not in self._introduced:
                     raise ProtocolError(f"{type(message).__name__} from a peer that has not said Meet")
+                node, link = self._introduced[peer]
+                if link.count(0, False):
+                    self._say(peer, Ack(link.received))
                 self._handle(node, message)
             case _:
                 raise ProtocolError(f"a worker does not send {type(message).__name__} to another")
+
+    def _acknowledged(self, peer: bytes, received: int) -> None:
+        node = self._node_of(peer)
+        if node is None:
+            return  # of a connection that was given up
+        link = self._ways[node].link
+        if link.peer is None:
+            self._channel.resume(link, peer, received)
+        else:
+            link.acknowledge(received)

@@ -104,7 +104,7 @@ def test_a_training_over_a_cable_that_is_pulled(cable: Cable, key: str, tmp_path
                 cable.plug()
             seen, state = child.expect("same", 90).split()
             assert state == "ready"
-            if max(TROUBLES[what]) > SILENCE or "address" in what:
+            if max(TROUBLES[what]) > SILENCE:  # a new connection may be there before anyone looks
                 assert seen == "True"
             child.finish()
         finally:

@@ -282,7 +282,7 @@ def test_a_late_barrier_names_the_member_and_what_it_does(fresh_session: Any) ->
         dr.barrier(group, timeout=0.05)
     text = str(caught.value)
     assert "not all have come within 0.05 s" in text and "rank 1, node 1 cpu, is late: node 1" in text and "rank 0" not in text
-    assert "has run aten::" in text and "test_groups.py" in text
+    assert "has run " in text and "test_groups.py" in text, text
     dr.barrier(group)
     with (
         stopped(session.local_workers[0].pid),

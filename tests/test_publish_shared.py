@@ -16,6 +16,8 @@ from agree import REMOTE
 from distruntime.composite import _record
 from distruntime.functions import issue_function
 from distruntime.handle import Storage
+from distruntime.session import active_session
+from distruntime.wire.messages import ADOPT, PUBLISH
 from keeping import Keeping, enter, keeping
 from processes import until
 
@@ -251,3 +253,52 @@ def test_a_worker_does_not_keep_what_its_reader_lets_go(daemon: Keeping) -> None
     dr.lookup("alice/model")
     until(lambda: (gc.collect(), dr.lookup("alice/model"), len(daemon.state.slots) <= held + 20)[2])
     daemon.kept["alice"].drop("x", lambda _: True)
+
+
+FIELDS = ["z", 1, False, "", [], b""]
+
+NONSENSE: dict[str, list[Any]] = {
+    "a publication that is none": [PUBLISH, 1, 5, []],
+    "a publication without a version": [PUBLISH, 1, ["z", 0, False, "", [], b""], []],
+    "a publication cut short": [PUBLISH, 1, FIELDS],
+    "of refs that are none": [PUBLISH, 1, FIELDS, 7],
+    "of refs that nothing can be": [PUBLISH, 1, FIELDS, [[]]],
+    "an adoption cut short": [ADOPT, 1],
+    "an adoption by no refs": [ADOPT, 1, 1, 5],
+    "an adoption by what no ref can be": [ADOPT, 1, 1, [[1]]],
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_instructions_that_make_no_sense_end_the_session_and_nothing_else(
+    daemon: Keeping, fresh_session: Callable[..., Any], what: str
+) -> None:
+    node = active_session().nodes[0]
+    node.append(NONSENSE[what], (0, None, 0))
+    until(lambda: node.failed is not None)
+    assert "makes no sense" in str(node.failed) or "is no publication" in str(node.failed)
+    enter(fresh_session, [daemon], "bob")
+    assert dr.lookup("alice/x").sum().item() == 66.0
+
+
+@pytest.mark.parametrize(
+    "detail", [[], ["find"], ["find", "alice", "x"], ["drop", "x"], ["names", 1], ["settle", 5, 5], [5], [["names"]]], ids=repr
+)
+def test_questions_that_make_no_sense_too(daemon: Keeping, detail: list[Any]) -> None:
+    session = active_session()
+    session.ask(session.nodes[0], "published", detail)
+    until(lambda: session.nodes[0].failed is not None)
+    assert "nothing is known about what is published" in str(session.nodes[0].failed)
+
+
+def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
+    session = active_session()
+    request = session.requests.new(session.nodes[0])
+    session.nodes[0].append([PUBLISH, request.number, FIELDS, [999_999]], (0, None, 0))
+    with pytest.raises(dr.InternalError, match="no tensor, or not here"):
+        session.value(request)
+    x = lawless(torch.ones(1, device=REMOTE))
+    session.nodes[0].append([ADOPT, 77, 1, [x._handle.ref]], (0, None, 0))
+    x._handle.born = (session.nodes[0].base + len(session.nodes[0].log), None, 0)
+    with pytest.raises(dr.InternalError, match="what was looked up is not here"):
+        x.tolist()

@@ -179,7 +179,7 @@ class Shelf:
         return None
 
     def _adopt(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        token, version, refs = p[i + 1 : i + 4]
+        token, version, refs = p[i + 1], p[i + 2], p[i + 3]
         records, foreign = self._found.pop(token, ({}, False))
         record, rows = records.get(version, (None, []))
         for k, ref in enumerate(refs):

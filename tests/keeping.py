@@ -64,4 +64,6 @@ def enter(open_session: Callable[..., Any], daemons: list[Keeping], name: str) -
     if dr.is_initialized() and active_session().lasting:
         dr.detach()
     dr.shutdown()
-    return open_session(workers=[daemon.address for daemon in daemons], session=name, resume=all(name in daemon.kept for daemon in daemons))
+    return open_session(
+        workers=[daemon.address for daemon in daemons], session=name, force=True, resume=all(name in daemon.kept for daemon in daemons)
+    )

@@ -180,17 +180,25 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
         return gather_at(plan, entry.listen, len(entry.workers))
     if not entry.directory:
         return attach(plan, list(entry.workers))
-    dead = [k for k, address in enumerate(entry.workers) if refuses(address)]
-    if len(dead) == len(entry.workers):
-        forget(entry.name)
-        shutil.rmtree(entry.directory, ignore_errors=True)
-        raise ConnectionFailed(
-            f"the session {entry.name!r} is no more: its workers on this machine have ended (their time without a master was over, or "
-            "they died). Begin it anew, without resume=True"
-        )
-    for k in dead:
-        log.warning("node %d of session %r has died; it begins anew, and what lived there is lost", k, entry.name)
-    return _attach_local(plan, entry, dead)
+    dead: list[int] = []
+    while True:
+        before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
+        if len(dead) == len(entry.workers):
+            forget(entry.name)
+            shutil.rmtree(entry.directory, ignore_errors=True)
+            raise ConnectionFailed(
+                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time without a master was over, "
+                "or they died). Begin it anew, without resume=True"
+            )
+        for k in dead:
+            if k not in before:
+                log.warning("node %d of session %r has died; it begins anew, and what lived there is lost", k, entry.name)
+        try:
+            return _attach_local(plan, entry, dead)
+        except ConnectionFailed:
+            if all(k in dead or not refuses(address) for k, address in enumerate(entry.workers)):
+                raise
+            # A process that is being killed listens until the last of its threads has ended.
 
 
 def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:

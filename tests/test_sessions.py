@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,13 @@ import torch
 
 import distruntime as dr
 from distruntime import registry
+from distruntime.keeper import refuses
 from distruntime.session import active_session
+from distruntime.wire.channel import Channel
+from distruntime.wire.codec import decode, encode
+from distruntime.wire.messages import Ask, Goodbye, Reply, Welcome
+from distruntime.wire.keys import choose
+from greeting_samples import HELLO
 from processes import PATH, ListeningWorker, until
 
 REMOTE = "remote"
@@ -219,6 +227,56 @@ def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
     dr.init_master_worker(session="half", resume=True)
     assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
+
+
+def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too() -> None:
+    pids = master(
+        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), flush=True)\ndr.detach()"
+    ).split()
+    entry = registry.read("half")
+    assert entry is not None
+    os.kill(int(pids[1]), signal.SIGKILL)
+    until(lambda: refuses(entry.workers[1]))
+    path = entry.workers[1].removeprefix("ipc://")
+    os.unlink(path)
+    # Connections are taken, nobody answers, and they are closed: what a process does whose threads end one after the other.
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(path)
+        dying.listen()
+
+        def die() -> None:
+            ends = [dying.accept()[0] for _ in range(2)]
+            dying.close()
+            for end in ends:
+                end.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        dr.init_master_worker(session="half", resume=True)
+        thread.join()
+    assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
+    assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
+
+
+def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker) -> None:
+    channel = Channel(keys=choose(daemon.address))
+    try:
+        channel.connect(daemon.address, b"w")
+        for _ in range(3):
+            channel.send(b"w", [encode(HELLO)])
+        channel.send(b"w", [encode(Ask(1, "info", []))])
+        arrived: list[object] = []
+
+        def answered() -> bool:
+            arrived.extend(decode(bytes(frames[0])) for _, frames in channel.receive(0.05))
+            return any(isinstance(message, Reply) for message in arrived)
+
+        until(answered)
+        assert [type(message) for message in arrived] == [Welcome, Reply]
+        channel.send(b"w", [encode(Goodbye("done"))])
+        until(lambda: "ended (done)" in daemon.text())
+    finally:
+        channel.close()
 
 
 def test_the_first_draw_of_a_session_follows_its_seed(daemon: ListeningWorker) -> None:

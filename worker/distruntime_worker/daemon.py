@@ -126,12 +126,17 @@ class Daemon:
             self._dial()
 
     def _dial(self) -> None:
-        """Dial the master anew: under its old name libzmq would send what was for the broken connection."""
+        """Dial the master anew: under its old name libzmq would send what was for the broken connection.
+
+        The greeting waits for the connection. Not for the event that tells of it: that knows an address, where the connection before may
+        just have come back, and so can come twice; two greetings on one connection would be two workers to the master.
+        """
         assert self._config.master is not None
         self._dial_at = math.inf
         self._channel.hang_up(self._master)
         self._master = b"master-%d" % self._dials()
         self._channel.connect(self._config.master, self._master)
+        self._greet(self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation))
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
@@ -159,10 +164,7 @@ class Daemon:
 
     def _watch(self) -> None:
         for event in self._channel.events():
-            if event.kind == "connected" and event.peer == self._master:
-                join = Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation)
-                self._greet(self._master, join)
-            elif event.kind == "disconnected" and event.peer is not None:
+            if event.kind == "disconnected" and event.peer is not None:
                 session = self._by_peer.pop(event.peer, None)
                 self._retired.append(event.peer)
                 if session is not None:
@@ -288,6 +290,8 @@ class Daemon:
                 case Detach():
                     self._greet(peer, Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
+                case Hello() if compare_digest(message.token, session.token):
+                    pass  # it has been answered: a master that sees its connection come back before it was answered greets again
                 case Hello():
                     self._end(session, "a new session on the same connection")
                     self._welcome(peer, message)

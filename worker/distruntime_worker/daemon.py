@@ -290,7 +290,7 @@ class Daemon:
                 case Detach():
                     self._greet(peer, Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
-                case Hello() if compare_digest(message.token, session.token):
+                case Hello() if message == session.greeting:
                     pass  # it has been answered: a master that sees its connection come back before it was answered greets again
                 case Hello():
                     self._end(session, "a new session on the same connection")
@@ -341,7 +341,7 @@ class Daemon:
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
             self._greet(peer, self._about_us(found, hello))
-            found.come_back(peer, hello.received)
+            found.come_back(peer, hello)
             log.info("session of master %s goes on", found.master)
             return
         if found is not None:

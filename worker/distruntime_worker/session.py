@@ -57,7 +57,10 @@ class Session:
         self.alone_since: float | None = None  # when the master was last there, if it is not
         self._channel = channel
         self.number = _numbers()  # of this process's sessions
-        self.take(hello)
+        self.greeting = hello  # which the connection was opened with
+        self.name, self.token, self.process = hello.session, hello.token, hello.process
+        self.keep, self.lasting = hello.keep, hello.lasting
+        self.master = f"{hello.session} on {hello.host}"
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
         self.published: Published = before.published if before is not None else Published(hello.session)
@@ -78,12 +81,6 @@ class Session:
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
 
-    def take(self, hello: Hello) -> None:
-        """Note who the master is."""
-        self.name, self.token, self.process = hello.session, hello.token, hello.process
-        self.keep, self.lasting = hello.keep, hello.lasting
-        self.master = f"{hello.session} on {hello.host}"
-
     @property
     def spent(self) -> bool:
         """Whether its master has been away for as long as it has asked for, or is known to have died without a wish to be followed."""
@@ -96,10 +93,11 @@ class Session:
         self.link.peer = None
         self.alone_since = time.monotonic()
 
-    def come_back(self, peer: bytes, received: int) -> None:
-        """Go on with the master on another connection, which has counted so many messages."""
+    def come_back(self, peer: bytes, hello: Hello) -> None:
+        """Go on with the master on another connection."""
         self.alone_since = None
-        self._channel.resume(self.link, peer, received)
+        self.greeting = hello
+        self._channel.resume(self.link, peer, hello.received)
 
     def _do_apart(self, work: Callable[[], None]) -> None:
         """Do what waits for the master in a thread of its own, and hold what comes from the master until it is done (the reader)."""
@@ -210,10 +208,7 @@ class Session:
             self.executor.works.append(work)
         else:
             self.executor.line_up(work)
-        if segment.stretches:
-            self.executor.divide(work)
-        else:
-            self._default((work, 0, 0))
+        self._hand_out(work)
 
     def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
@@ -222,6 +217,9 @@ class Session:
         self.executor.received = message.seq
         work = self.executor.mesh_work(message, decode(payloads[0]))
         self.executor.line_up(work)
+        self._hand_out(work)
+
+    def _hand_out(self, work: Work) -> None:
         if work.segment.stretches:
             self.executor.divide(work)
         else:

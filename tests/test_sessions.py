@@ -21,8 +21,8 @@ from distruntime.keeper import refuses
 from distruntime.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import Ask, Goodbye, Reply, Welcome
 from distruntime.wire.keys import choose
+from distruntime.wire.messages import Ask, Goodbye, Reply, Welcome
 from greeting_samples import HELLO
 from processes import PATH, ListeningWorker, until
 

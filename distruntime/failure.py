@@ -12,8 +12,8 @@ import torch
 from .errors import CheckpointError, InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, UsageError, WaitTimeout
 from .holders import held
 from .node import Cause, Node
-from .text import size_text
 from .wire.messages import Failure
+from .wire.units import size_text
 
 _MOST_HOLDERS = 5
 

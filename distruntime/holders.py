@@ -15,7 +15,7 @@ from typing import Any
 
 from .handle import Handle, Place
 from .node import Node, line_text
-from .text import size_text
+from .wire.units import size_text
 
 _LAST = 1 << 62  # no log gets there
 _MOST_LINES = 4  # that the error of a lost node names

@@ -69,7 +69,6 @@ class Keeper:
     def begin(self, restart_workers: bool) -> None:
         """Keep the connections from now on."""
         self.restart_workers = restart_workers
-        self.session.keeper = self
         for node in self.session.nodes:
             self.bury(node)
             if node.link.peer is not None and node.link.peer in self.session.parted:
@@ -136,7 +135,7 @@ class Keeper:
         if isinstance(message, Welcome):
             attempt.taken = self._again(node, peer, message) if again else self._anew(node, peer, message)
         elif again:
-            node.taken = "taken over" in message.reason  # then nobody is to take it back
+            node.taken = message.taken  # then nobody is to take it back
             self.session.lose(node, f"does not have this session any more: {message.reason}")
         elif self._refused.get(node.index) != message.reason:
             self._refused[node.index] = message.reason
@@ -147,7 +146,7 @@ class Keeper:
             if node.failed is None and node.welcome is not None and node.welcome.incarnation == join.incarnation:
                 if node.link.peer is not None:
                     # Of the two connections this may be the older one, delayed: then the worker hears of it on the other, and joins again.
-                    self.session.greet(node.link.peer, Refused("the worker has connected anew"))
+                    self.session.greet(node.link.peer, Refused("the worker has connected anew", False))
                     self.session.cut(node, "the worker has connected anew")
                 attempt = self._attempts[peer] = _Attempt(node, "again")
                 self._greet(peer, attempt)

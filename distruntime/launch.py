@@ -15,10 +15,9 @@ from typing import final
 from .wire.deadlines import UNREACHABLE
 from .wire.keys import KeyPair
 
-# Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
 _MOST_WORDS = 12  # lines of a crash
+# Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
-
 
 _left: list[subprocess.Popen[bytes]] = []
 
@@ -90,33 +89,6 @@ class LocalWorker:
         return f"<LocalWorker node {self.node}, pid {self.pid}{'' if self._process.returncode is None else ', ended'}>"
 
 
-def start_workers(
-    count: int,
-    *,
-    address: str,
-    key: KeyPair | None,
-    threads: int = 0,
-    simulate_cuda: int = 0,
-    directory: Path,
-    python: str = sys.executable,
-) -> list[LocalWorker]:
-    """Start workers 0 to `count` - 1, which dial `address`; see `start_worker`."""
-    threads = threads or max(1, _cores() // count)
-    workers: list[LocalWorker] = []
-    try:
-        for node in range(count):
-            workers.append(
-                start_worker(
-                    node, master=address, key=key, threads=threads, simulate_cuda=simulate_cuda, directory=directory, python=python
-                )
-            )
-    except BaseException:
-        for worker in workers:
-            worker.stop(0)
-        raise
-    return workers
-
-
 def start_worker(
     node: int,
     *,
@@ -126,7 +98,6 @@ def start_worker(
     threads: int,
     simulate_cuda: int = 0,
     directory: Path,
-    python: str = sys.executable,
     unreachable: float | None = None,
 ) -> LocalWorker:
     """Start a worker. Return at once; it takes about two seconds to import torch.
@@ -143,7 +114,7 @@ def start_worker(
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
     log = directory / f"worker-{node}.log"
-    command = [python, "-m", "distruntime_worker", "--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
+    command = [sys.executable, "-m", "distruntime_worker", "--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
     if listen:
         command += ["--listen", listen, "--once"]
     else:
@@ -191,9 +162,3 @@ def _import_paths() -> list[str]:
     spec = importlib.util.find_spec("distruntime_worker")  # found, not imported: the master's side never runs the worker's
     found = [Path(folder).parent for folder in spec.submodule_search_locations or ()] if spec else [here / "worker"]
     return list(dict.fromkeys(map(str, [here, *found])))
-
-
-def _cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

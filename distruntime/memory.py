@@ -9,7 +9,8 @@ from .handle import Place
 from .holders import Holder, held
 from .session import active_session
 from .table import node_info
-from .text import size_text, table_html, table_text
+from .text import table_html, table_text
+from .wire.units import size_text
 
 
 @dataclass(frozen=True)

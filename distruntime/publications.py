@@ -11,7 +11,8 @@ from .errors import ProtocolError, UsageError
 from .handle import Place
 from .node import Node
 from .session import Session
-from .text import size_text, table_html, table_text
+from .text import table_html, table_text
+from .wire.units import size_text
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from .handle import Handle
 from .shards import member_of
 from .spec import Spec
 from .stall import before_wait, note_wait
-from .text import size_text
 from .transfer import request
 from .wire.codec import dtype_name
 from .wire.deadlines import REPR
+from .wire.units import size_text
 
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
 

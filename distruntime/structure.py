@@ -18,9 +18,9 @@ from .errors import NotSupportedError, UsageError
 from .handle import Place
 from .tensor import DistributedTensor
 from .wire.codec import bytes_tensor, dtype_name, tensor_bytes
+from .wire.units import count_text
 
 _OWN = ("_handle", "_is_param")  # of a proxy's attributes, what does not travel as one
-_UNITS = ("", " K", " M", " B", " T")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def described(thing: Any) -> str:
     """Return what something is in a few words: "Linear, 8.0 B parameters", or of a dict or a list, what is in it."""
     if isinstance(thing, torch.nn.Module):
         count = sum(p.numel() for p in thing.parameters())
-        return f"{type(thing).__name__}, {_count(count)} parameter{'' if count == 1 else 's'}"
+        return f"{type(thing).__name__}, {count_text(count)} parameter{'' if count == 1 else 's'}"
     if isinstance(thing, torch.Tensor):
         return f"tensor {tuple(thing.shape)} {dtype_name(thing.dtype)}"
     if isinstance(thing, (dict, list, tuple)):
@@ -177,13 +177,6 @@ def described(thing: Any) -> str:
 
 def _short(thing: Any) -> str:
     return f"{type(thing).__name__} of {len(thing)}" if isinstance(thing, (dict, list, tuple)) else described(thing)
-
-
-def _count(number: float) -> str:
-    unit = 0
-    while number >= 1000 and unit < len(_UNITS) - 1:
-        number, unit = number / 1000, unit + 1
-    return f"{number:.0f}" if unit == 0 else f"{number:.1f}{_UNITS[unit]}"
 
 
 def _article(thing: Any) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from .handle import Place
 from .node import Node
 from .session import Session, active_session
-from .text import size_text, table_html, table_text
+from .text import table_html, table_text
 from .wire.deadlines import ASK
+from .wire.units import size_text
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,11 @@
-"""Sizes and tables as text, for a terminal and for a notebook."""
+"""Tables as text, for a terminal and for a notebook."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 Rows = Sequence[Sequence[str]]  # the first one is the head
-
-
-def size_text(nbytes: float) -> str:
-    """Return "8.0 GiB"."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
 
 
 def table_text(rows: Rows) -> str:

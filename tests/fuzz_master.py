@@ -283,7 +283,7 @@ class Relay:
             while not self._stop.is_set():  # the master may look for the worker again
                 for peer, frames in self._near.receive(0.05):
                     if isinstance(decode(frames[0]), Hello):  # type: ignore[arg-type]
-                        self._say(self._near, peer, [encode(Refused("the relay has hung up"))])
+                        self._say(self._near, peer, [encode(Refused("the relay has hung up", False))])
         except Exception:
             self.failed = traceback.format_exc()
 

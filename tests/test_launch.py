@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distruntime.launch import LocalWorker, start_workers
+from distruntime.launch import LocalWorker, start_worker
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode
 from distruntime.wire.keys import KeyPair
@@ -20,6 +20,8 @@ from distruntime.wire.messages import Join
 from processes import state, stop, until, within
 
 ROOT = Path(__file__).resolve().parent.parent
+
+THREADS = 3
 
 Start = Callable[..., tuple[Channel, list[LocalWorker]]]
 
@@ -30,9 +32,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     channels: list[Channel] = []
     workers: list[LocalWorker] = []
 
-    def begin(count: int, key: KeyPair | None = None, **options: object) -> tuple[Channel, list[LocalWorker]]:
+    def begin(count: int, key: KeyPair | None = None) -> tuple[Channel, list[LocalWorker]]:
         channels.append(Channel(listen=f"ipc://{tmp_path}/s{len(channels)}", keys=key))
-        workers.extend(start_workers(count, address=channels[-1].address, key=key, directory=tmp_path, **options))  # type: ignore[arg-type]
+        for node in range(count):
+            workers.append(start_worker(node, master=channels[-1].address, key=key, threads=THREADS, directory=tmp_path))
         return channels[-1], workers
 
     yield begin
@@ -80,13 +83,13 @@ def test_two_workers_join_within_seconds_and_prove_themselves(start: Start) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_cores_are_shared_out_and_no_key_is_in_sight(start: Start) -> None:
+def test_threads_are_as_said_and_no_key_is_in_sight(start: Start) -> None:
     key = KeyPair.generate()
     channel, workers = start(2, key)
     joins(channel, 2)
     for worker in workers:
         words = environment(worker.pid)
-        assert words["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert words["OMP_NUM_THREADS"] == str(THREADS)
         assert "glibc.malloc" in words.get("GLIBC_TUNABLES", "glibc.malloc")
         seen = Path(f"/proc/{worker.pid}/cmdline").read_bytes() + repr(words).encode()
         assert key.secret not in seen
@@ -106,7 +109,7 @@ def test_what_a_worker_wrote_and_how_it_ended(start: Start) -> None:
 
 
 def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> None:
-    [worker] = start_workers(1, address="nonsense", key=None, directory=tmp_path)
+    worker = start_worker(0, master="nonsense", threads=1, directory=tmp_path)
     until(lambda: worker.poll() is not None)
     assert worker.poll() == "exited with code 2" and "nonsense" in worker.last_lines()
     worker.stop()
@@ -120,19 +123,14 @@ def test_a_worker_that_does_not_stop_is_killed(start: Start) -> None:
     assert workers[0].poll() == "killed by signal 9 (SIGKILL)"
 
 
-def test_no_python_there_leaves_no_worker_behind(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        start_workers(2, address=f"ipc://{tmp_path}/s", key=None, directory=tmp_path, python="/nonexistent/python")
-
-
 MASTER = """
     import os, signal, sys
     from pathlib import Path
-    from distruntime.launch import start_workers
+    from distruntime.launch import start_worker
     from distruntime.wire.channel import Channel
     here = Path(sys.argv[1])
     channel = Channel(listen=f"ipc://{here}/s")
-    workers = start_workers(2, address=channel.address, key=None, directory=here)
+    workers = [start_worker(node, master=channel.address, threads=1, directory=here) for node in range(2)]
     joined = set()
     while len(joined) < 2:
         joined.update(peer for peer, _ in channel.receive(0.1))

@@ -107,9 +107,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Either way: no session, and why."""
+    """Either way: no session, and why; `taken` where the session is another master's."""
 
     reason: str
+    taken: bool
 
 
 @dataclass(frozen=True, slots=True)

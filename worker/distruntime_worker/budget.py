@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from distruntime.wire.units import size_text
+
 from .devices import Devices
 from .functions import Tape
 from .objects import Poisoned
@@ -25,20 +27,11 @@ from .team import Shards
 
 _SLACK = 64  # a share's part by which the sum may exceed it while a walk would come too soon after the last
 _PAUSE = 10  # times as long as a walk takes: till the next one, where only the slack is exceeded
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def limits(most: float, devices: Devices) -> dict[torch.device, int]:
     """Return the bytes that a session may hold on each device: `most` if that is an `int`, else this part of what the device has."""
     return {devices.real(torch.device(name)): most if isinstance(most, int) else int(total * most) for name, _, total, *_ in devices.info()}
-
-
-def size_text(nbytes: float) -> str:
-    """Return "8.0 GiB"."""
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{nbytes:.1f} {_UNITS[unit]}"
 
 
 def memory_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

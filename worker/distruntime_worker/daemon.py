@@ -187,13 +187,11 @@ class Daemon:
             give_pages_back()
         if now > self._dial_at:
             self._dial()
-        broken = [session for session in self._sessions.values() if session.broken is not None]
-        spent = [session for session in self._sessions.values() if session.spent] if now > self._looked + _LOOK else []
-        for session in broken:
+        for session in [session for session in self._sessions.values() if session.broken is not None]:
             self._drop(session, str(session.broken))
         if now > self._looked + _LOOK:
             self._looked = now
-            for session in spent:
+            for session in [session for session in self._sessions.values() if session.spent]:
                 dead = not session.lasting and has_died(session.process)
                 self._end(session, "its master has died" if dead else f"its master was away for {session.keep:g} s")
 
@@ -327,16 +325,16 @@ class Daemon:
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         self._watch()  # the session's master may have gone since the last look, and this be its successor
-        reason = self._refusal(hello)
+        found = self._sessions.get(hello.session)
+        reason = self._refusal(hello, found)
         if reason:
             log.warning("refused a master on %s: %s", hello.host, reason)
-            self._greet(peer, Refused(reason))
+            self._greet(peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token)))
             return
-        found = self._sessions.get(hello.session)
         if hello.mode == "again":
             assert found is not None
             if found.link.peer is not None:  # it knows of the break before we do, or this greeting is an older one that was on its way
-                self._greet(found.link.peer, Refused("the session goes on on another connection"))
+                self._greet(found.link.peer, Refused("the session goes on on another connection", False))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
@@ -359,9 +357,8 @@ class Daemon:
         log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
         self._greet(peer, self._about_us(session, hello))
 
-    def _refusal(self, hello: Hello) -> str:
-        """Return why there is no session for this master; nothing if there is one."""
-        found = self._sessions.get(hello.session)
+    def _refusal(self, hello: Hello, found: Session | None) -> str:
+        """Return why there is no session for this master; nothing if there is one. `found` has the name that it asks for."""
         if hello.protocol != PROTOCOL:
             return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
         if not 0 <= hello.keep <= 1e9:

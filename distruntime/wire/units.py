@@ -1,0 +1,25 @@
+"""Sizes and counts as text, in messages of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BYTES = (" B", " KiB", " MiB", " GiB", " TiB")
+_COUNTS = ("", " K", " M", " B", " T")
+
+
+def size_text(nbytes: float) -> str:
+    """Return "8.0 GiB"."""
+    return _scaled(nbytes, 1024, _BYTES)
+
+
+def count_text(number: float) -> str:
+    """Return "1.5 M"."""
+    return _scaled(number, 1000, _COUNTS)
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    unit = 0
+    while number >= base and unit < len(units) - 1:
+        number, unit = number / base, unit + 1
+    return f"{number:.0f}{units[0]}" if unit == 0 else f"{number:.1f}{units[unit]}"

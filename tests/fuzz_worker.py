@@ -204,9 +204,15 @@ class Speaker:
         self.channel.connect(self.worker.address, self.peer)
 
     def hears(self, kind: type, what: str, number: int | None = None, patience: float = PATIENCE) -> Any:
-        """Wait for a message of a class, and return it; a `Finding` if it does not come."""
-        deadline = time.monotonic() + patience
+        """Wait for a message of a class, and return it; a `Finding` if it does not come.
+
+        What has come is acknowledged: while a large value waits for that, nothing else of its session is read.
+        """
+        deadline, told = time.monotonic() + patience, 0
         while True:
+            if self.counted > told:
+                told = self.counted
+                self.say(encode(Ack(told)))
             for message in self.heard:
                 if isinstance(message, kind) and number in (None, getattr(message, "request", None)):
                     self.heard.remove(message)

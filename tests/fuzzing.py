@@ -35,17 +35,11 @@ _WAITS = 10  # looks, two seconds apart, at what has grown: a kernel or the join
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 12, "objects": 4000}
 
 
-# libzmq keeps the connection of some handshakes that were torn by somebody in between, when the other end is long gone: 5 of 818 rounds
-# left one each on a busy machine, none of 814 on an idle one (2026-11; it is libzmq's own, `handshake_ivl` or not). Strangers only.
-_TORN = 0.02  # descriptors a round
-
-
 class Growth:
     """What a process held at each look; `check` raises where the last looks all lie above the first ones by more than the slack."""
 
     def __init__(self) -> None:
         self.looks: list[dict[str, Any]] = []
-        self.torn = 0.0  # descriptors that are libzmq's to lose
 
     def note(self, found: dict[str, Any]) -> None:
         self.looks.append(found)
@@ -57,7 +51,7 @@ class Growth:
         first, last = self.looks[:third], self.looks[-third:]
         for name, slack in _SLACK.items():
             before, after = max(look[name] for look in first), min(look[name] for look in last)
-            if after > before + slack + (self.torn if name == "descriptors" else 0):
+            if after > before + slack:
                 kinds = Counter(dict(last[-1]["kinds"]))
                 kinds.subtract(dict(first[-1]["kinds"]))
                 grown = [row for row in kinds.most_common(12) if row[1] > 0]
@@ -122,7 +116,6 @@ class Run:
             pause(2.0)
             found = self._target.holds()
         self.growth.note(found)
-        self.growth.torn = _TORN * self._here if self.kind == "raw" else 0.0
         self.growth.check()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from distruntime.errors import ConfigurationError
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.shield import shield
-from processes import Child
+from processes import Child, pause
 
 DEADLINE = 20.0
 KEYS = KeyPair.generate()
@@ -36,8 +37,8 @@ def make() -> Iterator[Make]:
     """Makes channels that the test need not close."""
     made: list[Channel] = []
 
-    def build(listen: str | None = None, keys: KeyPair | None = None, name: bytes | None = None, max_message: int = 1 << 34) -> Channel:
-        made.append(Channel(listen=listen, keys=keys, name=name, max_message=max_message))
+    def build(listen: str | None = None, keys: KeyPair | None = None, name: bytes | None = None, **options: Any) -> Channel:
+        made.append(Channel(listen=listen, keys=keys, name=name, **options))
         return made[-1]
 
     yield build
@@ -248,13 +249,59 @@ def test_without_the_right_key_nothing_gets_in(make: Make, address: str, held: t
         stranger.send(b"listener", [b"let me in"])
     except PeerGone:
         pass  # libzmq does not dial again where it saw itself that the handshake cannot succeed
-    refused, refusal = event(listener, "auth_failed", "handshake_failed"), event(stranger, "auth_failed", "handshake_failed")
+    refused, refusal = event(listener, "handshake_failed"), event(stranger, "handshake_failed")
     assert (refused.peer, refusal.peer) == (None, b"listener")
-    assert "auth_failed" in (refused.kind, refusal.kind)  # whoever sees it first hangs up on the other
+    assert " key" in refused.detail + refusal.detail  # whoever sees it first hangs up on the other
     friend.connect(listener.address, b"listener")
     friend.send(b"listener", [b"hello"])
     assert receive(listener) == [(b"friend", [b"hello"])]
     assert listener.receive(0.3) == []
+
+
+class Meddler:
+    """Passes bytes on to a channel, for one connection to `address`; changes one of what comes while it `meddles`."""
+
+    def __init__(self, listener: Channel) -> None:
+        self.meddles = threading.Event()
+        self._server, self._listener = socket.create_server(("127.0.0.1", 0)), listener
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._there)]
+        self._threads[0].start()
+
+    def _there(self) -> None:
+        with self._server, self._server.accept()[0] as near, raw_connection(self._listener.address) as far:
+            self._threads.append(threading.Thread(target=self._back, args=(near, far)))
+            self._threads[1].start()
+            while data := bytearray(near.recv(1 << 16)):
+                data[-1] ^= self.meddles.is_set()
+                far.sendall(data)
+
+    def _back(self, near: socket.socket, far: socket.socket) -> None:
+        with suppress(OSError):  # both are closed when the dialler hangs up
+            while data := far.recv(1 << 16):
+                near.sendall(data)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(DEADLINE)
+
+
+def test_a_byte_changed_on_the_way_ends_the_connection_and_nothing_else(make: Make) -> None:
+    """libzmq 4.3.5 may lose track of such a connection, and abort at the next heartbeat: see `_MONITORED` of connections.py."""
+    listener = make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True)
+    for k in range(4):
+        dialler, meddler = make(None, KEYS), Meddler(listener)
+        dialler.connect(meddler.address, b"listener")
+        dialler.send(b"listener", [b"whole"])
+        [(peer, frames)] = receive(listener)
+        meddler.meddles.set()
+        pause(0.001 * k)  # in which libzmq looks at its commands, or does not
+        dialler.send(b"listener", [b"torn"])
+        assert frames == [b"whole"] and event(listener, "disconnected").peer == peer
+        dialler.close()
+        meddler.join()
+        pause(0.12)  # a heartbeat
+    assert listener.receive(0) == []
 
 
 def test_a_stranger_who_knows_only_the_public_half_is_refused(make: Make, address: str) -> None:
@@ -313,7 +360,7 @@ def test_garbage_leaves_the_listener_working(make: Make, address: str, keys: Key
 
 
 def test_an_oversized_frame_ends_that_connection_only(make: Make, address: str, keys: KeyPair | None) -> None:
-    listener = make(address, keys, None, 100_000)
+    listener = make(address, keys, max_message=100_000)
     friend, wordy = make(None, keys, b"friend"), make(None, keys, b"wordy")
     for dialler in (friend, wordy):
         dialler.connect(listener.address, b"listener")

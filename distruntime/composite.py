@@ -167,8 +167,9 @@ def _record(
             issue(words, handles, operands, (), place, user_line(), random)
             return handles
         request = ask_specs(words, handles, operands, (), place, user_line(), random)
+    tensors = [*[True] * (count - 1), False]
     # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
-    place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, count, node, op)[:-1]]
+    place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]]
     for handle, described in zip(handles, found):
         handle.spec = described
     return handles

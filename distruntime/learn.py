@@ -50,11 +50,11 @@ def learn(
         handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
         request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
-    described = await_specs(request, count, node, func)
+    described = await_specs(request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func)
     out: list[Any] = []
     results: list[Result] = []
     for handle, fields, argument, alias in zip(handles, described, returns, shared):
-        if not isinstance(fields, list) or not fields or isinstance(fields[0], str):
+        if not _is_tensor(fields):
             out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
             results.append(None)
             continue
@@ -150,11 +150,19 @@ def ask_specs(
     return request
 
 
-def await_specs(request: Request, count: int, node: Node, func: Any) -> list[Any]:
-    """Block until a worker has described an instruction's `count` results."""
+def await_specs(request: Request, tensors: Sequence[bool], node: Node, func: Any) -> list[Any]:
+    """Block until a worker has described an instruction's results; `tensors` says which of them are tensors, or None."""
     started = time.perf_counter()
     described = node.session.value(request)
     note_wait(f"{func}", started)
-    if not isinstance(described, list) or len(described) != count:
+    if not isinstance(described, list) or len(described) != len(tensors):
         raise InternalError(f"a worker described {func} by {described!r}")
+    for fields, tensor in zip(described, tensors):
+        if _is_tensor(fields) != tensor and not (tensor and fields is None):
+            raise InternalError(f"a worker described a result of {func} by {fields!r:.80}")
     return described
+
+
+def _is_tensor(fields: Any) -> bool:
+    """Whether this describes a tensor; other values stand for themselves."""
+    return isinstance(fields, list) and bool(fields) and not isinstance(fields[0], str)

@@ -42,6 +42,7 @@ _WAITED = 0.005  # the same while another thread reads the socket: the pump must
 _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
 _LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
 _INSIDE = 5.0  # seconds that a finalizer inside a log's own code waits for a value
+_LAST_WORD = 1.0  # seconds that the end of a session waits for workers to hear of it
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -503,10 +504,12 @@ class Session:
                 self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [(n, n.unread[next(iter(n.unread))]) for n in self.nodes if n.unread]
         finally:
-            for node in self.nodes:
-                if node.failed is None:
-                    self.post(node, Goodbye("the master shut the session down"))
-            self._leave("it was shut down")
+            try:
+                late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
+                if late and self.lasting:
+                    log.warning("%s has not heard that the session %r is over, and may keep it until its time is over", late[0], self.name)
+            finally:
+                self._leave("it was shut down")
             for worker in self.local_workers:
                 if worker is not None:
                     worker.stop(2.0)
@@ -530,13 +533,7 @@ class Session:
                 callback()
             for node in self.logs:
                 node.flush()
-            there = [node for node in self.nodes if node.failed is None]
-            for node in there:
-                self.post(node, Detach("the master leaves"))  # answered by word of what has arrived
-            sent = [(node, node.link.sent) for node in there]  # more may follow, such as where workers meet
-            arrived = lambda: all(n.link.acknowledged >= k or n.failed is not None for n, k in sent)  # noqa: E731
-            self.requests.wait(arrived, self._read, None if limit is None else time.monotonic() + limit, next(iter(there), None))
-            late = [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
+            late = self._part(Detach("the master leaves"), None if limit is None else time.monotonic() + limit)
         finally:
             self._leave("it was detached; resume=True attaches to it again")
             for worker in self.local_workers:
@@ -546,6 +543,16 @@ class Session:
                 callback()
         if late:
             raise WaitTimeout(f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost")
+
+    def _part(self, word: Message, deadline: float | None) -> list[Node]:
+        """Say the last word to each worker, which answers it by what has arrived, and wait for that; return whose answer has not come."""
+        there = [node for node in self.nodes if node.failed is None]
+        for node in there:
+            self.post(node, word)
+        sent = [(node, node.link.sent) for node in there]  # more may follow, such as where workers meet
+        arrived = lambda: all(n.link.acknowledged >= k or n.failed is not None for n, k in sent)  # noqa: E731
+        self.requests.wait(arrived, self._read, deadline, next(iter(there), None))
+        return [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
 
     def _leave(self, why: str) -> None:
         self.closed = why

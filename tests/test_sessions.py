@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import choose
 from distruntime.wire.messages import Ask, Goodbye, Reply, Welcome
 from greeting_samples import HELLO
+from network import Network
 from processes import PATH, ListeningWorker, until
 
 REMOTE = "remote"
@@ -256,6 +258,28 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
         thread.join()
     assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
+
+
+def test_the_end_of_a_session_is_heard_when_the_network_is_torn_just_then(daemon: ListeningWorker) -> None:
+    with Network(daemon.address) as network:
+        for k in range(3):
+            dr.init_master_worker(session=f"over-{k}", workers=[network.address])
+            assert torch.ones(3, device=REMOTE).sum().item() == 3
+            network.tear()
+            dr.shutdown()
+    until(lambda: daemon.text().count("ended (the master shut the session down)") == 3)
+
+
+def test_the_end_of_a_session_that_is_not_heard_is_said(daemon: ListeningWorker, caplog: pytest.LogCaptureFixture) -> None:
+    with Network(daemon.address) as network:
+        dr.init_master_worker(session="silent", workers=[network.address])
+        network.cut()
+        began = time.monotonic()
+        dr.shutdown()
+        assert time.monotonic() - began < 9
+        assert "has not heard that the session 'silent' is over, and may keep it until its time is over" in caplog.text
+        network.mend()
+    dr.init_master_worker(session="silent", workers=[daemon.address], force=True)
 
 
 def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker) -> None:

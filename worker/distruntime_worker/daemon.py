@@ -294,6 +294,7 @@ class Daemon:
                     self._end(session, "a new session on the same connection")
                     self._welcome(peer, message)
                 case Goodbye():
+                    self._greet(peer, Ack(session.link.received))
                     self._end(session, message.reason)
                 case _:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")

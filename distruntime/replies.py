@@ -88,9 +88,14 @@ def is_devices(rows: Any) -> bool:
     return isinstance(rows, list) and bool(rows) and all(map(row, rows)) and len({row[0] for row in rows}) == len(rows)
 
 
+def _number(value: Any) -> bool:
+    """Whether this can be a publication's version, and so can the one after it."""
+    return type(value) is int and 0 < value < 1 << 53
+
+
 _listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))  # see publishing.py
-_publication = _row(_text, _text, _text, _integer, _is(bool), _text, _listed, _integer)
-_version = _row(_integer, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec))))
+_publication = _row(_text, _text, _text, _number, _is(bool), _text, _listed, _integer)
+_version = _row(_number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec))))
 _index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
 
 
@@ -114,7 +119,7 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask store": _row(_text, _integer),
     "ask turns": _list_of(_row(_text, _integer, _real)),
     "ask published names": _row(_text, _list_of(_publication)),
-    "ask published versions": _row(_text, _integers),
+    "ask published versions": _row(_text, _list_of(_number)),
     "ask published find": _row(_text, _list_of(_version)),
     "ask published settle": _row(_text, _is(bool)),
     "ask published drop": _row(_text, _is(bool)),

@@ -179,6 +179,8 @@ def soak(minutes: float) -> list[str]:
                     text = "   ".join(f"{row.memory / MiB:10.1f} {row.descriptors:4d} {row.threads:4d}" for row in rows)
                     print(f"{k:5d} {rows[0].seconds:6.0f}   {text}", flush=True)
                 k += 1
+            begun, ended = (made.stays.text().count(words) for words in (") begins", " ended ("))
+            assert begun == ended, f"{begun - ended} sessions have not ended on the worker that stayed"
             assert "Traceback" not in made.stays.text(), made.stays.text().partition("Traceback")[2][:3000]
         except BaseException:
             for worker in (made.stays, made.goes):

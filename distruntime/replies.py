@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import ProtocolError
@@ -131,6 +131,12 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask checkpoint remove": lambda value: value is None,
     "": lambda value: True,
 }
+
+
+def asked(what: str, detail: Sequence[Any]) -> str:
+    """Return the form of what is asked for: by what it is about, and by the verb where there are several."""
+    verb = f"ask {what} {detail[0]}" if detail else ""
+    return verb if verb in FORMS else f"ask {what}"
 
 
 def require(form: str, value: Any, payload: Any, room: Any) -> None:

@@ -23,6 +23,7 @@ from .launch import LocalWorker
 from .line import user_line
 from .node import Absence, Cause, Node
 from .places import Places
+from .replies import asked
 from .requests import Request, Requests
 from .stall import note_wait
 from .wait import checked
@@ -164,8 +165,7 @@ class Session:
         """Ask a worker about itself. Return at once."""
         self.require_open()
         node.require_alive()
-        verb = f" {detail[0]}" if what in ("published", "checkpoint") and detail else ""
-        request = self.requests.new(node, f"ask {what}{verb}")
+        request = self.requests.new(node, asked(what, detail))
         self.post(node, Ask(request.number, what, list(detail)))
         return request
 

@@ -59,8 +59,8 @@ MASTER = {
     "wire.units": "",
     "holders": "handle node wire.units",
     "failure": "errors holders node wire.messages wire.units",
-    "session": "errors failure handle holders launch line node places requests stall "
-    "wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
+    "session": "errors failure handle holders launch line node places replies requests "
+    "stall wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
     "placing": "context errors handle session",
     "table": "handle node session text wire.deadlines wire.units",
     "memory": "handle holders session table text wire.units",

@@ -199,15 +199,19 @@ class Keeper:
     def lost(self, node: Node) -> None:
         """Report a loss, and begin to look for who may come in its place."""
         log.warning("%s %s", node, node.failed)
-        own = self.session.starter is not None
-        if node.taken or (own and not self.restart_workers):
+        if node.taken:
             return
-        if own:
-            recent = [at for at in self._restarts if at > time.monotonic() - _SPELL]
-            if len(recent) >= _MOST_RESTARTS:
-                log.warning("%s is not started again: workers died %d times within %.0f s", node, len(recent), _SPELL)
-                return
-            self._restarts = [*recent, time.monotonic()]
+        if self.session.starter is None:
+            self.revive(node)
+        elif self.restart_workers:
+            self._start_again(node)
+
+    def _start_again(self, node: Node) -> None:
+        recent = [at for at in self._restarts if at > time.monotonic() - _SPELL]
+        if len(recent) >= _MOST_RESTARTS:
+            log.warning("%s is not started again: workers died %d times within %.0f s", node, len(recent), _SPELL)
+            return
+        self._restarts = [*recent, time.monotonic()]
         self.revive(node)
 
     def revive(self, node: Node) -> None:
@@ -220,6 +224,7 @@ class Keeper:
             if ended is not None:
                 ended.stop(0)
             session.local_workers[node.index] = session.starter(node.index)
+            node.connecting = True
         self._search(node)
 
     def _search(self, node: Node) -> None:
@@ -283,6 +288,8 @@ class Keeper:
         self._looked = now
         for node in self.session.nodes:
             absence = node.absence
+            if node.connecting:
+                self._look_after(node)
             if absence is None or node.failed is not None:
                 continue
             assert node.welcome is not None
@@ -295,6 +302,18 @@ class Keeper:
                 log.warning("%s is unreachable: %s. It is waited for, %s at most", node, absence.why, span(self.grace))
             elif now - absence.since > self.grace:
                 self.session.lose(node, f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})")
+
+    def _look_after(self, node: Node) -> None:
+        """Take note if the worker that was started in a lost one's place has ended, too."""
+        worker = self.session.local_workers[node.index] if self.session.starter is not None else None
+        ended = worker.poll() if worker is not None else None
+        if worker is None or ended is None:
+            return
+        node.connecting = False
+        words = "\n  ".join(worker.last_words())
+        log.warning("%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  %s", node, ended, words)
+        if self.restart_workers:
+            self._start_again(node)
 
 
 def _endpoint(address: str) -> str:

@@ -131,6 +131,7 @@ class Node:
         self.unread: dict[tuple[int, int], Cause] = {}
         self.failed: str | None = None
         self.has_left = False  # whether it was a farewell
+        self.connecting = False  # whether a worker has been asked for in its place, as it is lost
         self.taken = False  # whether another master has the session now
         self._lost = ""
         self.welcome: Welcome | None = None
@@ -178,9 +179,9 @@ class Node:
 
     @property
     def state(self) -> str:
-        """What it is now: "ready", "busy", "unreachable", "lost", or "left" if it has said so."""
+        """What it is now: "ready", "busy", "unreachable", "lost", "left" (it has said so), or "connecting" (another is to take its place)."""
         if self.failed is not None:
-            return "left" if self.has_left else "lost"
+            return "connecting" if self.connecting else "left" if self.has_left else "lost"
         return "unreachable" if self.absence is not None else "busy" if self.flights else "ready"
 
     # -- issuing -----------------------------------------------------------------------------------------------------------------

@@ -34,9 +34,13 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     begin(session, old, "was restarted by dr.restart()")
     deadline = time.monotonic() + wait
     worker = session.local_workers[node] if node < len(session.local_workers) else None
-    session.requests.wait(
-        lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None), session._read, deadline, old
-    )
+    old.connecting = True
+    try:
+        session.requests.wait(
+            lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None), session._read, deadline, old
+        )
+    finally:
+        old.connecting = False
     if session.nodes[node] is old:
         words = worker.last_lines(5) if worker is not None else ""
         where = f"at {old.address}" if session.starter is None else "on this machine"

@@ -35,7 +35,8 @@ class Device:
 class NodeInfo:
     """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
 
-    `state` is "ready", "busy", "unreachable" (for now), "lost", or "left" (it has said so); `why` says how it came to the last three.
+    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting" (lost, and another worker has been
+    started or asked for in its place); `why` says how it came to the last four.
     """
 
     index: int

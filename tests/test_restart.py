@@ -144,9 +144,24 @@ def test_restart_workers_starts_them_again(fresh_session: Callable[..., Any], ca
     for _ in range(2):
         old = active_session().nodes[1]
         pid = kill(1)
+        until(lambda: dr.nodes()[1].state == "connecting" and "killed by signal 9" in dr.nodes()[1].why)
         until(lambda old=old: active_session().nodes[1] is not old)
         assert dr.nodes()[1].pid != pid and torch.ones(3, device=REMOTE).to(node=1).sum().item() == 3
     assert "killed by signal 9" in caplog.text and "is there again" in caplog.text
+
+
+def test_a_worker_that_is_started_again_and_dies_at_once_is_reported(
+    fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = fresh_session(world_size=1, restart_workers=True)
+    for _ in range(2):
+        kill(0)
+        until(lambda: dr.nodes()[0].state == "connecting")
+        os.kill(session.local_workers[0].pid, signal.SIGKILL)
+        until(lambda: "ended before it was ready: killed by signal 9" in caplog.text)
+        until(lambda: dr.nodes()[0].state == "ready")
+        caplog.clear()
+    assert torch.ones(3, device=REMOTE).sum().item() == 3
 
 
 def test_restart_workers_is_for_workers_that_were_started_here() -> None:

@@ -179,7 +179,7 @@ class Node:
 
     @property
     def state(self) -> str:
-        """What it is now: "ready", "busy", "unreachable", "lost", "left" (it has said so), or "connecting" (another is to take its place)."""
+        """What it is now: "ready", "busy", "unreachable", "lost", "left" (has said so), or "connecting" (another is to take its place)."""
         if self.failed is not None:
             return "connecting" if self.connecting else "left" if self.has_left else "lost"
         return "unreachable" if self.absence is not None else "busy" if self.flights else "ready"

@@ -48,6 +48,7 @@ ROUNDS = {"worker": 20, "raw": 6, "master": 3}  # of a block; each takes some te
 # (against, seed, round) of what has found a defect. What they say changes with the seeds' file and the mutations; what each has found has
 # a test of its own too.
 FOUND = [
+    ("worker", 20261122, 1678),  # a greeting behind what ended the session while a large value was on its way
     ("worker", 3, 1416),  # an upload cut short
     ("worker", 3, 2092),  # peers at addresses that are none
     ("worker", 3, 1607),
@@ -55,7 +56,7 @@ FOUND = [
     ("master", 1, 5), ("master", 1, 60), ("master", 1, 73),  # replies that are no tensors
     ("master", 1, 28), ("master", 1, 63),  # devices that are none
     ("master", 20261122, 726),  # a version before the first: what was published after it, an honest worker refused
-    ("master", 20261121, 1818),  # a number that comes as the description of a tensor
+    ("master", 20261122, 1980), ("master", 20261121, 1818),  # a number that comes as the description of a tensor
     ("master", 1, 35), ("master", 1, 57),  # settings that are none; a request that was made as its worker was lost
 ]  # fmt: skip
 

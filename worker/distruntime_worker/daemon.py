@@ -219,6 +219,7 @@ class Daemon:
         self._sweep_at = time.monotonic() + _SWEEP
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
+        self._go_on(session)  # a greeting may have come behind what has ended it
 
     def _drop(self, session: Session, why: str) -> None:
         log.warning("dropped a peer: %s", why)

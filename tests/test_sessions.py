@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -280,6 +281,42 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(daemon: ListeningWorker,
         assert "has not heard that the session 'silent' is over, and may keep it until its time is over" in caplog.text
         network.mend()
     dr.init_master_worker(session="silent", workers=[daemon.address], force=True)
+
+
+JUMPING = """
+import itertools, time
+_jumps = itertools.cycle([86400.0, -86400.0, 0.0])
+_real = time.time
+time.time = lambda: _real() + next(_jumps)
+"""
+
+
+def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day is shown, and decides nothing: here it jumps by a day, to and fro, at each look that either side takes."""
+    (tmp_path / "sitecustomize.py").write_text(JUMPING)
+    path = os.pathsep.join([str(tmp_path), *PATH])
+    jumps, real = itertools.cycle([86400.0, -86400.0, 0.0]), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", PYTHONPATH=path)
+    try:
+        with Network(worker.address) as network:
+            dr.init_master_worker(session="jumps", keep=30, workers=[network.address], unreachable=1, grace=20)
+            x = torch.arange(5.0, device=REMOTE)
+            for trouble in (network.tear, network.cut):
+                trouble()
+                pending = dr.fetch_async(x.add_(1))
+                if trouble == network.cut:
+                    until(lambda: dr.nodes()[0].state == "unreachable")
+                    network.mend()
+                assert pending.result(20).tolist() == x.tolist()
+            dr.publish("x", x)
+            dr.detach()
+            dr.init_master_worker(session="jumps", resume=True)
+            assert dr.lookup("x").tolist() == [2.0, 3.0, 4.0, 5.0, 6.0]
+            dr.shutdown()
+        assert worker.text().count("goes on") >= 2 and "was away" not in worker.text()
+    finally:
+        worker.stop()
 
 
 def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker) -> None:

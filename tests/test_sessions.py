@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,27 @@ def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert worker.text().count("goes on") >= 2 and "was away" not in worker.text()
     finally:
         worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "said"),
+    [
+        ({"session": "a\nb"}, "a session is not called 'a\\nb'"),
+        ({"session": ""}, "a session is not called ''"),
+        ({"host": "x" * 400}, "nor a machine 'xxx"),
+        ({"keep": -1.0}, "a session cannot be kept for -1.0 s"),
+        ({"mode": "again and again"}, "a Hello of mode 'again and again'"),
+    ],
+)
+def test_a_greeting_that_makes_no_sense(daemon: ListeningWorker, nonsense: dict[str, Any], said: str) -> None:
+    channel = Channel(keys=choose(daemon.address))
+    try:
+        channel.connect(daemon.address, b"w")
+        channel.send(b"w", [encode(replace(HELLO, **nonsense))])
+        until(lambda: "dropped a peer" in daemon.text())
+    finally:
+        channel.close()
+    assert said in daemon.text()
 
 
 def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker) -> None:

@@ -75,6 +75,7 @@ _SPIN = 0.0002  # seconds
 _PAUSE = 0.1  # seconds before a master that has hung up is dialled again
 _SWEEP = 1.0  # seconds from the end of a session to the collection of what it leaves, which its threads may still hold before
 _LAST_WORDS = 0.3  # seconds
+_LONGEST = 300  # characters of the names in a greeting, which the log shows
 _LOOK = 0.5  # seconds between looks whether a session's time is over
 
 
@@ -365,6 +366,8 @@ class Daemon:
             return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
         if not 0 <= hello.keep <= 1e9:
             raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
+        if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
+            raise ProtocolError(f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}")
         match hello.mode:
             case "again" if found is not None and compare_digest(found.token, hello.token):
                 return (

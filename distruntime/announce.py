@@ -53,6 +53,8 @@ class Announcer:
         what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
         if absence is not None:
             what = f"{absence.text}; it goes on when there is a connection again"
+        if node.connecting:
+            what = "another worker is to take its place"
         text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:

@@ -172,7 +172,7 @@ class Groups:
         factory = _pickled(group.backend)
         requests = []
         for node, ranks in group.own.items():
-            request = session.requests.new(node)
+            request = session.requests.new(node, "done")
             members = [[rank, group.places[rank].device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)

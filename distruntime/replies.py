@@ -129,13 +129,12 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask checkpoint commit": lambda value: value is None,
     "ask checkpoint sweep": lambda value: value is None,
     "ask checkpoint remove": lambda value: value is None,
-    "": lambda value: True,
 }
 
 
 def asked(what: str, detail: Sequence[Any]) -> str:
     """Return the form of what is asked for: by what it is about, and by the verb where there are several."""
-    verb = f"ask {what} {detail[0]}" if detail else ""
+    verb = f"ask {what} {next(iter(detail), '')}"
     return verb if verb in FORMS else f"ask {what}"
 
 

@@ -69,8 +69,8 @@ class Requests:
         self._followers = 0
         self.announcer = Announcer()
 
-    def new(self, node: Node, form: str = "") -> Request:
-        """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, empty: anything."""
+    def new(self, node: Node, form: str) -> Request:
+        """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, or a tensor."""
         request = Request(self._numbers(), node, form)
         self._open[request.number] = request
         return request

@@ -293,7 +293,7 @@ def test_questions_that_make_no_sense_too(daemon: Keeping, detail: list[Any]) ->
 
 def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
     session = active_session()
-    request = session.requests.new(session.nodes[0])
+    request = session.requests.new(session.nodes[0], "published")
     session.nodes[0].append([PUBLISH, request.number, FIELDS, [999_999]], (0, None, 0))
     with pytest.raises(dr.InternalError, match="no tensor, or not here"):
         session.value(request)

@@ -266,10 +266,10 @@ def test_several_fetches_pipeline(session: object) -> None:
 def counted(code: Callable[[], Any]) -> tuple[Any, int]:
     """Run `code`; return its result and how many requests it made."""
     session = active_session()
-    before = session.requests.new(session.nodes[0])
+    before = session.requests.new(session.nodes[0], "done")
     session.requests.forget(before)
     out = code()
-    after = session.requests.new(session.nodes[0])
+    after = session.requests.new(session.nodes[0], "done")
     session.requests.forget(after)
     return out, after.number - before.number - 1
 

@@ -284,6 +284,24 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(daemon: ListeningWorker,
     dr.init_master_worker(session="silent", workers=[daemon.address], force=True)
 
 
+def test_an_ended_session_leaves_nothing_on_its_worker(daemon: ListeningWorker) -> None:
+    """The reader's variables held the last session in which messages had to wait for a large value."""
+    [node] = dr.init_master_worker(workers=[daemon.address]).nodes
+    x = torch.ones(1_000_000).to(REMOTE)  # through shared memory
+    node.shared = False
+    assert x.sum().item() == 1_000_000 and shared_memory(daemon.process.pid)
+    for _ in range(10):
+        pending = [dr.fetch_async(x + k) for k in range(4)]
+        assert [value.result(60)[0] for value in pending] == [1, 2, 3, 4]
+    dr.shutdown()
+    until(lambda: not shared_memory(daemon.process.pid), 20)
+
+
+def shared_memory(pid: int) -> list[str]:
+    """Return the masters' memory that a worker has mapped."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:distruntime" in line]
+
+
 JUMPING = """
 import itertools, time
 _jumps = itertools.cycle([86400.0, -86400.0, 0.0])

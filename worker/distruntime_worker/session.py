@@ -208,7 +208,10 @@ class Session:
             self.executor.works.append(work)
         else:
             self.executor.line_up(work)
-        self._hand_out(work)
+        if work.segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
 
     def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
@@ -217,9 +220,6 @@ class Session:
         self.executor.received = message.seq
         work = self.executor.mesh_work(message, decode(payloads[0]))
         self.executor.line_up(work)
-        self._hand_out(work)
-
-    def _hand_out(self, work: Work) -> None:
         if work.segment.stretches:
             self.executor.divide(work)
         else:

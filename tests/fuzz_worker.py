@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
@@ -191,7 +192,10 @@ class Speaker:
 
     def listen(self, seconds: float = 0.0) -> None:
         for peer, frames in self.channel.receive(seconds):
-            message = decode(frames[0])  # type: ignore[arg-type]
+            try:
+                message = decode(frames[0])  # type: ignore[arg-type]
+            except ProtocolError as error:
+                raise Finding(f"the worker breaks the protocol: {error}") from None
             if peer == self.peer:
                 self.heard.append(message)
             self.counted += not isinstance(message, (Welcome, Refused, Ack))
@@ -251,7 +255,7 @@ def hello(protocol: int = PROTOCOL, name: str = "fuzz") -> Hello:
     return replace(made, protocol=protocol)
 
 
-_ADD = [16, "aten::add.Tensor", [["operand"], ["operand"]], {}, 1]
+ADD = [16, "aten::add.Tensor", [["operand"], ["operand"]], {}, 1]
 
 
 class Legitimate:
@@ -274,7 +278,7 @@ class Legitimate:
         """Add two tensors; read the sum."""
         data = torch.tensor([1.5, 2.5]).numpy().tobytes()
         words = [UPLOAD, 1, "cpu", "float32", [2], data, 16, 1, 1, 2]
-        self._speaker.say(encode(Segment(1, 0, [_ADD], words, [])))
+        self._speaker.say(encode(Segment(1, 0, [ADD], words, [])))
         return self.still()
 
     def still(self) -> Legitimate:

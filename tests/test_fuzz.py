@@ -26,6 +26,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     GIVE,
     HOST,
+    LEARN,
     MESSAGES,
     PUBLISH,
     STAMP,
@@ -41,7 +42,7 @@ from distruntime.wire.messages import (
     Welcome,
 )
 from fuzz_mutations import Mutator
-from fuzz_worker import AgainstWorker, FuzzedWorker, Legitimate, Speaker, hello
+from fuzz_worker import ADD, AgainstWorker, FuzzedWorker, Legitimate, Speaker, hello
 from fuzzing import target
 
 ROUNDS = {"worker": 20, "raw": 6, "master": 3}  # of a block; each takes some tenths of a second
@@ -232,6 +233,13 @@ def speaker(worker: FuzzedWorker) -> Iterator[Speaker]:
 def test_words_that_make_no_sense_end_the_session_with_a_reason(speaker: Speaker, words: list[Any]) -> None:
     speaker.say(encode(Segment(1, 0, [], words, [])))
     assert "segment 1 makes no sense at word" in speaker.hears(Goodbye, "a segment").reason
+
+
+@pytest.mark.parametrize("words", [[LEARN, [1], 16, 1, 1, 2], [PUBLISH, [1], ["x", 1, True, "", [], b""], []]])
+def test_a_request_that_is_no_number_ends_the_session(speaker: Speaker, words: list[Any]) -> None:
+    """It was answered, by a reply that no master can read."""
+    speaker.say(encode(Segment(1, 0, [ADD], [UPLOAD, 1, "cpu", "float32", [1], b"1234", *words], [])))
+    assert "answers a request called '[1]'" in speaker.hears(Goodbye, "a segment").reason
 
 
 def test_a_signal_for_a_node_that_there_is_not(speaker: Speaker) -> None:

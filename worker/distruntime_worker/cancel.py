@@ -28,7 +28,7 @@ from .collectives import Collective
 from .lanes import LaneCollective
 from .look import WAITING
 from .objects import Poisoned
-from .state import State
+from .state import State, request_of
 from .streams import Stream
 from .team import Lanes
 from .template import Template
@@ -82,7 +82,7 @@ class Cancelling:
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
             return i + (6 if word == UPLOAD else 3)
         if word == PUBLISH:
-            self._state.send(Failed(p[i + 1], failure_fields(self._state.failure(p, i, error, WAITING[word], ""))), None)
+            self._state.send(Failed(request_of(p[i + 1]), failure_fields(self._state.failure(p, i, error, WAITING[word], ""))), None)
             return i + 4
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
@@ -95,5 +95,5 @@ class Cancelling:
         if word == LEARN:
             cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
             cause = cause or self._state.failure(p, first, error, template.name, "")
-            self._state.send(Failed(p[i + 1], failure_fields(cause)), None)
+            self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
         return first + template.length

@@ -141,24 +141,21 @@ class Daemon:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
-        arrived = False
+        arrived: list[Any] = []
         while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
             # A master that has just read something often reads again. While a segment runs, its thread needs the interpreter more.
             quick = arrived and not any(session.executor.running for session in self._sessions.values())
-            arrived = self._serve(_SPIN if quick else 0.0)
+            arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
+            for peer, frames in arrived:
+                self._handle(peer, frames)
+                del frames  # or this variable would hold the last upload until something else comes,
+            for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
+                self._go_on(session)
+                del session  # and this one an ended session
             self._watch()
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
             self._end(session, "stopped")
-
-    def _serve(self, spin: float) -> bool:
-        """Wait a moment for messages and act on them; return whether some came. Its variables must not outlive it: they are of sessions."""
-        arrived = self._channel.receive(0.2, spin)
-        for peer, frames in arrived:
-            self._handle(peer, frames)
-        for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
-            self._go_on(session)
-        return bool(arrived)
 
     def _published(self) -> dict[str, Published]:
         """Return what each session has published."""

@@ -16,7 +16,7 @@ from .functions import Tape
 from .guard import Guarded
 from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
-from .state import State
+from .state import State, request_of
 from .streams import HostCopy, Stamp
 from .team import Lanes, Shards
 from .template import Run, Template
@@ -107,7 +107,7 @@ class Instructions:
 
     def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
-        request = p[i + 1]
+        request = request_of(p[i + 1])
         log = self._state.log(self._state.work(p))
         template: Template | Lanes | None = log.info.get(p[i + 2])
         if template is None:

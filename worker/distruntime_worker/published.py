@@ -21,7 +21,7 @@ from distruntime.wire.messages import ADOPT, PUBLISH, Failed, Failure, Reply
 
 from .objects import Poisoned, described, memory_of, spec_fields
 from .read_only import ReadOnly
-from .state import State
+from .state import State, request_of
 
 _number = count(secrets.randbits(60)).__next__
 
@@ -153,7 +153,7 @@ class Shelf:
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
     def _publish(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        state, request, fields, refs = self._state, p[i + 1], p[i + 2], p[i + 3]
+        state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
         match fields:
             case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if version > 0 and _all_workers(listed):
                 pass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distruntime.errors import InternalError, StreamCancelled
+from distruntime.errors import InternalError, ProtocolError, StreamCancelled
 from distruntime.wire.messages import Failure, Message, team_and_stream
 
 from .budget import Budget
@@ -136,6 +136,13 @@ class State:
                 slots[ref] = Poisoned(cause)
         if not self.closed:  # what was dropped because the master is gone leaves published values as they are
             self.spoil(memory, cause)
+
+
+def request_of(word: Any) -> int:
+    """Return the request that an instruction is to answer, by its number."""
+    if type(word) is not int:
+        raise ProtocolError(f"an instruction that answers a request called {str(word)[:40]!r}")
+    return word
 
 
 def _now(work: Callable[[], None]) -> None:

@@ -276,9 +276,11 @@ class Session:
         # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
-    def post(self, node: Node, message: Message) -> None:
+    def post(self, node: Node, message: Message) -> Delivery:
         """Send one message without payload to a worker; while it cannot be reached, the message waits."""
-        self.channel.send(node.link, [encode(message)])
+        sent = self.channel.send(node.link, [encode(message)])
+        assert isinstance(sent, Delivery)
+        return sent
 
     def greet(self, peer: bytes, message: Message) -> None:
         """Send one message to whoever is at the other end of a connection, who may be gone."""
@@ -546,13 +548,14 @@ class Session:
 
     def _part(self, word: Message, deadline: float | None) -> list[Node]:
         """Say the last word to each worker, which answers it by what has arrived, and wait for that; return whose answer has not come."""
-        there = [node for node in self.nodes if node.failed is None]
-        for node in there:
-            self.post(node, word)
-        sent = [(node, node.link.sent) for node in there]  # more may follow, such as where workers meet
-        arrived = lambda: all(n.link.acknowledged >= k or n.failed is not None for n, k in sent)  # noqa: E731
-        self.requests.wait(arrived, self._read, deadline, next(iter(there), None))
-        return [n for n, k in sent if n.link.acknowledged < k and n.failed is None]
+        said = {node: self.post(node, word) for node in self.nodes if node.failed is None}
+
+        def late() -> list[Node]:
+            # By the word's number, which it may get a moment later: another thread may just be using the socket.
+            return [n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None]
+
+        self.requests.wait(lambda: not late(), self._read, deadline, next(iter(said), None))
+        return late()
 
     def _leave(self, why: str) -> None:
         self.closed = why

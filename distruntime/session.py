@@ -510,13 +510,13 @@ class Session:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and self.lasting:
                     log.warning("%s has not heard that the session %r is over, and may keep it until its time is over", late[0], self.name)
-            finally:
+            finally:  # Ctrl-C again, perhaps
                 self._leave("it was shut down")
-            for worker in self.local_workers:
-                if worker is not None:
-                    worker.stop(2.0)
-            for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
-                callback()
+                for worker in self.local_workers:
+                    if worker is not None:
+                        worker.stop(2.0)
+                for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
+                    callback()
         if unread:
             raise remote_error(*unread[0])
 

@@ -359,6 +359,19 @@ def test_a_greeting_that_makes_no_sense(daemon: ListeningWorker, nonsense: dict[
     assert said in daemon.text()
 
 
+def test_a_greeting_names_shared_memory_and_no_file(daemon: ListeningWorker, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"sixteen bytes or more")
+    channel = Channel(keys=choose(daemon.address))
+    try:
+        channel.connect(daemon.address, b"w")
+        channel.send(b"w", [encode(replace(HELLO, shared=f"/proc/self/../../{tmp_path}/secret"))])
+        arrived: list[object] = []
+        until(lambda: arrived.extend(decode(bytes(frames[0])) for _, frames in channel.receive(0.05)) or arrived)
+        assert isinstance(arrived[0], Welcome) and arrived[0].shared == b""
+    finally:
+        channel.close()
+
+
 def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker) -> None:
     channel = Channel(keys=choose(daemon.address))
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from distruntime.errors import ProtocolError
 
+_NAME = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _LARGEST_KEPT = (32 << 20) - (1 << 16)  # bytes; glibc's own limit for what follows is 32 MiB
 
 LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
@@ -145,7 +147,7 @@ class Attached:
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: object) -> mmap.mmap:
-        if not isinstance(name, str) or not name.startswith("/proc/"):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ProtocolError(f"not a shared segment: {str(name)[:40]!r}")
         found = self._mapped.get(name)
         if found is None:

@@ -113,7 +113,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     if fresh and node.failed is None and node.absence is None:
         started = time.perf_counter()
         asked = session.ask(node, "info")
-        if session.result(asked, ASK.get()) and asked.lost is None:
+        if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
             node.round_trip = time.perf_counter() - started
             devices = asked.value
         else:

@@ -57,7 +57,7 @@ FOUND = [
     ("master", 1, 5), ("master", 1, 60), ("master", 1, 73),  # replies that are no tensors
     ("master", 1, 28), ("master", 1, 63),  # devices that are none
     ("master", 20261122, 726),  # a version before the first: what was published after it, an honest worker refused
-    ("master", 20261123, 160),  # figures that are none
+    ("master", 20261125, 1631), ("master", 20261123, 160),  # figures that are none
     ("master", 20261122, 1980), ("master", 20261121, 1818),  # a number that comes as the description of a tensor
     ("master", 1, 35), ("master", 1, 57),  # settings that are none; a request that was made as its worker was lost
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from distruntime.wire.channel import Channel
 from distruntime.wire.messages import Message, Peers, Signal
 from distruntime_worker.peers import PeerChannel
 from network import Network
@@ -55,6 +56,19 @@ def test_each_message_arrives_once_and_in_order(two: Two, seed: int) -> None:
             pause(0.01)
     until(lambda: [len(heard) for heard in two.heard] == [400, 400])
     assert two.heard == [list(range(400))] * 2
+
+
+def test_a_connection_that_is_there_before_its_dialler_has_noted_it(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader heard of a connection that it did not know yet, and never introduced itself on it: what was said there waited for ever."""
+    connect = Channel.connect
+
+    def slowly(self: Channel, address: str, peer: bytes) -> None:
+        connect(self, address, peer)
+        pause(0.3)
+
+    monkeypatch.setattr(Channel, "connect", slowly)
+    two.channels[0].send(1, Signal(5, ""))
+    until(lambda: two.heard[1] == [5], 20)
 
 
 def test_a_silent_cut_costs_nothing(two: Two) -> None:

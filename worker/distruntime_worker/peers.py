@@ -91,10 +91,17 @@ class PeerChannel:
 
     def _dial(self, node: int, way: _Way) -> _Way:
         """Dial a worker, under a new name: under the old one libzmq would send what was for the broken connection."""
+        assert self._peers is not None
         self._channel.hang_up(way.name)
         way.name = f"node-{node}.{self._numbers()}".encode()
-        self._channel.connect(way.address, way.name)
-        self._ways[node] = way
+        before, self._ways[node] = self._ways.get(node), way  # first: the reader may hear of the connection at once
+        try:
+            self._channel.connect(way.address, way.name)
+        except ConfigurationError:
+            if before is not way:
+                del self._ways[node]
+            raise
+        self._say(way.name, Meet(self._peers.secret, self._peers.node, self._origin))  # which waits for the connection
         return way
 
     def close(self) -> None:
@@ -125,21 +132,19 @@ class PeerChannel:
         return next((node for node, way in list(self._ways.items()) if way.name == name), None)
 
     def _happened(self, event: PeerEvent) -> None:
-        node = self._node_of(event.peer)
-        if node is None or self._peers is None:
-            if event.kind == "disconnected" and event.peer is not None:
-                self._introduced.pop(event.peer, None)
-        elif event.kind == "connected":
-            self._say(self._ways[node].name, Meet(self._peers.secret, self._peers.node, self._origin))
-        else:
-            self._ways[node].link.peer = None
-            self._again[node] = time.monotonic() + _PAUSE
+        with self._dialling:
+            node = self._node_of(event.peer)
+            if node is not None and event.kind != "connected":
+                self._ways[node].link.peer = None
+                self._again[node] = time.monotonic() + _PAUSE
+        if node is None and event.kind == "disconnected" and event.peer is not None:
+            self._introduced.pop(event.peer, None)
 
     def _dial_again(self) -> None:
         for node, when in list(self._again.items()):
             if time.monotonic() >= when:
                 del self._again[node]
-                with self._dialling, suppress(ConfigurationError):  # said when it was dialled first
+                with self._dialling, suppress(ConfigurationError, KeyError):  # said when it was dialled first; or given up since
                     self._dial(node, self._ways[node])
 
     def _say(self, peer: bytes, message: Message) -> None:

@@ -103,7 +103,7 @@ def test_a_training_over_a_cable_that_is_pulled(cable: Cable, key: str, tmp_path
                 pause(seconds)
                 cable.plug()
             seen, state = child.expect("same", 90).split()
-            assert state == "ready"
+            assert state in ("ready", "busy")
             if max(TROUBLES[what]) > SILENCE:  # a new connection may be there before anyone looks
                 assert seen == "True"
             child.finish()

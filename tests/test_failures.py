@@ -383,7 +383,7 @@ def test_a_killed_worker_is_an_error_of_what_was_on_it(fresh_session: Callable[.
         torch.zeros(3, device=REMOTE)
     assert "lost" in repr(there)
     info = dr.nodes()
-    assert info[0].state == "ready" and info[1].state == "lost" and "SIGKILL" in info[1].why and "SIGKILL" in str(info)
+    assert info[0].state in ("ready", "busy") and info[1].state == "lost" and "SIGKILL" in info[1].why and "SIGKILL" in str(info)
     dr.synchronize()
     with pytest.raises(dr.NodeFailed):
         dr.synchronize(1)

@@ -306,6 +306,31 @@ def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(t
             channel.close()
 
 
+def test_a_master_that_is_gone_before_its_greeting_is_read_keeps_no_session_in_use(tmp_path: Path) -> None:
+    """Step by step, in this process: two masters, of which the first has given up, perhaps as another worker of its does not answer."""
+    tmp_path.chmod(0o700)
+    hello = replace(HELLO, mode="new", lasting=True)
+    daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
+    first, second = Channel(), Channel()
+    waiting: list[Any] = []
+    try:
+        for master, token in ((first, b"1" * 16), (second, b"2" * 16)):
+            master.connect(f"ipc://{tmp_path}/w", b"worker")
+            until(lambda master=master: any(event.kind == "connected" for event in master.events()))
+            master.send(b"worker", [encode(replace(hello, token=token))])
+            waiting.append(message_at(daemon._channel))
+            if master is first:
+                first.close()
+                until(lambda: daemon._channel._connections.poll(0))  # its end is there to be read
+        for message in waiting:
+            daemon._handle(*message)
+        _, (answer,) = message_at(second)
+        assert isinstance(decode(answer), Welcome), decode(answer)
+    finally:
+        for channel in (first, second, daemon):
+            channel.close()
+
+
 def test_a_rendezvous_port_in_use(tmp_path: Path) -> None:
     """The worker that should keep the store says which port, and the session goes on."""
     dr.shutdown()

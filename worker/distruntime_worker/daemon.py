@@ -113,6 +113,7 @@ class Daemon:
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
+        self._gone: deque[bytes] = deque(maxlen=4096)  # of them, those that have ended, whose greeting may still lie unread
         self._turns = Turns()
         self._dials = count().__next__
         self._master = b""  # the connection to the dialled master
@@ -167,9 +168,13 @@ class Daemon:
 
     def _watch(self) -> None:
         for event in self._channel.events():
-            if event.kind == "disconnected" and event.peer is not None:
+            if event.kind == "connected" and event.peer is not None:
+                with suppress(ValueError):
+                    self._gone.remove(event.peer)
+            elif event.kind == "disconnected" and event.peer is not None:
                 session = self._by_peer.pop(event.peer, None)
                 self._retired.append(event.peer)
+                self._gone.append(event.peer)
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
@@ -330,6 +335,8 @@ class Daemon:
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         self._watch()  # the session's master may have gone since the last look, and this be its successor
+        if peer in self._gone:  # the session would be in use for ever, by nobody: no event tells of that connection's end any more
+            return
         found = self._sessions.get(hello.session)
         reason = self._refusal(hello, found)
         if reason:

@@ -219,6 +219,19 @@ def test_a_new_connection_under_the_same_name_replaces_the_old_one(make: Make, a
     assert receive(again) == [(b"listener", [b"you"])]
 
 
+def test_the_end_of_a_connection_is_told_whose_message_was_read_before_its_arrival(make: Make, address: str) -> None:
+    """As where the reader is held up between looking for connections and for messages, while more than one come."""
+    listener, silent, speaker = make(address), make(), make()
+    for dialler in (silent, speaker):
+        dialler.connect(listener.address, b"listener")
+        assert event(dialler, "connected").peer == b"listener"
+    speaker.send(b"listener", [b"me"])
+    wait_for(lambda: listener._inbox.drain() or listener._inbox.messages)
+    ((peer, _),) = listener.receive(0)
+    speaker.close()
+    assert event(listener, "disconnected").peer == peer
+
+
 def test_events_end_a_wait(make: Make, address: str) -> None:
     listener, dialler = pair(make, address)
     threading.Timer(0.1, dialler.close).start()

@@ -109,7 +109,7 @@ class Connections:
         self.read()
         if fd is None and self.unplaced and peer not in self._gone:
             if len(self.unplaced) > 1:
-                return  # several have connected in this moment: its next message is received with its fd
+                return  # only noise has no fd; which of them it was, nobody needs to know
             (fd,) = self.unplaced
         old = self.placed.get(peer)
         if old is not None:  # it came back before its half-open connection was found broken

@@ -468,7 +468,7 @@ def _leaving() -> None:
     with dr.on(0, "cpu"):
         torch.ones(3, device="remote").cpu()
     os.kill(dr.nodes()[0].pid, signal.SIGTERM)
-    until(lambda: dr.nodes()[0].state != "ready")
+    until(lambda: dr.nodes()[0].state in ("left", "lost"))
 
 
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [  # what to do, with how many workers, each with how many simulated GPUs

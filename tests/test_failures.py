@@ -472,7 +472,7 @@ def test_a_death_that_nobody_waits_for_is_told_by_the_next_synchronize(fresh_ses
     there = torch.ones(3, device=REMOTE).to(node=1)
     there.sum().item()
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
-    until(lambda: dr.nodes()[1].state != "ready")
+    until(lambda: dr.nodes()[1].state == "lost")
     with pytest.raises(dr.NodeFailed):
         dr.synchronize(1)
     dr.shutdown()

@@ -42,7 +42,7 @@ def test_a_loss_names_node_host_signal_and_what_was_lost(fresh_session: Callable
     text = str(caught.value)
     for part in ("node 1", dr.nodes()[1].host, f"pid {pid}", "signal 9 (SIGKILL)", "256.0 KiB by", "mine = torch.zeros", "dr.restart(1)"):
         assert part in text, (part, text)
-    assert [node.state for node in dr.nodes()] == ["ready", "lost", "ready"]
+    until(lambda: [node.state for node in dr.nodes()] == ["ready", "lost", "ready"])
     assert "SIGKILL" in repr(dr.nodes())
     assert kept.sum().item() == 4 and kept.to(node=2).sum().item() == 4
 
@@ -84,7 +84,8 @@ def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[...,
     old = kill(1)
     until(lambda: is_lost(1))
     dr.restart(1)
-    assert [node.state for node in dr.nodes()] == ["ready", "ready"] and dr.nodes()[1].pid != old
+    until(lambda: [node.state for node in dr.nodes()] == ["ready", "ready"])
+    assert dr.nodes()[1].pid != old
     with dr.on(1):
         new = torch.full((3,), 2.0, device=REMOTE)
     assert new.place == dr.place(1, "cpu") and new.sum().item() == 6

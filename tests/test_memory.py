@@ -85,7 +85,11 @@ def test_bytes_are_summed_by_the_line_that_made_them() -> None:
 
 
 def test_a_line_that_makes_tensors_in_two_places_has_a_row_for_each() -> None:
-    kept = [torch.ones(K, device=device) for device in ("remote:1", "remote:2", "remote:4") for _ in range(2)]
+    places = dr.place(0, "cpu"), dr.place(0, "cuda:0"), dr.place(1, "cuda:0")
+    kept = []
+    for place in (*places, *places):
+        with dr.on(place):
+            kept.append(torch.ones(K))
     assert [row[:3] for row in by_line(dr.memory())] == [
         (2, 2, place) for place in ("node 0 cpu", "node 0 cuda:0", "node 1 cuda:0")
     ] and len(kept) == 6

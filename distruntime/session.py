@@ -307,6 +307,9 @@ class Session:
         if not self._arrived or now > self._looked + _LOOK:
             self._looked = now
             self._look()
+        self._take_in()
+
+    def _take_in(self) -> None:
         with shield:
             while self._arrived:  # one at a time: a reader within this one finds the rest here
                 self.take(*self._arrived.popleft())
@@ -364,7 +367,11 @@ class Session:
                 raise ProtocolError(f"a worker does not send {type(message).__name__}")
 
     def _look(self) -> None:
-        for event in self.channel.events():
+        events = self.channel.events()
+        if events:  # what came through a connection is there before the report of its end: a worker that has left is not one that died
+            self.channel.receive(0, 0.0, self._arrived)
+            self._take_in()
+        for event in events:
             node = self._by_peer.get(event.peer) if event.peer is not None else None
             if event.kind == "disconnected" and node is not None:
                 self.cut(node, "the connection was closed" + (f" ({event.detail})" if event.detail else ""))

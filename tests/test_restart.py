@@ -15,6 +15,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session import active_session
+from distruntime.wire.connections import PeerEvent
 from processes import ListeningWorker, until
 
 REMOTE = "remote"
@@ -207,6 +208,33 @@ def test_a_daemon_that_comes_back_takes_its_place(fresh_session: Callable[..., A
         for worker in (first, second):
             if worker is not None:
                 worker.stop()
+
+
+def test_a_daemons_last_words_count_though_its_end_is_seen_with_them(
+    fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
+    try:
+        session = fresh_session(workers=[worker.address])
+        x = torch.ones(3, device=REMOTE)
+        assert x.sum().item() == 3
+        events, connections = session.channel.events, session.channel._connections
+
+        def held_up() -> list[PeerEvent]:
+            """The reader has found no message, and looks at connections only after both have come."""
+            worker.process.terminate()
+            worker.process.wait(20)
+            until(lambda: session.nodes[0].failed is not None or connections.poll(0))
+            found: list[PeerEvent] = events()
+            return found
+
+        monkeypatch.setattr(session.channel, "events", held_up)
+        with pytest.raises(dr.NodeFailed, match="left: the worker was stopped"):
+            until(lambda: x.sum().item() is None)
+    finally:
+        monkeypatch.undo()
+        dr.shutdown()
+        worker.stop()
 
 
 def test_a_daemon_that_is_stopped_has_left(fresh_session: Callable[..., Any], tmp_path: Path) -> None:

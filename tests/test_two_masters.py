@@ -17,7 +17,8 @@ from processes import PATH, ListeningWorker
 
 REMOTE = "remote"
 
-# A training whose loss is read every ten steps. The marks make both train at the same time, whoever started first.
+# A training that runs ahead of the worker, so that it always has work there, however little of this machine's time its master gets: who
+# reads a loss and is then held up has no claim to turns. The marks make both train at the same time, whoever started first.
 TRAIN = """
 import json, sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def step(k):
     loss.backward()
     optimizer.step()
     if k % 10 == 9:
-        losses.append(loss.item())
+        losses.append(loss.detach())
 for k in range(20):
     step(k)
 def turns():
@@ -45,6 +46,7 @@ until(other.exists)
 before = turns()
 for k in range(20, 20 + steps):
     step(k)
+losses = [loss.item() for loss in losses]
 after = turns()
 print(json.dumps([session.name, losses, {name: after[name] - before.get(name, 0.0) for name in after}]))
 me.with_suffix(".done").touch()
@@ -74,7 +76,7 @@ def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_pa
     assert said[0][1] == said[1][1] == alone_losses  # neither has seen the other
     for name, _, seconds in said:
         assert set(seconds) == {said[0][0], said[1][0]}
-        assert 0.45 < seconds[name] / sum(seconds.values()) < 0.55, seconds  # 0.485 to 0.525 on two busy cores
+        assert 0.45 < seconds[name] / sum(seconds.values()) < 0.55, seconds  # 0.474 to 0.526 on two cores with load 8
 
 
 def test_who_exceeds_its_share_harms_only_itself(daemon: ListeningWorker, tmp_path: Path) -> None:

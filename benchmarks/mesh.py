@@ -86,11 +86,13 @@ class _Cost:
 
 
 @contextmanager
-def _played(count: int) -> Iterator[list[str]]:
+def played(count: int) -> Iterator[list[str]]:
+    """Yield the addresses of so many workers, which one process plays."""
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.played", str(count)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield addresses(int(process.stdout.readline()), count)
+        with process.stdout:
+            yield addresses(int(process.stdout.readline()), count)
     finally:
         process.kill()
         process.wait(10)
@@ -108,7 +110,7 @@ def _members(where: list[str], operators: int) -> _Cost:
 def _by_members(quick: bool) -> list[Figure]:
     sizes, operators, rounds = (_SIZES[:4], 16_000, 1) if quick else (_SIZES, 16_000, 5)
     found: dict[int, list[_Cost]] = {size: [] for size in sizes}
-    with _played(sizes[-1]) as where:
+    with played(sizes[-1]) as where:
         for _ in range(rounds):
             for size in sizes:
                 found[size].append(_members(where[:size], operators))
@@ -158,7 +160,7 @@ def _against_others(quick: bool) -> list[Figure]:
             figures = [_hot_path(operators, rounds)]
         # Played workers sleep. Busy real ones take both cores of a small machine from the master, whose caches they cool the more, the
         # longer it issues: 1.05 x undisturbed, 1.3 x beside them.
-        with _played(2) as where, dr.init_master_worker(workers=where, insecure=True, quiet=True):
+        with played(2) as where, dr.init_master_worker(workers=where, insecure=True, quiet=True):
             return figures + _dtensors(dtensor, 400, 1 if quick else 5)
     finally:
         dtensor.close()

@@ -22,7 +22,8 @@ from distruntime.wire.messages import MESSAGES, PROTOCOL, Ask, Done, Fetch, Hell
 _SEGMENTS = {MESSAGES.index(Segment), MESSAGES.index(MeshSegment)}
 _DONE = MESSAGES.index(Done)
 _BYTE = 8e-7  # seconds: `x + y`, with the free of an earlier result, has 25 bytes of a segment
-_ANSWERS = {"listen": "", "info": [], "memory": [0, 0, []]}  # "": no channel to other workers
+_DEVICES = [["cpu", "played", 0, 0, "", 0, 0]]
+_ANSWERS = {"listen": "", "info": _DEVICES, "memory": [0, 0, []]}  # "": no channel to other workers
 
 
 def addresses(port: int, count: int) -> list[str]:
@@ -53,7 +54,7 @@ def main(count: int) -> None:
             os.getpid(),
             [],
             b"",
-            [["cpu", "played", 0, 0, None, 0, 0]],
+            _DEVICES,
             False,
             [],
         )

@@ -94,13 +94,8 @@ class PeerChannel:
         assert self._peers is not None
         self._channel.hang_up(way.name)
         way.name = f"node-{node}.{self._numbers()}".encode()
-        before, self._ways[node] = self._ways.get(node), way  # first: the reader may hear of the connection at once
-        try:
-            self._channel.connect(way.address, way.name)
-        except ConfigurationError:
-            if before is not way:
-                del self._ways[node]
-            raise
+        self._channel.connect(way.address, way.name)
+        self._ways[node] = way  # what the reader hears of the connection before waits for `_dialling`, which is held
         self._say(way.name, Meet(self._peers.secret, self._peers.node, self._origin))  # which waits for the connection
         return way
 
@@ -144,7 +139,7 @@ class PeerChannel:
         for node, when in list(self._again.items()):
             if time.monotonic() >= when:
                 del self._again[node]
-                with self._dialling, suppress(ConfigurationError, KeyError):  # said when it was dialled first; or given up since
+                with self._dialling, suppress(ConfigurationError):  # said when it was dialled first
                     self._dial(node, self._ways[node])
 
     def _say(self, peer: bytes, message: Message) -> None:

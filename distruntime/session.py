@@ -369,7 +369,7 @@ class Session:
     def _look(self) -> None:
         events = self.channel.events()
         if events:  # what came through a connection is there before the report of its end: a worker that has left is not one that died
-            self.channel.receive(0, 0.0, self._arrived)
+            self.channel.receive(0, into=self._arrived)
             self._take_in()
         for event in events:
             node = self._by_peer.get(event.peer) if event.peer is not None else None

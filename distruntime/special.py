@@ -187,7 +187,16 @@ def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return args[0]
 
 
+def _decompose(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch (a signal's handler, a
+    # finalizer). As a whole these would look at metadata where they are to move values, or say nothing of results that share memory.
+    return func.decompose(*args, **kwargs)
+
+
 SPECIAL: dict[str, Special] = {
+    **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
+    **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
+    **dict.fromkeys(("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose),
     "aten::_local_scalar_dense": _item,
     "aten::_to_copy": _to_copy,
     "aten::copy_": _copy,

@@ -1,0 +1,85 @@
+"""Inference mode, in which torch hands composite operators over whole: moves bring values, and views stay views, as on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from processes import STARTING
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_workers() -> Iterator[None]:
+    dr.shutdown()
+    with dr.init_master_worker(world_size=2, timeout=STARTING):
+        yield
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "to a node": lambda x: x.to(node=0),
+    "to a place": lambda x: x.to(dr.place(0, "cpu")),
+    "to another's place": lambda x: x.to(torch.zeros(1, device="remote").device),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "to cpu and a dtype": lambda x: x.to("cpu", torch.float64),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "double": lambda x: x.double(),
+    "copied": lambda x: torch.empty(3, device="remote").copy_(x),
+    "a new one here": lambda x: torch.zeros_like(x, device="cpu") + x.cpu(),
+    "numpy": lambda x: torch.from_numpy(x.cpu().numpy()),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch._C._AutoDispatchBelowAutograd])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_move_brings_the_values(move: Callable[[Any], Any], mode: Callable[[], Any]) -> None:
+    with dr.on(1):
+        x = torch.arange(3.0, device="remote") + 5
+    with mode():
+        assert move(x).tolist() == [5, 6, 7]
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "reshape": lambda x: x.reshape(4, 3),
+    "reshape of what is not contiguous": lambda x: x.t().reshape(12),
+    "contiguous": lambda x: x.contiguous(),
+    "flatten": lambda x: x.flatten(),
+    "ravel": lambda x: x.ravel(),
+    "to the dtype that it has": lambda x: x.to(torch.float32),
+    "float": lambda x: x.float(),
+    "type_as": lambda x: x.type_as(x),
+    "atleast_1d": torch.atleast_1d,
+    "atleast_2d": torch.atleast_2d,
+    "atleast_3d": torch.atleast_3d,
+    "alpha dropout that is off": lambda x: torch.nn.functional.alpha_dropout(x, 0.5, training=False),
+    "feature dropout that is off": lambda x: torch.feature_dropout(x, 0.5, False),
+    "chunk": lambda x: x.chunk(2)[1],
+    "an index": lambda x: x[1],
+    "a list of indices": lambda x: x[[0, 1]],
+    "data": lambda x: x.data,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_shares_memory_on_a_cpu_shares_it_on_a_worker(view: Callable[[Any], Any]) -> None:
+    local = torch.arange(12.0).reshape(3, 4)
+    remote = local.to("remote")
+    with torch.inference_mode():
+        for x in (local, remote):
+            view(x).add_(100)
+        assert torch.equal(remote.cpu(), local)
+
+
+def test_a_module_moves_and_computes() -> None:
+    torch.manual_seed(0)
+    local = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2)).eval()
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        wanted = local(x)
+        moved = local.to("remote")
+        torch.testing.assert_close(moved(x.to("remote")).cpu(), wanted)
+        torch.testing.assert_close(moved.to("cpu")(x), wanted)

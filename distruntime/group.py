@@ -28,7 +28,6 @@ from .wait import is_timeout
 from .wire.data_channel import Capabilities, registered
 from .wire.deadlines import GROUP, MEET
 from .wire.messages import BreakGroup, OpenGroup
-from .wire.shield import shield
 
 Choice = str | Mapping[str, str]
 
@@ -98,7 +97,6 @@ class Groups:
 
     def __init__(self, session: Session, choice: Choice) -> None:
         self.session, self.choice = session, choice
-        self.issuing = threading.RLock()  # one operation on several nodes at a time: all logs get them in one order
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
@@ -277,7 +275,7 @@ class Groups:
     def close(self, group: ProcessGroup) -> None:
         """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
         ends: dict[Node, int] = {}
-        with shield, self.issuing:
+        with self.session.moment:
             if not group.broken and not group.closed and self.session.closed is None:
                 fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
                 for node, ranks in group.own.items():

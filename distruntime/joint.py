@@ -20,7 +20,6 @@ from .line import user_line
 from .read_only import require_writable
 from .spec import Spec, spec
 from .wire.codec import dtype_name
-from .wire.shield import shield
 
 Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
@@ -63,29 +62,34 @@ def issue_operation(
         if len(group.templates) >= _MOST:
             group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
-    # Ctrl-C between two nodes would leave one of them waiting for the other.
-    with shield, groups_of(group.session).issuing:
+    with group.session.moment:
         group.require()  # again: another thread may have closed it, and after that no worker knows it
-        sequence = group.sequence() & 0x3FFFFFFF
-        for node, ranks in group.own.items():
-            words: list[Any] = [0, sequence]
-            operands: list[Handle] = []
-            outputs: list[Handle] = []
-            for rank in ranks:
-                ins, outs = parts[rank]
-                words += [h.ref for h in ins]
-                words += [h.ref for h in outs]
-                operands += ins
-                outputs += outs
-            written = [h.storage for h in outputs] if inplace else []
-            homes = [_home(group, rank, parts[rank]) for rank in ranks]
-            # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
-            serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
-            if not group.capabilities.concurrent:
-                serial = groups_of(group.session).launches(node)
-            with node.lock:
-                words[0] = node.template(*compiled[node])
+        sequence, begun = group.sequence() & 0x3FFFFFFF, False
+        try:
+            for node, ranks in group.own.items():
+                words: list[Any] = [0, sequence]
+                operands: list[Handle] = []
+                outputs: list[Handle] = []
+                for rank in ranks:
+                    ins, outs = parts[rank]
+                    words += [h.ref for h in ins]
+                    words += [h.ref for h in outs]
+                    operands += ins
+                    outputs += outs
+                written = [h.storage for h in outputs] if inplace else []
+                homes = [_home(group, rank, parts[rank]) for rank in ranks]
+                # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
+                serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
+                if not group.capabilities.concurrent:
+                    serial = groups_of(group.session).launches(node)
+                words[0], begun = node.template(*compiled[node]), True
                 issue_joint(words, [] if inplace else outputs, [*operands, *outputs] if inplace else operands, written, homes, serial, line)
+        except BaseException as error:  # a signal's handler that raises: some members would wait for the others for half an hour
+            if begun:
+                groups_of(group.session).end(
+                    group, f"{operation} was issued to some of its members only, as {type(error).__name__} came between"
+                )
+            raise
     for node in group.own:
         relieve(node)
 

@@ -147,7 +147,7 @@ class Lines:
         fields = [f"group::{operation}", [self.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]], {}, 0]
         line = user_line()
         relieve(team)
-        with team.lock:
+        with team.session.moment:
             number = team.template(msgpack.packb(fields), fields)
             words = [number, self.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
             written = [h.storage for h in outs] if not made else []

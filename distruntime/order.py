@@ -194,17 +194,24 @@ class Order:
         for stream in list(self.last):
             self.wait(stream, 0, self.last[0])
 
-    def ready(self, handle: Handle) -> list[int]:
-        """Return [stream, position, ...]: where a value is what a read issued now must see."""
+    def ready(self, handle: Handle, *, meshed: bool = False) -> list[int]:
+        """Return [stream, position, ...]: where a value is what a read issued now must see.
+
+        `meshed` is whether stream 0 has a word that tells of a mesh's segments: the read comes after it, too.
+
+        Invariant: the thread of any stream in the result may be the one that reads the value out, and so each of them is noted here as a
+        user and as a reader. Whoever adds a stream to the result later leaves it out of that: a write then overtakes the read.
+        """
         after = {self._makers.get(handle.ref, 0): handle.born[0]}
         storage = handle.storage
         writer = 0 if storage.order is None else storage.order.writer
         after[writer] = max(after.get(writer, 0), storage.written)
+        if meshed:
+            after.setdefault(0, 0)
         use, found = self._use(storage), list[int]()
         for stream, position in after.items():
             position = max(position, self.checked.get(stream, 0))
             found += stream, position
-            # The thread of any of them may be the one that reads the value out: it is a user and a reader like others.
             self.note_use(handle, stream)
             use.readers[stream] = max(position, use.readers.get(stream, 0))
         return found

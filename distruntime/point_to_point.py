@@ -173,7 +173,7 @@ def _mail(group: ProcessGroup | None, given: DistributedTensor, tag: int) -> tup
     holder: Any = groups_of(given._handle.place.node.session) if group is None else group_for(group, [given])
     session = session_of(group) if group is not None else given._handle.place.node.session
     session.require_open()
-    with groups_of(session).issuing:
+    with session.lock:
         if holder.mail is None:
             holder.mail = _Mail()
     mail: _Mail = holder.mail

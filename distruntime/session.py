@@ -21,6 +21,7 @@ from .handle import Place
 from .holders import lost_lines
 from .launch import LocalWorker
 from .line import user_line
+from .moment import Moment
 from .node import Absence, Cause, Node
 from .places import Places
 from .replies import asked
@@ -56,6 +57,7 @@ class Session:
         self.channel, self.nodes, self.name = channel, nodes, name
         self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
         self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
+        self.moment = Moment(self.lock)  # whoever is in it issues what makes workers wait for each other
         self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
         self.requests = Requests()

@@ -95,10 +95,8 @@ def ready(handle: Handle) -> list[int]:
         with node.lock:
             node.settle(user_line())
             if node.order is not None:
-                found = node.order.ready(handle)
-                positions = dict(zip(found[::2], found[1::2]))
-                positions[0] = max(positions.get(0, 0), node.order.checked[0])
-                return [n for pair in positions.items() for n in pair]
+                found: list[int] = node.order.ready(handle, meshed=True)
+                return found
     if node.order is None:
         return [0, max(handle.ready_at, node.checked)]
     with node.lock:

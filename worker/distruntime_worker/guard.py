@@ -51,6 +51,8 @@ def guarded(
     guard = Guarded(state, found, devices, operator and torch.Tag.dynamic_output_shape not in call.tags)
     if operator and devices and not found.reads:
         guard.shadow = Template(found.name, call, args, kwargs or {}, results, lambda _: _META, _raise)
+    if isinstance(found, (Template, Lanes)):
+        found.guard = guard
     return guard
 
 

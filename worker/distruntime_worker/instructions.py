@@ -13,7 +13,6 @@ from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE,
 from distruntime.wire.shared import Attached, KeptMemory
 
 from .functions import Tape
-from .guard import Guarded
 from .objects import Poisoned, described, plain, spec_fields
 from .staging import Staging
 from .state import State, request_of
@@ -53,8 +52,9 @@ class Instructions:
         log = self._state.log(self._state.work(p))
         template: Template | Lanes | None = log.info.get(p[i + 3])
         run = log.templates[p[i + 3]]
-        if isinstance(run, Guarded):
-            run.expect(predicted, slots, p, i + 3)
+        guard = getattr(template, "guard", None)
+        if guard is not None:
+            guard.expect(predicted, slots, p, i + 3)
         after = run(slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")

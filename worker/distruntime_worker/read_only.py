@@ -5,7 +5,6 @@ Nothing here costs a session that has asked for nobody's values: only then are i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,23 +55,25 @@ class ReadOnly:
         return storage is not None and storage._cdata in self._storages
 
     def guard(self, log: State | Team, number: int) -> None:
-        """Make a template look before it writes."""
-        found = log.info.get(number)
-        if isinstance(found, Lanes):
-            for template in found.templates:
-                self._guard(template)
-        elif isinstance(found, Template):
-            self._guard(found)
-            log.templates[number] = found.run
-        elif isinstance(found, (Collective, LaneCollective)) and found.mutates:
-            log.templates[number] = self._watched_group(found)
+        """Make a template look before it writes.
 
-    def _guard(self, template: Template) -> None:
+        Invariant: what stands in the log's table stays in there, as others stand around an instruction, too: the watch over the session's
+        share of memory, and its own random numbers. This one is the outermost, so that what is refused neither counts nor draws.
+        """
+        found = log.info.get(number)
+        if isinstance(found, Lanes):  # a member's memory may be shared, and another's not: each looks for itself
+            for template in found.templates:
+                template.run = self._guarded(template, template.run)
+        elif isinstance(found, Template):
+            log.templates[number] = self._guarded(found, log.templates[number])
+        elif isinstance(found, (Collective, LaneCollective)) and found.mutates:
+            log.templates[number] = self._watched_group(found, log.templates[number])
+
+    def _guarded(self, template: Template, run: Run) -> Run:
         offsets = sorted({*template.mutates, *template.unsaid})
         if template.name.startswith("distruntime::") and template.name not in ONLY_READ:
             offsets = template.reads
-        if offsets:
-            template.run = self._watched(template, template.run, offsets)
+        return self._watched(template, run, offsets) if offsets else run
 
     def _watched(self, template: Template, run: Run, offsets: list[int]) -> Run:
         def watched(slots: dict[int, Any], p: list[Any], i: int) -> int:
@@ -83,9 +84,7 @@ class ReadOnly:
 
         return watched
 
-    def _watched_group(self, found: Any) -> Run:
-        run: Callable[..., int] = found.run
-
+    def _watched_group(self, found: Any, run: Run) -> Run:
         def watched(slots: dict[int, Any], p: list[Any], i: int) -> int:
             if any(self.holds(slots.get(p[i + k])) for k in found.mutates):  # the other members count on this one
                 dropped: int = found.drop(slots, p, i, _error())

@@ -96,6 +96,7 @@ class Lanes:
         self.templates, self._spread, self._generators = templates, spread, generators
         self.name, self.reads, self.writes, self.mutates = first.name, first.reads, first.writes, first.mutates
         self.views, self.length = first.views, first.length
+        self.guard: Any = None  # as a template's
 
     def run(self, slots: Slots, p: list[Any], i: int) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""

@@ -49,10 +49,10 @@ class Template:
     """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results.
 
     `mutates` are those of operands that it writes, `unsaid` those that it writes too although its schema does not say so, `views` those
-    that its results may be views of.
+    that its results may be views of. `guard` is what holds it to its session's share of memory, if anything does: see guard.py.
     """
 
-    __slots__ = ("length", "mutates", "name", "reads", "run", "unsaid", "views", "writes")
+    __slots__ = ("guard", "length", "mutates", "name", "reads", "run", "unsaid", "views", "writes")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class Template:
         fail: Fail,
     ) -> None:
         self.name = name
+        self.guard: Any = None
         self.reads: list[int] = []
         self.mutates: list[int] = []
         self.views: list[int] = []

@@ -54,6 +54,7 @@ def main(count: int) -> None:
             os.getpid(),
             [],
             b"",
+            b"",
             _DEVICES,
             False,
             [],

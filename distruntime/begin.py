@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from .node import Node
 from .publications import published
 from .registry import Entry, forget, now, read, write
 from .replies import is_devices
+from .scratch import scratch_folder
 from .session import Session
 from .wire.channel import Channel, PeerEvent
 from .wire.keys import KeyPair, choose
@@ -54,7 +54,7 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
     """
     if plan.name is None:
-        return _start_own(plan, count, simulate_cuda, Path(tempfile.mkdtemp(prefix="distruntime-")))  # mode 0700
+        return _start_own(plan, count, simulate_cuda, scratch_folder())
     before = read(plan.name)
     there = [k for k, address in enumerate(before.workers) if not refuses(address)] if before is not None and before.directory else []
     if before is not None and there:
@@ -69,7 +69,7 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
                 f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, then shutdown()"
             )
         return _attach_local(plan, before, [k for k in range(count) if k not in there])
-    directory = Path(tempfile.mkdtemp(prefix="distruntime-"))
+    directory = scratch_folder()
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
     entry = Entry(plan.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
     return _attach_local(plan, entry, range(count))
@@ -345,7 +345,7 @@ def node_of(session: Session, index: int, peer: bytes, address: str, welcome: We
         )
     node = Node(index, peer, address, session.channel.send, session.lock)
     node.welcome, node.round_trip = welcome, round_trip
-    node.shared = session.challenge is not None and welcome.shared == session.secret
+    node.shared = session.challenge.answered(welcome.shared, welcome.nonce)
     return node
 
 

@@ -79,9 +79,10 @@ class Keeper:
     def hello(self, mode: str, received: int = 0) -> Hello:
         """Return the greeting of this session."""
         session = self.session
-        shared = session.challenge.name if session.challenge is not None else ""
         versions = torch.__version__, platform.python_version(), socket.gethostname()
-        return Hello(PROTOCOL, session.name, mode, self.token, self.keep, session.lasting, received, *versions, process(), shared)
+        return Hello(
+            PROTOCOL, session.name, mode, self.token, self.keep, session.lasting, received, *versions, process(), session.challenge.name
+        )
 
     def knew(self, peer: bytes) -> bool:
         """Whether this is the name of a connection on which a worker is greeted."""

@@ -24,6 +24,7 @@ WELCOME = Welcome(
     os.getpid(),
     [],
     b"",
+    b"",
     [["cpu", "bad", 1, 1, "", 0, 0]],
     False,
     [],

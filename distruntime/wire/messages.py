@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-PROTOCOL = 5  # the contract between master and worker: a change of any message or opcode changes this number
+PROTOCOL = 6  # the contract between master and worker: a change of any message or opcode changes this number
 
 # Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
@@ -86,8 +86,9 @@ class Welcome:
 
     `devices` is a list of [name, description, total bytes, free bytes, compute capability, bytes that the caching allocator has given
     out, bytes that it has reserved]; `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
-    `Hello.shared` names, empty where the worker cannot read it. `received` counts the messages that have come on earlier connections, `age`
-    the seconds since the session began. `left` has the sessions here without a master, as [name, its master's process].
+    `Hello.shared` names, empty where the worker cannot read it. The master writes `nonce` there, to show that
+    the memory is its own. `received` counts the messages that have come on earlier connections, `age` the seconds since the
+    session began. `left` has the sessions here without a master, as [name, its master's process].
     """
 
     protocol: int
@@ -100,6 +101,7 @@ class Welcome:
     pid: int
     process: list[Any]
     shared: bytes
+    nonce: bytes
     devices: list[Any]
     simulated: bool
     left: list[Any]

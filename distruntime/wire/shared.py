@@ -8,18 +8,22 @@ a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import re
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hmac import compare_digest
+from typing import Any
 
 from distruntime.errors import ProtocolError
 
-_NAME = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
+_MARK, _NONCE = b"distruntime mine", 16  # what the segment of a challenge begins with; bytes of a secret and of a nonce
 _LARGEST_KEPT = (32 << 20) - (1 << 16)  # bytes; glibc's own limit for what follows is 32 MiB
 
 LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
@@ -129,11 +133,13 @@ def _make(size: int) -> Segment | None:
     if not hasattr(os, "memfd_create"):
         return None
     try:
-        descriptor = os.memfd_create("distruntime", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("distruntime", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
         return None  # no shared memory is no error: the socket carries the bytes
     try:
         os.posix_fallocate(descriptor, 0, size)  # now, and not as a bus error when the pages are touched
+        # A worker opens the file for writing, and whoever may do that may cut it: the next touch of the pages would end this process.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return Segment(f"/proc/{os.getpid()}/fd/{descriptor}", mmap.mmap(descriptor, size), descriptor)
     except OSError:
         os.close(descriptor)
@@ -141,19 +147,67 @@ def _make(size: int) -> Segment | None:
 
 
 class Attached:
-    """A worker's side: the segments of one master, mapped once each."""
+    """A worker's side: the segments of one master, mapped once each.
 
-    def __init__(self) -> None:
+    Invariant: what is mapped never shrinks, as its seals say: to read or write past the end of a file ends the process. It is a segment of
+    the process that the greeting named, which has shown that it is the master: it has written this session's nonce into the segment that
+    the greeting named. So no master can have a worker read to it what another process of the machine holds.
+
+    Args:
+        process: the master's, as `Hello.process` has it.
+        challenge: the name of its segment with the secret, as `Hello.shared` has it.
+    """
+
+    def __init__(self, process: Sequence[Any] = (), challenge: str = "") -> None:
+        self.nonce = secrets.token_bytes(_NONCE)
+        self._pid, self._challenge = process[1] if len(process) > 1 else None, challenge
+        self._proven = False
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: object) -> mmap.mmap:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        found = self._mapped.get(name) if isinstance(name, str) else None
+        if found is None:
+            if not self._proven:
+                if self._map(self._challenge).find(self.nonce) < 0:
+                    raise ProtocolError(
+                        f"{self._challenge} is not the memory of this session's master: it has not written there what it was told"
+                    )
+                self._proven = True
+            found = self._map(name)
+        return found
+
+    def secret(self) -> bytes:
+        """Return the secret in the master's segment, or nothing where this process cannot read it."""
+        try:
+            memory = self._map(self._challenge)
+        except (OSError, ValueError, ProtocolError):
+            return b""  # another machine, another container or another user: the socket carries the bytes
+        return memory[len(_MARK) : len(_MARK) + _NONCE] if memory[: len(_MARK)] == _MARK else b""
+
+    def _map(self, name: object) -> mmap.mmap:
+        named = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if named is None or not isinstance(name, str):
             raise ProtocolError(f"not a shared segment: {str(name)[:40]!r}")
+        if int(named[1]) != self._pid:
+            raise ProtocolError(f"{name} is a segment of process {named[1]}, and this session's master is process {self._pid}")
         found = self._mapped.get(name)
         if found is None:
-            with open(name, "r+b") as file:
-                found = self._mapped[name] = mmap.mmap(file.fileno(), 0)
+            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _sealed(descriptor):
+                    raise ProtocolError(f"{name} may shrink while it is read: expected memory that is sealed against it")
+                found = self._mapped[name] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
         return found
+
+
+def _sealed(descriptor: int) -> bool:
+    """Whether a file can never shrink."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # it is no memory file at all
+        return False
 
 
 class KeptMemory:
@@ -189,18 +243,31 @@ class KeptMemory:
                 self._total += len(memory)
 
 
-def challenge(pool: SharedPool) -> tuple[Loan | None, bytes]:
-    """Return a segment with a secret in it, and the secret: a worker that can tell it shares this memory."""
-    token = secrets.token_bytes(16)
-    loan = pool.take(_SMALLEST)
-    if loan is not None:
-        loan.memory[:16] = token
-    return loan, token
+class Challenge:
+    """A segment by which this process and a worker of this machine show each other who they are.
 
+    It begins with a secret: a worker that can tell it reads this process's memory. Each worker has a nonce written behind it: so the memory
+    is of the process that the worker talks to. Segments without the mark hold tensors: what they begin with, a worker tells nobody.
+    """
 
-def answer(name: str) -> bytes:
-    """Return the secret in a master's segment, or nothing where this process cannot read it."""
-    try:
-        return bytes(Attached()[name][:16])
-    except (OSError, ValueError, ProtocolError):
-        return b""  # another machine, another container or another user: the socket carries the bytes
+    def __init__(self, pool: SharedPool) -> None:
+        self._secret = secrets.token_bytes(_NONCE)
+        self._next = len(_MARK) + _NONCE
+        self._loan = pool.take(_SMALLEST)
+        if self._loan is not None:
+            self._loan.memory[: self._next] = _MARK + self._secret
+
+    @property
+    def name(self) -> str:
+        """How a worker opens the segment; nothing where there is no shared memory."""
+        return self._loan.name if self._loan is not None else ""
+
+    def answered(self, secret: bytes, nonce: bytes) -> bool:
+        """Return whether a worker has told the secret, and write its nonce where it looks for it."""
+        if self._loan is None or not compare_digest(secret, self._secret) or len(nonce) != _NONCE:
+            return False
+        if self._next + _NONCE > _SMALLEST:  # 65,000 workers on: those of the first have looked long ago
+            self._next = len(_MARK) + _NONCE
+        self._loan.memory[self._next : self._next + _NONCE] = nonce
+        self._next += _NONCE
+        return True

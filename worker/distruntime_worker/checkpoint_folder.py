@@ -44,7 +44,7 @@ def _weights_are_ours(folder: str) -> bool:
             return all(OURS.fullmatch(name) for name in json.load(file)["weight_map"].values())
     except FileNotFoundError:
         return True
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
 
 
@@ -110,7 +110,7 @@ def _summary(folder: str, name: str) -> Summary | None:
             index = json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second where it is nested thousands deep
         return [name, f"it is no JSON: {error}", 0, 0, "", []]
     try:
         if index["format"] != "distruntime":

@@ -53,7 +53,6 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
-from distruntime.wire.shared import answer
 
 from . import checkpoint_folder
 from .address import data_host, peer_address, rendezvous
@@ -423,7 +422,8 @@ class Daemon:
             socket.gethostname(),
             os.getpid(),
             process(),
-            answer(hello.shared),
+            session.shared.secret(),
+            session.shared.nonce,
             self._devices.info(),
             self._devices.simulated,
             [[other.name, other.process] for other in self._sessions.values() if other.alone_since is not None],

@@ -72,8 +72,9 @@ class Executor:
         others: Others = dict[str, Published],
         turn: Turn | None = None,
         budget: Budget | None = None,
+        shared: Attached | None = None,
     ) -> None:
-        state, shared = State(devices, send, turn or Turns().enter(""), budget), Attached()
+        state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
         self.draws = Draws() if draws is None else draws
         look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)

@@ -19,6 +19,7 @@ from distruntime.wire.identity import has_died
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Failed, Hello, MeshSegment, Message, OpenGroup, OpenStream, Peers, Reply, Segment
+from distruntime.wire.shared import Attached
 
 from .budget import Budget
 from .devices import Devices
@@ -64,6 +65,7 @@ class Session:
         self.host = ""  # by which the master has dialled this worker, if it has
         self._peers: PeerChannel | None = None  # once the master has asked for it
         self.published: Published = before.published if before is not None else Published(hello.session)
+        self.shared = Attached(hello.process, hello.shared)
         self.executor: Executor = Executor(
             devices,
             self.send,
@@ -73,6 +75,7 @@ class Session:
             others=others,
             turn=turn,
             budget=budget,
+            shared=self.shared,
         )
         self.executor.state.apart = self._do_apart
         self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .errors import ConfigurationError
+from .wire.keys import require_own
 
 _FORMAT = 1
 _LONGEST = 100  # characters of a name, which is a file's too
@@ -69,11 +70,12 @@ def write(entry: Entry) -> None:
 def read(name: str) -> Entry | None:
     """Return the entry of a session, or None."""
     try:
+        require_own(_path(name), "the note of a session")
         with _path(name).open(encoding="utf-8") as file:
             fields = json.load(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{_path(name)} cannot be read: {error}. Delete it, and name the workers: workers=[...]") from error
     if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
         raise ConfigurationError(f"{_path(name)} is of another version of distruntime. Delete it, and name the workers: workers=[...]")

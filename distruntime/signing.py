@@ -18,7 +18,7 @@ from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
 from .errors import ConfigurationError, UntrustedError
-from .wire.keys import user_file, write_private
+from .wire.keys import require_own, user_file, write_private
 
 _CONTEXT = b"distruntime publication\0"  # signatures under anything else are none here
 _BANNER = """\
@@ -69,6 +69,7 @@ def _load(path: Path) -> SigningKey:
         raise ConfigurationError(
             f"got signing key {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
         )
+    require_own(path, "a signing key")
     seed = _bytes(words[0]) if len(words) == 1 else None
     if seed is None:
         raise ConfigurationError(f"got {path} without a signing key in it. Delete it, and the next dr.publish makes a new one")
@@ -117,6 +118,7 @@ def trusted_keys() -> dict[bytes, str]:
     try:
         if path.stat().st_mode & 0o022:
             raise ConfigurationError(f"got {path} writable by others, who could let their code in here. Do: chmod go-w {path}")
+        require_own(path, "trusted keys")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}

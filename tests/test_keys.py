@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
+from distruntime import registry, signing
 from distruntime.errors import ConfigurationError
 from distruntime.wire.keys import KeyPair, choose, default_path, is_local, needs_key
 
@@ -48,6 +49,49 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
         KeyPair.generate().save(tmp_path / "key")
     assert KeyPair.load(tmp_path / "key") == key
     assert os.listdir(tmp_path) == ["key"]
+
+
+ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.mark.parametrize("given", [pytest.param("file", marks=ROOT_ALONE), pytest.param("folder", marks=ROOT_ALONE), "open folder"])
+@pytest.mark.parametrize("kind", ["key", "signing key", "trusted keys", "note of a session"])
+def test_a_file_that_another_user_can_replace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, given: str) -> None:
+    folder = tmp_path / "mine" / "sessions"
+    folder.mkdir(parents=True)
+    path = folder / "name.json"
+    for variable in ("SIGNING_KEY", "TRUSTED_KEYS"):
+        monkeypatch.setenv(f"DISTRUNTIME_{variable}", str(path))
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(folder.parent))
+
+    def read() -> object:
+        match kind:
+            case "key":
+                return KeyPair.load(path)
+            case "signing key":
+                return signing.own_key()
+            case "trusted keys":
+                return signing.trusted_keys()
+        return registry.read("name")
+
+    if kind == "key":
+        KeyPair.generate().save(path)
+    elif kind == "trusted keys":
+        path.write_text("# nobody\n")
+    elif kind == "note of a session":
+        registry.write(registry.Entry("name", ("tcp://127.0.0.1:1",), "", "", False, "", 0, 0.0))
+    read()
+    if given == "open folder":
+        folder.chmod(0o777)
+        wanted = f"others may write {folder}, and so change it. Do: chmod go-w"
+    else:
+        os.chown(path if given == "file" else folder, 65534, 65534)
+        wanted = "belongs to user 65534, who can change it; this process is user 0's. Do: chown 0 "
+    with pytest.raises(ConfigurationError, match=wanted):
+        read()
+    folder.chmod(0o1777)  # in which one replaces one's own files
+    if given == "open folder":
+        read()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])

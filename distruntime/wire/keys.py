@@ -83,6 +83,7 @@ class KeyPair:
             raise ConfigurationError(
                 f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
             )
+        require_own(path, "a key")
         if not _is_key(public) or secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
             raise ConfigurationError(
                 f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` writes. "
@@ -115,6 +116,23 @@ def write_private(path: Path, text: str) -> None:
         os.link(temporary, path)  # appears whole or not at all, and never replaces another's key
     finally:
         os.unlink(temporary)
+
+
+def require_own(path: Path, what: str) -> None:
+    """Raise `ConfigurationError` unless this user, or root, alone decides what is in a file; `OSError` where there is none.
+
+    The mode of the file itself does not say that: its owner may be another, and whoever may write its folder replaces the file.
+    """
+    for place, status in ((path, path.stat()), (folder := path.resolve().parent, folder.stat())):
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigurationError(
+                f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; this process is user "
+                f"{os.geteuid()}'s. Do: chown {os.geteuid()} {place}, or copy the file to where only you can write"
+            )
+        # Where a group has one's own number it has one member, as many systems set it up; in a sticky folder one replaces one's own files.
+        others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getegid() else 0)
+        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+            raise ConfigurationError(f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w {place}")
 
 
 def needs_key(address: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from .errors import ProtocolError
 from .wire.codec import dtype_named, failure_from
 
 _MOST = 1 << 62  # elements; no memory holds them, and torch's own arithmetic overflows beyond
+_DEEPEST = 64  # lists in lists; a thousand would end in a RecursionError, which is nobody's fault but the worker's
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -55,11 +57,11 @@ def is_spec(fields: Any) -> bool:
     return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, depth: int = 0) -> bool:
     """Whether this is a result that is no tensor."""
     if isinstance(value, list):
         complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
-        return complex_ or (value[:1] == ["list"] and all(map(is_plain, value[1:])))
+        return complex_ or (value[:1] == ["list"] and depth < _DEEPEST and all(is_plain(item, depth + 1) for item in value[1:]))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -141,4 +143,4 @@ def asked(what: str, detail: Sequence[Any]) -> str:
 def require(form: str, value: Any, payload: Any, room: Any) -> None:
     """Raise `ProtocolError` unless `value` answers what was asked for."""
     if not (is_tensor(value, payload, room) if form == "tensor" else FORMS[form](value)):
-        raise ProtocolError(f"asked for {form!r}, it answered {value!r:.80}")
+        raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}")

@@ -34,7 +34,7 @@ from .wire.deadlines import ASK, DETACH, SHUTDOWN
 from .wire.identity import has_died, out_of_memory_kills
 from .wire.link import Delivery
 from .wire.messages import Ack, Ask, BreakGroup, Detach, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
-from .wire.shared import Loan, SharedPool, challenge
+from .wire.shared import Challenge, Loan, SharedPool
 from .wire.shield import shield
 
 log = logging.getLogger("distruntime")
@@ -63,7 +63,7 @@ class Session:
         self.requests = Requests()
         self.signals = count(1).__next__  # numbers of what streams wait for across nodes
         self.shared = SharedPool()
-        self.challenge, self.secret = challenge(self.shared)
+        self.challenge = Challenge(self.shared)
         self.closed: str | None = None
         self.local_workers: list[LocalWorker | None] = []  # by node, those that this process has started
         self.starter: Callable[[int], LocalWorker] | None = None  # starts the worker of a node again
@@ -159,7 +159,10 @@ class Session:
                 node.flush(last)
                 if last > node.base and any(log._flushing for log in self.logs):
                     self.requests.forget(request)
-                    raise DistruntimeError("a finalizer that runs inside the log's own sending cannot wait for what is still to be sent")
+                    raise DistruntimeError(
+                        "a finalizer or a signal handler that runs inside the log's own sending cannot wait for what is still to be "
+                        "sent: let it note what it wants, and read later"
+                    )
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
@@ -184,7 +187,10 @@ class Session:
         try:
             done = self.requests.wait(lambda: request.done, self._read, deadline, request.node)
             if inside and timeout is None and not done:
-                raise DistruntimeError(f"a finalizer that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a value")
+                raise DistruntimeError(
+                    f"a finalizer or a signal handler that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a "
+                    "value: let it note what it wants, and read later"
+                )
             return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
@@ -314,7 +320,11 @@ class Session:
     def _take_in(self) -> None:
         with shield:
             while self._arrived:  # one at a time: a reader within this one finds the rest here
-                self.take(*self._arrived.popleft())
+                try:
+                    peer, frames = self._arrived.popleft()
+                except IndexError:  # such a reader has: a signal's handler, between these two lines
+                    break
+                self.take(peer, frames)
 
     def take(self, peer: bytes, frames: Sequence[Any]) -> None:
         """Act on one message. A worker that breaks the protocol is dropped; a stranger is not listened to."""
@@ -323,7 +333,7 @@ class Session:
             if not buffers:
                 raise ProtocolError("a message without frames")
             self._take(peer, decode(buffers[0]), buffers[1:])  # Invariant: counted exactly if it was taken
-        except ProtocolError as error:
+        except (ProtocolError, RecursionError) as error:  # the second where a worker nests what it says thousands deep
             node = self._by_peer.get(peer)
             if node is not None:
                 self.lose(node, f"was dropped, because it broke the protocol: {error}")

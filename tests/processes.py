@@ -199,6 +199,39 @@ class StruckWhileWaiting:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@contextmanager
+def struck(handler: Callable[[], None]) -> Iterator[None]:
+    """Run `handler` as a signal's handler in the main thread, again and again, wherever that thread is; never within itself.
+
+    Not by a timer: the next stroke waits until the last one has been handled, so that the main thread gets on, however busy the machine.
+    """
+    over, handled = threading.Event(), threading.Event()
+
+    def handle(*_: object) -> None:
+        try:
+            handler()
+        finally:
+            handled.set()
+
+    def strike() -> None:
+        while not over.is_set():
+            handled.clear()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not handled.wait(0.2) and not over.is_set():
+                pass
+            over.wait(0.003)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
 class Child:
     """A function of a test module, running in a process of its own; what it prints is read line by line, with deadlines."""
 

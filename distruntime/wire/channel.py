@@ -269,7 +269,10 @@ class Channel:
             ChannelClosed: it is closed, or was closed meanwhile.
         """
         if self._owner == threading.get_ident():
-            raise DistruntimeError("a finalizer that runs inside the socket's own code cannot wait for a value")
+            raise DistruntimeError(
+                "a finalizer or a signal handler that runs inside the socket's own code cannot wait for a value: let it note what it "
+                "wants, and read later"
+            )
         with shield, self._lock:
             self._owner = threading.get_ident()
             try:

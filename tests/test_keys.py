@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from pathlib import Path
@@ -216,3 +217,17 @@ def test_a_named_key_is_always_used(tmp_path: Path) -> None:
 def test_what_is_no_address_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected tcp://host:port"):
         choose("gpu1:29400")
+
+
+@pytest.mark.parametrize(
+    "address, who", [("tcp://127.0.0.1:1", "every user of this machine"), ("tcp://10.0.0.7:1", "whoever reaches that")]
+)
+def test_who_does_without_a_key_reads_what_that_means(caplog: pytest.LogCaptureFixture, address: str, who: str) -> None:
+    with caplog.at_level(logging.WARNING, "distruntime"):
+        assert choose(address, insecure=True) is None
+    assert f"insecure: at {address} nobody has to prove who they are" in caplog.text and who in caplog.text
+
+
+def test_a_private_socket_needs_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert choose(f"ipc://{tmp_path}/s", insecure=True) is None and not caplog.text

@@ -7,6 +7,7 @@ Erlang's cookie). The file has zmq.auth's certificate format, mode 0600.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import stat
 import tempfile
@@ -20,6 +21,8 @@ import zmq.utils.z85
 from distruntime.errors import ConfigurationError
 
 from .address import host_of
+
+log = logging.getLogger("distruntime")
 
 _BANNER = """\
 #   distruntime cluster key, in the format of zmq.auth: a CURVE **secret** certificate.
@@ -148,7 +151,7 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
 
     Args:
         path: the key file the user named, if any.
-        insecure: the user accepts that whoever reaches `address` may run code.
+        insecure: the user accepts that whoever reaches `address` may run code. The log says so at every start.
 
     Raises:
         ConfigurationError: the address needs a key and there is none.
@@ -158,6 +161,14 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
     if path is not None:
         return KeyPair.load(path)
     if insecure or not needs_key(address):
+        if needs_key(address):
+            who = "every user of this machine" if is_local(address) else "whoever reaches that address"
+            log.warning(
+                "insecure: at %s nobody has to prove who they are, and nothing is encrypted: %s may run code as this user, and read and "
+                "change every tensor (docs/security.md)",
+                address,
+                who,
+            )
         return None
     default = default_path()
     if default.exists():

@@ -16,7 +16,7 @@ from types import FrameType
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
-from distruntime.wire.keys import KeyPair, choose, default_path, is_local
+from distruntime.wire.keys import KeyPair, choose, default_path
 
 from . import daemon
 from .config import WorkerConfig
@@ -118,8 +118,6 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         if options.insecure and options.key is not None:
             raise ConfigurationError("got both --key and --insecure: with a key only its holders are let in. Leave one out.")
         keys = choose(address, path=options.key, insecure=options.insecure)
-        if options.insecure and not is_local(address):
-            log.warning("--insecure: nobody has to prove who they are at %s; whoever reaches it may run code as this user", address)
     return WorkerConfig(
         listen=options.listen,
         master=options.master,

@@ -1,0 +1,1222 @@
+"""Random programs of every kind of operation, run twice at the same time: on workers, and here, one operation after the other.
+
+A program is 20 to 70 operations. Each takes values, does something to them on their workers, and does the same at once to their local
+twins; whatever is read must be the twin, bit for bit. Numbers wrap around (int64) or are computed element by element (float32), so
+equal means equal. A failure is an operation too: it poisons its results and what is computed of them, and nothing else.
+
+A program follows from its seed. Its operation k draws from a generator of its own, so one that is left out changes no other's draws.
+Programs of several threads share a session's places, groups and meshes, and no values.
+
+A new kind of operation is one method with a weight, `@operation(3)`, in the class of its subject:
+it picks values (`any`, `like`), does the thing on `value.remote` within `self.where(value.place)` and on `value.local`, and keeps the
+result (`keep`).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+
+Method = TypeVar("Method", bound=Callable[..., None])
+Act = Callable[[Any], Any]
+
+LENGTH = 12  # of what collectives take: 2, 3 and 4 members can share it
+PATIENCE = 60.0  # seconds for one read
+REPORT = 60.0  # seconds between two reports of a long run
+SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
+LARGE = (70_000,)  # beyond what travels in the log itself, and through shared memory
+
+_tag = itertools.count().__next__  # nobody else's message has it
+
+
+def operation(weight: float) -> Callable[[Method], Method]:
+    """Mark a method as an operation; it is chosen in proportion to its weight."""
+
+    def mark(method: Method) -> Method:
+        method.weight = weight  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+# -- what programs are about ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Memory:
+    """What views share: whether it is poisoned."""
+
+    poisoned: bool = False
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of one place, and its local twin."""
+
+    name: str
+    place: dr.Place
+    remote: Any
+    local: torch.Tensor
+    memory: Memory
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Whole:
+    """A tensor on a mesh, and the local twins of its shards."""
+
+    name: str
+    mesh: int
+    remote: Any
+    locals: list[torch.Tensor]
+    memories: list[Memory]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Wanted:
+    """Something that has been asked for and will be read: what it must be."""
+
+    name: str
+    read: Callable[[], torch.Tensor]
+    expected: torch.Tensor
+    poisoned: bool
+
+
+class World:
+    """What programs that run side by side share: places, groups, meshes, a folder; and a lock for what a session has only one of."""
+
+    def __init__(self, folder: Path, nodes: int | None = None) -> None:
+        table = list(dr.nodes())[:nodes]
+        self.folder = folder
+        self.nodes = len(table)
+        self.places = [dr.place(node.index, device.name) for node in table for device in node.devices]
+        cpus = [place for place in self.places if place.device == "cpu"]
+        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
+        self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))] if nodes is None else []
+        gpus = len(self.places) // self.nodes - 1
+        if gpus:
+            self.groups.append(dr.new_group([place for place in self.places if place.device != "cpu"]))
+            self.groups.append(dr.new_group(self.places))
+        if gpus and self.meshes:
+            grid = dr.init_device_mesh("cuda", (self.nodes, gpus), mesh_dim_names=("dp", "tp"))
+            self.meshes += [grid, grid.select(dp=0)]
+        self.lines = [[mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1] for mesh in self.meshes]
+        self.seed = threading.Lock()  # whoever has it may seed the workers' generators and draw
+        self.longest = 0.0
+
+    def places_of(self, group: dr.ProcessGroup) -> list[dr.Place]:
+        return list(group.places)
+
+
+@dataclass
+class Wrong:
+    """A program that went wrong: how to run it again, and what it did last."""
+
+    seed: int
+    what: str
+    said: list[str]
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.what}\n  its last operations:\n    " + "\n    ".join(self.said[-12:])
+
+
+class Tally:
+    """Counts, and what went wrong; any thread may write it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.wrong: list[Wrong] = []
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            self.counts.update(counts)
+
+    def note(self, program: Program) -> None:
+        with self._lock:
+            self.counts.update(programs=1, operations=len(program.chosen), checks=program.checks)
+            self.operations.update(program.chosen)
+            self.wrong += program.wrong
+
+    def __str__(self) -> str:
+        named = {"programs": 0, "operations": 0, "checks": 0, **self.counts, "wrong": len(self.wrong)}
+        return ", ".join(f"{count} {name}" for name, count in named.items())
+
+
+# -- a program -----------------------------------------------------------------------------------------------------------------------
+
+
+class Base:
+    """What operations are made of. Values are picked, and kept; what is read is compared."""
+
+    def __init__(self, seed: int, world: World) -> None:
+        self.seed, self.world = seed, world
+        self.random = random.Random(seed)
+        self.values: list[Value] = []
+        self.wholes: list[Whole] = []
+        self.wanted: list[Wanted] = []
+        self.works: list[Any] = []
+        self.events: list[dr.Event] = []
+        self.mail: list[tuple[int, dr.Place, Value]] = []
+        self.said: list[str] = []
+        self.chosen: list[str] = []
+        self.checks = 0
+        self.wrong: list[Wrong] = []
+        self._name = itertools.count().__next__
+        streams = self.random.choice((0, 1, 2, 2))
+        self.streams = {place: [dr.Stream(place) for _ in range(streams)] for place in world.places}
+        self.mesh_streams = [[dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 else [] for mesh in world.meshes]
+
+    # what an operation says of itself is kept, for the day when it is wrong
+
+    def say(self, *words: object) -> None:
+        self.said[-1] += " " + " ".join(map(str, words))
+
+    def where(self, place: dr.Place) -> AbstractContextManager[object]:
+        """Return a context in which new tensors go to a place, and what runs there runs on one of its streams."""
+        stream = self.random.choice([None, *self.streams[place]])
+        return dr.on(place.node, place.device) if stream is None else dr.stream(stream)
+
+    def where_mesh(self, number: int) -> AbstractContextManager[object]:
+        return dr.stream(self.random.choice([None, *self.mesh_streams[number]]))
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def place(self) -> dr.Place:
+        return self.random.choice(self.world.places)
+
+    def numbers(self, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return a local tensor of drawn numbers."""
+        count = math.prod(shape)
+        drawn = torch.tensor([self.random.randrange(-1 << 40, 1 << 40) for _ in range(min(count, LENGTH))], dtype=torch.int64)
+        whole = drawn.repeat(count // len(drawn) + 1)[:count].reshape(tuple(shape))
+        return whole if dtype == torch.int64 else (whole % 1000).to(dtype) / 7
+
+    def new(self, place: dr.Place, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Value:
+        """Send a new value to a place."""
+        if shape is None:
+            shape = LARGE if self.chance(0.02) else self.random.choice(SIZES)
+        if dtype is None:
+            dtype = torch.float32 if self.chance(0.3) else torch.int64
+        local = self.numbers(shape, dtype)
+        with self.where(place):
+            remote = local.to(REMOTE)
+        return self.keep(place, remote, local)
+
+    def keep(self, place: dr.Place, remote: Any, local: torch.Tensor, *operands: Value, view_of: Value | None = None) -> Value:
+        """Note a new value, poisoned if one of its operands is; or a view, which shares the memory."""
+        memory = view_of.memory if view_of is not None else Memory(any(value.memory.poisoned for value in operands))
+        found = Value(f"v{self._name()}", place, remote, local, memory)
+        self.values.append(found)
+        self.say("->", found, f"on {place}", f"{tuple(local.shape)}")
+        return found
+
+    def keep_whole(self, mesh: int, remote: Any, locals_: list[torch.Tensor], memories: list[Memory]) -> Whole:
+        found = Whole(f"m{self._name()}", mesh, remote, locals_, memories)
+        self.wholes.append(found)
+        self.say("->", found, f"on mesh {mesh}")
+        return found
+
+    def any(self, place: dr.Place | None = None, dtype: torch.dtype | None = None, healthy: bool = False) -> Value:
+        """Pick a value, of that kind; make one where there is none."""
+
+        def good(value: Value) -> bool:
+            return (
+                (place is None or value.place == place)
+                and (dtype is None or value.local.dtype == dtype)
+                and not (healthy and value.memory.poisoned)
+            )
+
+        found = [value for value in self.values if good(value)]
+        return self.random.choice(found) if found else self.new(place or self.place(), dtype=dtype)
+
+    def like(self, value: Value, place: dr.Place, apart: Collection[Memory] = ()) -> Value:
+        """Pick a value of another's shape and dtype, at a place, that shares no memory with some; make one where there is none."""
+
+        def good(other: Value) -> bool:
+            alike = other.local.shape == value.local.shape and other.local.dtype == value.local.dtype
+            return alike and other.place == place and other.memory not in apart
+
+        found = [other for other in self.values if good(other)]
+        return self.random.choice(found) if found else self.new(place, tuple(value.local.shape), value.local.dtype)
+
+    def write(self, target: Value, act: Act, *operands: Value) -> None:
+        """Do something in place, there and here; one that reads what is poisoned poisons all of the memory."""
+        with self.where(target.place):
+            act(target.remote)
+        self.written(target, *operands)
+
+    def written(self, target: Value, *operands: Value) -> None:
+        target.memory.poisoned |= any(value.memory.poisoned for value in operands)
+
+    # reading
+
+    def check(self, wanted: Wanted) -> None:
+        """Read, and compare: what is poisoned must raise, anything else be its twin."""
+        self.checks += 1
+        try:
+            got = wanted.read()
+        except IndexError as error:
+            if not (wanted.poisoned and isinstance(error, dr.RemoteError)):
+                self.differs(f"{wanted.name} raised {type(error).__name__}: {str(error)[:300]}")
+            return
+        expected = wanted.expected
+        if wanted.poisoned:
+            self.differs(f"{wanted.name} must be poisoned, and reads {got.flatten()[:8].tolist()}")
+        elif got.dtype != expected.dtype or got.shape != expected.shape or not torch.equal(got, expected):
+            self.differs(
+                f"{wanted.name} reads {got.dtype} {tuple(got.shape)} {got.flatten()[:8].tolist()}, "
+                f"expected {expected.dtype} {tuple(expected.shape)} {expected.flatten()[:8].tolist()}"
+            )
+
+    def read(self, name: str, value: Value, read: Callable[[], torch.Tensor]) -> None:
+        self.check(Wanted(f"{name} of {value}", read, value.local, value.memory.poisoned))
+
+    def differs(self, what: str) -> None:
+        self.wrong.append(Wrong(self.seed, what, list(self.said)))
+
+    @contextmanager
+    def failures_of_others(self) -> Iterator[None]:
+        """Let pass what `synchronize` raises of another program's operations, or of this one's: the first failure that nobody has read."""
+        try:
+            yield
+        except IndexError as error:
+            if not isinstance(error, dr.RemoteError):
+                raise
+
+
+class Elementwise(Base):
+    """New values of values, in place, through views, by `out=`."""
+
+    UNARY: dict[str, Callable[[Any, int], Any]] = {  # noqa: RUF012 - a table
+        "times and plus": lambda x, k: x * k + 1,
+        "negative": lambda x, k: -x,
+        "flip": lambda x, k: x.flip(0),
+        "abs": lambda x, k: x.abs(),
+        "where": lambda x, k: torch.where(x > 0, x, x - k),
+        "sort": lambda x, k: x.sort(0).values,
+        "roll": lambda x, k: x.roll(k),
+        "clone": lambda x, k: x.clone(),
+        "cat": lambda x, k: torch.cat([x, x + k])[: x.shape[0]].clone(),
+        "contiguous": lambda x, k: x.contiguous() + 0,
+    }
+    BINARY: dict[str, Callable[[Any, Any], Any]] = {  # noqa: RUF012
+        "+": lambda x, y: x + y,
+        "*": lambda x, y: x * y,
+        "-": lambda x, y: x - y,
+        "maximum": lambda x, y: torch.maximum(x, y),
+        "where": lambda x, y: torch.where(x < y, x, y),
+    }
+    WRITES: dict[str, Callable[[Any, int], Any]] = {  # noqa: RUF012
+        "add_": lambda x, k: x.add_(k),
+        "mul_": lambda x, k: x.mul_(3),
+        "neg_": lambda x, k: x.neg_(),
+        "every second": lambda x, k: x[::2].add_(k),
+        "the first": lambda x, k: x[:1].fill_(k),
+        "fill_": lambda x, k: x.fill_(k),
+        "zero_": lambda x, k: x.zero_(),
+        "copy_ of itself": lambda x, k: x.copy_(x.flip(0)),
+        "the second half": lambda x, k: x[x.shape[0] // 2 :].sub_(k),
+        "clamp_": lambda x, k: x.clamp_(-1000 * k, 1000 * k),
+        "masked_fill_": lambda x, k: x.masked_fill_(x > k, k),
+        "setitem": lambda x, k: x.__setitem__(slice(0, k), k),
+        "foreach": lambda x, k: torch._foreach_add_([x], k),
+    }
+
+    @operation(3)
+    def new_value(self) -> None:
+        self.new(self.place())
+
+    @operation(1)
+    def factory(self) -> None:
+        place, k = self.place(), self.random.randrange(-9, 9)
+        with self.where(place):
+            remote = torch.full((LENGTH,), k, dtype=torch.int64, device=REMOTE)
+        self.keep(place, remote, torch.full((LENGTH,), k, dtype=torch.int64))
+
+    @operation(6)
+    def unary(self) -> None:
+        a, k = self.any(), self.random.randrange(1, 9)
+        name, act = self.random.choice(list(self.UNARY.items()))
+        self.say(name, a, k)
+        with self.where(a.place):
+            remote = act(a.remote, k)
+        self.keep(a.place, remote, act(a.local, k), a)
+
+    @operation(6)
+    def binary(self) -> None:
+        a = self.any()
+        b = self.like(a, a.place)
+        name, act = self.random.choice(list(self.BINARY.items()))
+        self.say(a, name, b)
+        with self.where(a.place):
+            remote = act(a.remote, b.remote)
+        self.keep(a.place, remote, act(a.local, b.local), a, b)
+
+    @operation(8)
+    def write_in_place(self) -> None:
+        a, k = self.any(), self.random.randrange(1, 9)
+        name, act = self.random.choice(list(self.WRITES.items()))
+        self.say(name, a, k)
+        self.write(a, lambda x: act(x, k))
+        act(a.local, k)
+
+    @operation(3)
+    def write_another_into_it(self) -> None:
+        a = self.any()
+        b = self.like(a, a.place, apart=[a.memory])
+        act: Callable[[Any, Any], Any] = self.random.choice(
+            (lambda x, y: x.add_(y), lambda x, y: x.copy_(y), lambda x, y: x[:1].copy_(y[:1]))
+        )
+        self.say(b, "into", a)
+        self.write(a, lambda x: act(x, b.remote), b)
+        act(a.local, b.local)
+
+    @operation(4)
+    def view(self) -> None:
+        a = self.any()
+        n = a.local.shape[0]
+        start, step = self.random.randrange(n), self.random.choice((1, 2))
+        act: Act = self.random.choice(
+            (
+                lambda x: x[start::step],
+                lambda x: x[start::step],
+                lambda x: x.detach(),
+                lambda x: x.unsqueeze(0)[0],
+                lambda x: x.split(max(1, n - 1))[0],
+            )
+        )
+        self.say("of", a)
+        with self.where(a.place):
+            remote = act(a.remote)
+        self.keep(a.place, remote, act(a.local), view_of=a)
+
+    @operation(3)
+    def out(self) -> None:
+        a = self.any()
+        b = self.like(a, a.place, apart=[a.memory])
+        self.say(a, "into", b)
+        self.write(b, lambda x: torch.add(a.remote, 5, out=x), a)
+        torch.add(a.local, 5, out=b.local)
+
+    @operation(0.6)
+    def picked_by_a_mask(self) -> None:
+        """The shape depends on the values: this waits for the worker."""
+        a, k = self.any(healthy=True), self.random.randrange(-1000, 1000)
+        if a.local.dim() == 1 and (a.local > k).any():
+            with self.where(a.place):
+                remote = a.remote[a.remote > k]
+            self.keep(a.place, remote, a.local[a.local > k], a)
+
+    @operation(0.4)
+    def slow(self) -> None:
+        """Something that takes a while, of which nothing is read."""
+        place = self.place()
+        with self.where(place):
+            slow = torch.ones(128, 128, device=REMOTE)
+            for _ in range(self.random.randrange(6)):
+                slow = slow @ slow / 128
+
+
+class Copying(Base):
+    """From here, between places, and back."""
+
+    @operation(3)
+    def upload_over(self) -> None:
+        a = self.any(healthy=True)
+        local = self.numbers(a.local.shape, a.local.dtype)
+        self.say("over", a)
+        self.write(a, lambda x: x.copy_(local))
+        a.local.copy_(local)
+        local.fill_(77)  # the memory is the caller's again
+
+    @operation(3)
+    def copy(self) -> None:
+        a, to = self.any(), self.place()
+        self.say(a)
+        with self.where(self.random.choice((a.place, to))):
+            remote = a.remote.to(to)
+        shared = to == a.place  # as torch's own, to the same device: no copy
+        self.keep(to, remote, a.local if shared else a.local.clone(), a, view_of=a if shared else None)
+
+    @operation(2)
+    def copy_into(self) -> None:
+        a = self.any()
+        b = self.like(a, self.place(), apart=[a.memory])
+        self.say(a, "into", b)
+        self.write(b, lambda x: x.copy_(a.remote), a)
+        b.local.copy_(a.local)
+
+    @operation(0.7)
+    def send(self) -> None:
+        a, to, tag = self.any(healthy=True), self.place(), _tag()
+        if a.place != to:
+            self.say(a, "to", to)
+            if self.chance(0.5):
+                dr.send(a.remote, to, tag=tag)
+            else:
+                self.works.append(dr.isend(a.remote, to, tag=tag))
+            self.mail.append((tag, to, Value(a.name, a.place, None, a.local.clone(), Memory())))
+
+    @operation(0.7)
+    def receive(self) -> None:
+        if self.mail:
+            self._receive(*self.mail.pop(self.random.randrange(len(self.mail))))
+
+    def _receive(self, tag: int, to: dr.Place, sent: Value) -> None:
+        into = self.like(sent, to)
+        self.say(sent, "into", into)
+        with self.where(to):
+            if self.chance(0.5):
+                dr.recv(into.remote, tag=tag)
+            else:
+                self.works.append(dr.irecv(into.remote, tag=tag))
+        into.local.copy_(sent.local)
+
+    @operation(0.3)
+    def burst_of_copies(self) -> None:
+        """Many in a row: another thread's operations on several workers come between."""
+        a, to = self.any(), self.place()
+        self.say(a, "to", to)
+        for _ in range(8):
+            copy = a.remote.to(to)
+        shared = to == a.place
+        self.keep(to, copy, a.local if shared else a.local.clone(), a, view_of=a if shared else None)
+
+
+class Reading(Base):
+    """Values that come here, at once or later."""
+
+    @operation(2)
+    def read_one(self) -> None:
+        a = self.any()
+        self.say(a)
+        with self.where(a.place):
+            self.read("cpu", a, lambda: a.remote.cpu())
+
+    @operation(1)
+    def read_an_item(self) -> None:
+        a = self.any()
+        flat = a.local.reshape(-1)
+        k = self.random.randrange(flat.numel())
+        self.say(a, k)
+        poisoned, dtype = a.memory.poisoned, a.local.dtype
+        self.check(Wanted(f"item {k} of {a}", lambda: torch.tensor(a.remote.reshape(-1)[k].item(), dtype=dtype), flat[k], poisoned))
+
+    @operation(3)
+    def fetch_later(self) -> None:
+        a = self.any()
+        self.say(a)
+        self.wanted.append(self._fetched(a))
+
+    def _fetched(self, a: Value) -> Wanted:
+        future = dr.fetch_async(a.remote)
+        return Wanted(
+            f"fetch_async of {a}, operation {len(self.chosen)},", lambda: future.result(PATIENCE), a.local.clone(), a.memory.poisoned
+        )
+
+    @operation(2)
+    def await_a_fetch(self) -> None:
+        if self.wanted:
+            self.check(self.wanted.pop(self.random.randrange(len(self.wanted))))
+
+    @operation(1)
+    def fetch_then_write(self) -> None:
+        """A fetch is a read: what is written or freed afterwards, on whatever stream and behind whatever of a mesh, does not reach it."""
+        a = self.any()
+        self.say(a)
+        if self.wholes:
+            whole = self.random.choice(self.wholes)
+            for _ in range(self.random.randrange(3)):
+                whole.remote + 1
+        self.wanted.append(self._fetched(a))
+        self.write(a, lambda x: x.add_(4))
+        a.local.add_(4)
+        if self.chance(0.3):
+            self.values.remove(a)
+
+    @operation(0.5)
+    def fetch_several(self) -> None:
+        chosen = [self.any(healthy=True) for _ in range(3)]
+        self.say(*chosen)
+        for value, got in zip(chosen, dr.fetch([value.remote for value in chosen], timeout=PATIENCE)):
+            self.read("fetch", value, lambda got=got: got)  # type: ignore[misc]
+
+
+class Streaming(Base):
+    """Streams and events; nothing of them changes a value."""
+
+    def stream(self) -> dr.Stream | None:
+        every = [stream for streams in (*self.streams.values(), *self.mesh_streams) for stream in streams]
+        return self.random.choice(every) if every else None
+
+    @operation(3)
+    def record_and_wait(self) -> None:
+        one, other = self.stream(), self.stream()
+        if one is not None and other is not None:
+            event = dr.Event(enable_timing=self.chance(0.3))
+            event.record(one)
+            self.events.append(event)
+            self.random.choice(self.events).wait(other)
+
+    @operation(0.5)
+    def wait_for_a_stream(self) -> None:
+        one, other = self.stream(), self.stream()
+        if one is not None and other is not None:
+            one.wait_stream(other)
+
+    @operation(0.3)
+    def time_something(self) -> None:
+        stream = self.stream()
+        if stream is not None:
+            begin, end = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
+            begin.record(stream)
+            if stream in self.streams.get(getattr(stream, "place", None), []):
+                a = self.any(stream.place)
+                with dr.stream(stream):
+                    a.remote + 1
+            end.record(stream)
+            passed = begin.elapsed_time(end)
+            if not 0 <= passed < 600_000:
+                self.differs(f"{passed} ms between two events in a row")
+
+    @operation(0.3)
+    def await_an_event(self) -> None:
+        if self.events:
+            event = self.random.choice(self.events)
+            with self.failures_of_others():
+                event.synchronize(timeout=PATIENCE)
+                if not event.query():
+                    self.differs("an event that was waited for has not happened")
+
+    @operation(0.2)
+    def synchronize(self) -> None:
+        with self.failures_of_others():
+            if self.chance(0.5):
+                dr.synchronize(timeout=PATIENCE)
+            elif (stream := self.stream()) is not None:
+                stream.synchronize(PATIENCE)
+
+    @operation(0.3)
+    def record_stream(self) -> None:
+        a = self.any()
+        if self.streams[a.place]:
+            a.remote.record_stream(self.random.choice(self.streams[a.place]))
+
+
+class Together(Base):
+    """Collectives of groups, in place and as new values."""
+
+    def members(self) -> tuple[dr.ProcessGroup, list[Value]]:
+        """Pick a group, and alike values of its members: of a length that they can share."""
+        group = self.random.choice(self.world.groups)
+        places = list(group.places)
+        first = [v for v in self.values if v.place == places[0] and v.local.shape == (LENGTH,)]
+        like = self.random.choice(first) if first else self.new(places[0], (LENGTH,))
+        found = [like] + [self.like(like, place) for place in places[1:]]
+        self.say(group, *found)
+        return group, found
+
+    def options(self, group: dr.ProcessGroup) -> dict[str, Any]:
+        return {"group": group, "async_op": self.chance(0.4)}
+
+    def begun(self, work: Any) -> None:
+        if work is not None:
+            self.works.append(work)
+
+    def kept(self, members: list[Value], remotes: Sequence[Any], locals_: Sequence[torch.Tensor]) -> None:
+        for member, remote, local in zip(members, remotes, locals_):
+            self.keep(member.place, remote, local.clone(), *members)
+
+    @operation(0.5)
+    def await_work(self) -> None:
+        if self.works:
+            self.works.pop(self.random.randrange(len(self.works))).wait()
+
+    @operation(1.2)
+    def all_reduce(self) -> None:
+        group, members = self.members()
+        name = self.random.choice(("MIN", "MAX") if members[0].local.dtype == torch.float32 else ("SUM", "MIN", "MAX"))
+        self.begun(dr.all_reduce([m.remote for m in members], getattr(dr.ReduceOp, name), **self.options(group)))
+        stacked = torch.stack([m.local for m in members])
+        total = {"SUM": stacked.sum(0), "MIN": stacked.amin(0), "MAX": stacked.amax(0)}[name]
+        for m in members:
+            m.local.copy_(total)
+            self.written(m, *members)
+
+    @operation(0.4)
+    def broadcast(self) -> None:
+        group, members = self.members()
+        root = self.random.randrange(group.size())
+        if any(m.memory.poisoned for m in members):
+            return
+        self.begun(dr.broadcast([m.remote for m in members], group_src=root, **self.options(group)))
+        for m in members:
+            m.local.copy_(members[root].local.clone())
+
+    @operation(0.3)
+    def reduce(self) -> None:
+        group, members = self.members()
+        if members[0].local.dtype == torch.float32 or any(m.memory.poisoned for m in members):
+            return
+        root = self.random.randrange(group.size())
+        self.begun(dr.reduce([m.remote for m in members], group_dst=root, **self.options(group)))
+        members[root].local.copy_(torch.stack([m.local for m in members]).sum(0))
+
+    @operation(0.4)
+    def new_sums(self) -> None:
+        group, members = self.members()
+        if members[0].local.dtype == torch.int64:
+            remotes = dr.functional.all_reduce([m.remote for m in members], group=group)
+            self.kept(members, remotes, [torch.stack([m.local for m in members]).sum(0)] * len(members))
+
+    @operation(0.4)
+    def all_gather(self) -> None:
+        group, members = self.members()
+        if self.chance(0.5):
+            remotes = dr.functional.all_gather([m.remote for m in members], group)
+        else:
+            remotes = [m.remote.new_zeros(LENGTH * len(members)) for m in members]
+            self.begun(dr.all_gather_into_tensor(remotes, [m.remote for m in members], **self.options(group)))
+        self.kept(members, remotes, [torch.cat([m.local for m in members])] * len(members))
+
+    @operation(0.3)
+    def reduce_scatter(self) -> None:
+        group, members = self.members()
+        if members[0].local.dtype == torch.int64:
+            parts = dr.functional.reduce_scatter([m.remote for m in members], group=group)
+            self.kept(members, parts, torch.stack([m.local for m in members]).sum(0).chunk(len(members)))
+
+    @operation(0.3)
+    def all_to_all(self) -> None:
+        group, members = self.members()
+        n = len(members)
+        if self.chance(0.5):
+            remotes = dr.functional.all_to_all_single([m.remote for m in members], group=group)
+        else:
+            remotes = [m.remote.new_zeros(LENGTH) for m in members]
+            self.begun(dr.all_to_all_single(remotes, [m.remote for m in members], **self.options(group)))
+        self.kept(members, remotes, [torch.cat([m.local.chunk(n)[rank] for m in members]) for rank in range(n)])
+
+    @operation(0.3)
+    def gather_and_scatter(self) -> None:
+        group, members = self.members()
+        if any(m.memory.poisoned for m in members) or len({m.memory for m in members}) < len(members):
+            return
+        root = self.random.randrange(group.size())
+        gathered = dr.functional.gather([m.remote for m in members], group_dst=root, group=group)
+        self.begun(dr.scatter([m.remote for m in members], [*gathered[1:], gathered[0]], group_src=root, **self.options(group)))
+        turned = [m.local.clone() for m in (*members[1:], members[0])]
+        for m, local in zip(members, turned):
+            m.local.copy_(local)
+
+    @operation(0.2)
+    def barrier(self) -> None:
+        self.begun(dr.barrier(self.random.choice(self.world.groups), async_op=self.chance(0.7)))
+
+
+class OnMeshes(Base):
+    """Tensors on meshes, their members and shards, and what runs along dimensions."""
+
+    def whole(self, mesh: int | None = None) -> Whole:
+        found = [w for w in self.wholes if mesh is None or w.mesh == mesh]
+        return (
+            self.random.choice(found) if found else self.new_whole(self.random.randrange(len(self.world.meshes)) if mesh is None else mesh)
+        )
+
+    def new_whole(self, mesh: int) -> Whole:
+        locals_ = [self.numbers((5,)) for _ in self.world.meshes[mesh].places]
+        with self.where_mesh(mesh):
+            remote = dr.from_shards([local.clone() for local in locals_], self.world.meshes[mesh])
+        return self.keep_whole(mesh, remote, locals_, [Memory() for _ in locals_])
+
+    def along(self, w: Whole) -> Any:
+        return self.random.choice(self.world.lines[w.mesh])
+
+    @operation(0.6)
+    def mesh_new(self) -> None:
+        if self.world.meshes:
+            self.new_whole(self.random.randrange(len(self.world.meshes)))
+
+    @operation(0.3)
+    def mesh_upload(self) -> None:
+        if self.world.meshes:
+            mesh, local = self.random.randrange(len(self.world.meshes)), self.numbers((5,))
+            remote = local.to(self.world.meshes[mesh].device)
+            places = self.world.meshes[mesh].places
+            self.keep_whole(mesh, remote, [local.clone() for _ in places], [Memory() for _ in places])
+
+    @operation(1)
+    def mesh_compute(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            b = self.whole(a.mesh)
+            if a.locals[0].shape != b.locals[0].shape:
+                return
+            with self.where_mesh(a.mesh):
+                remote = a.remote * 3 + b.remote
+            memories = [Memory(x.poisoned or y.poisoned) for x, y in zip(a.memories, b.memories)]
+            self.say(a, b)
+            self.keep_whole(a.mesh, remote, [x * 3 + y for x, y in zip(a.locals, b.locals)], memories)
+
+    @operation(1)
+    def mesh_write(self) -> None:
+        if self.world.meshes:
+            a, k = self.whole(), self.random.randrange(1, 9)
+            act: Act = self.random.choice((lambda x: x.add_(k), lambda x: x[1:].mul_(k), lambda x: x.neg_(), lambda x: x.copy_(x.flip(0))))
+            self.say(a, k)
+            with self.where_mesh(a.mesh):
+                act(a.remote)
+            for local in a.locals:
+                act(local)
+
+    @operation(1)
+    def mesh_member(self) -> None:
+        """One member's shard: the same memory."""
+        if self.world.meshes:
+            a = self.whole()
+            k = self.random.randrange(len(a.locals))
+            self.say(a, k)
+            shard = Value("", self.world.meshes[a.mesh].places[k], None, a.locals[k], a.memories[k])
+            self.keep(shard.place, a.remote.member(k), shard.local, view_of=shard)
+
+    @operation(0.5)
+    def mesh_of_values(self) -> None:
+        """Values of the members' places become shards: the same memory, where they share none with another tensor of the mesh."""
+        if self.world.meshes:
+            mesh = self.random.randrange(len(self.world.meshes))
+            places = self.world.meshes[mesh].places
+            first = self.any(places[0])
+            members = [first] + [self.like(first, place) for place in places[1:]]
+            self.say(*members)
+            with self.where_mesh(mesh):  # of copies: whether values are shared or copied is for `from_shards` to say
+                remote = dr.from_shards([m.remote.clone() for m in members], self.world.meshes[mesh])
+            self.keep_whole(mesh, remote, [m.local.clone() for m in members], [Memory(m.memory.poisoned) for m in members])
+
+    @operation(1)
+    def mesh_shards(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            self.say(a)
+            self.read_whole("shards", a)
+
+    def read_whole(self, name: str, a: Whole) -> None:
+        if any(memory.poisoned for memory in a.memories):
+            for k, (local, memory) in enumerate(zip(a.locals, a.memories)):
+                self.check(Wanted(f"member {k} of {a}", lambda k=k: a.remote.member(k).cpu(), local, memory.poisoned))  # type: ignore[misc]
+        else:
+            for k, (got, local) in enumerate(zip(dr.shards(a.remote), a.locals)):
+                self.check(Wanted(f"{name} {k} of {a}", lambda got=got: got, local, False))  # type: ignore[misc]
+
+    @operation(1)
+    def mesh_all_reduce(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            if a.locals[0].dtype == torch.int64:
+                self._sums(a, 1)
+
+    @operation(0.3)
+    def burst_along_a_mesh(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            if a.locals[0].dtype == torch.int64:
+                self._sums(a, 8)
+
+    def _sums(self, a: Whole, times: int) -> None:
+        lines = self.along(a)
+        self.say(a, lines)
+        with self.where_mesh(a.mesh):
+            for _ in range(times):
+                remote = dr.lines.all_reduce(lines, a.remote)  # type: ignore[attr-defined]
+        locals_, memories = list(a.locals), list(a.memories)
+        for row in lines.rows:
+            total, poisoned = torch.stack([a.locals[k] for k in row]).sum(0), any(a.memories[k].poisoned for k in row)
+            for k in row:
+                locals_[k], memories[k] = total.clone(), Memory(poisoned)
+        self.keep_whole(a.mesh, remote, locals_, memories)
+
+    @operation(0.4)
+    def mesh_all_gather(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            if a.locals[0].shape[0] > LENGTH:
+                return
+            lines = self.along(a)
+            self.say(a, lines)
+            with self.where_mesh(a.mesh):
+                remote = dr.lines.all_gather(lines, a.remote)  # type: ignore[attr-defined]
+            locals_, memories = list(a.locals), list(a.memories)
+            for row in lines.rows:
+                together, poisoned = torch.cat([a.locals[k] for k in row]), any(a.memories[k].poisoned for k in row)
+                for k in row:
+                    locals_[k], memories[k] = together.clone(), Memory(poisoned)
+            self.keep_whole(a.mesh, remote, locals_, memories)
+
+    @operation(0.4)
+    def mesh_broadcast(self) -> None:
+        if self.world.meshes:
+            a = self.whole()
+            lines = self.along(a)
+            root = self.random.randrange(lines.size)
+            self.say(a, lines, root)
+            with self.where_mesh(a.mesh):
+                remote = dr.lines.broadcast(lines, a.remote, root)  # type: ignore[attr-defined]
+            locals_, memories = list(a.locals), list(a.memories)
+            for row in lines.rows:
+                for k in row:
+                    locals_[k], memories[k] = a.locals[row[root]].clone(), Memory(a.memories[row[root]].poisoned)
+            self.keep_whole(a.mesh, remote, locals_, memories)
+
+    @operation(0.8)
+    def mesh_free(self) -> None:
+        if len(self.wholes) > 2:
+            self.wholes.pop(self.random.randrange(len(self.wholes)))
+
+
+class Failing(Base):
+    """Operations that fail: on their worker, or here at once."""
+
+    @operation(0.5)
+    def index_out_of_range(self) -> None:
+        """Poisons what it would have made, and what is computed of that."""
+        a = self.any()
+        with self.where(a.place):
+            index = torch.tensor([a.local.shape[0] + 3], device=REMOTE)
+            remote = a.remote.index_select(0, index)
+        self.say(a)
+        self.keep(a.place, remote, a.local[:1].clone(), a).memory.poisoned = True
+
+    @operation(0.3)
+    def write_out_of_range(self) -> None:
+        """Poisons what it would have written, with all of its memory."""
+        a = self.any()
+        if a.local.dim() == 1:
+            with self.where(a.place):
+                index = torch.tensor([a.local.shape[0] + 3], device=REMOTE)
+                a.remote.index_fill_(0, index, 1)
+            self.say(a)
+            a.memory.poisoned = True
+
+    @operation(0.3)
+    def operands_apart(self) -> None:
+        """Refused here: nothing is changed."""
+        a = self.any()
+        elsewhere = [place for place in self.world.places if place != a.place]
+        b = self.like(a, self.random.choice(elsewhere)) if elsewhere and a.local.numel() > 1 else None
+        if b is not None and b.local.dim():
+            self._refused(dr.PlacementError, lambda: a.remote.add_(b.remote))
+
+    @operation(0.3)
+    def shapes_apart(self) -> None:
+        a = self.any()
+        with self.where(a.place):
+            other = torch.zeros(a.local.shape[-1] + 1 if a.local.shape[-1] > 1 else 0, dtype=a.local.dtype, device=REMOTE)
+            if a.local.shape[-1] > 1:
+                self._refused(RuntimeError, lambda: a.remote.add_(other))
+
+    def _refused(self, kind: type[Exception], act: Callable[[], object]) -> None:
+        try:
+            act()
+        except kind:
+            return
+        self.differs(f"{kind.__name__} was expected, and nothing was raised")
+
+
+class Drawing(Base):
+    """Random numbers: a node's CPU draws what this process's CPU would draw. Simulated GPUs share it."""
+
+    @operation(0.4)
+    def draw(self) -> None:
+        seed = self.random.randrange(1 << 40)
+        made: list[tuple[dr.Place, Any, torch.Tensor]] = []
+        generators = [torch.Generator().manual_seed(seed) for _ in range(self.world.nodes)]
+        kinds: list[Callable[..., Any]] = [
+            lambda **o: torch.rand(LENGTH, **o),
+            lambda **o: torch.randn(20, **o),
+            lambda **o: torch.randint(0, 1000, (LENGTH,), **o),
+            lambda **o: torch.randperm(LENGTH, **o),
+        ]
+        with self.world.seed:
+            torch.manual_seed(seed)
+            for _ in range(self.random.randrange(1, 4)):
+                place, kind = self.place(), self.random.choice(kinds)
+                with self.where(place):
+                    remote = kind(device=REMOTE)
+                made.append((place, remote, kind(generator=generators[place.node])))
+            # Whoever seeds next must not come before these draws: they are in the order of the program on each node.
+        for place, remote, local in made:
+            self.keep(place, remote, local)
+
+
+class Deriving(Base):
+    """Gradients, also through a copy between nodes and a collective."""
+
+    @operation(0.5)
+    def gradient(self) -> None:
+        a = self.any(dtype=torch.float32, healthy=True)
+        b, to, k = self.like(a, a.place), self.place(), float(self.random.randrange(1, 9))
+        if b.memory.poisoned:
+            return
+        self.say(a, b, to)
+        with self.where(a.place):
+            x, y = (v.remote.detach().clone().requires_grad_() for v in (a, b))
+            moved = (x * y + x.abs()).to(to)
+            (moved * k).sum().backward()
+        p, q = (v.local.detach().clone().requires_grad_() for v in (a, b))
+        ((p * q + p.abs()) * k).sum().backward()
+        assert p.grad is not None and q.grad is not None
+        self.keep(a.place, x.grad, p.grad)
+        self.keep(a.place, y.grad, q.grad)
+
+    @operation(0.2)
+    def gradient_of_a_sum(self) -> None:
+        group = self.world.groups[0]
+        members = [self.any(group.places[0], torch.float32, healthy=True)]
+        members += [self.like(members[0], place) for place in group.places[1:]]
+        if any(m.memory.poisoned for m in members) or len(members) > 2:  # sums of more depend on their order
+            return
+        leaves = [m.remote.detach().clone().requires_grad_() for m in members]
+        sums = dr.functional.all_reduce([x * x for x in leaves], group=group)
+        for total, k in zip(sums, (3.0, 5.0)):
+            total.backward(torch.full(members[0].local.shape, k, device=total.device), retain_graph=True)
+        # Each backward pass is a collective; gradients add up: 2 * x * 3, and then 2 * x * 5.
+        for m, leaf in zip(members, leaves):
+            twin = m.local.detach().clone().requires_grad_()
+            for k in (3.0, 5.0):
+                (twin * twin).backward(torch.full(twin.shape, k))
+            assert twin.grad is not None
+            self.keep(m.place, leaf.grad, twin.grad)
+
+
+class Living(Base):
+    """What ends values' lives, looks at the session, and keeps values in files."""
+
+    @operation(4)
+    def free(self) -> None:
+        if len(self.values) > 3:
+            self.say(self.values.pop(self.random.randrange(len(self.values))))
+
+    @operation(0.1)
+    def free_everything(self) -> None:
+        self.values.clear()
+        self.wholes.clear()
+        self.events.clear()
+
+    @operation(0.1)
+    def collect(self) -> None:
+        gc.collect()
+
+    @operation(0.2)
+    def look(self) -> None:
+        a = self.any()
+        what = self.random.choice(("memory", "nodes", "repr", "str of a stream", "names"))
+        self.say(what)
+        if what == "memory":
+            str(dr.memory())
+        elif what == "nodes":
+            str(dr.nodes())
+        elif what == "repr":
+            repr(a.remote)
+        elif what == "names":
+            str(dr.names())
+        else:
+            str(self.streams), str(self.events)
+
+    @operation(0.1)
+    def checkpoint(self) -> None:
+        """Save some, go on, load: what comes back is what was saved."""
+        chosen = [self.any(healthy=True) for _ in range(self.random.randrange(1, 4))]
+        folder = self.world.folder / f"{threading.get_ident()}"
+        saved = [value.local.clone() for value in chosen]
+        self.say(*chosen)
+        saving = dr.save([value.remote for value in chosen], folder, async_op=self.chance(0.5))
+        self.write(chosen[0], lambda x: x.add_(1))
+        chosen[0].local.add_(1)
+        if saving is not None:
+            saving.wait()
+        for value, loaded, local in zip(chosen, dr.load(folder), saved):
+            self.keep(value.place, loaded.clone(), local)  # one value chosen twice comes back tied
+
+
+class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Failing, Drawing, Deriving, Living):
+    """One random program. `only` runs these of its operations and leaves out the others; after `run`, see `wrong`."""
+
+    def run(self, only: Collection[int] | None = None, progress: Callable[[], None] = lambda: None) -> None:
+        self.said.append("begin")
+        weights = self.weights()
+        for k in range(4):
+            self.random = random.Random(self.seed * 1009 + 1_000_000 + k)
+            self.new(self.world.places[k % len(self.world.places)])
+        self.random = random.Random(self.seed * 1009)
+        chosen = self.random.choices(list(weights), list(weights.values()), k=self.random.randrange(20, 70))
+        try:
+            for k, name in enumerate(chosen):
+                if only is None or k in only:
+                    self.random = random.Random(self.seed * 1009 + 1 + k)
+                    self.chosen.append(name)
+                    self.said.append(f"{k} {name}")
+                    getattr(self, name)()
+                    progress()
+            self.said.append("end")
+            self.finish()
+        except Exception as error:
+            last = "".join(traceback.format_exception(error, limit=-6))
+            self.differs(f"raised {type(error).__name__}: {str(error)[:600]}\n{last}")
+
+    def weights(self) -> dict[str, float]:
+        """Return this program's weight of each operation. Most programs lack some, so that rare things meet more often."""
+        weights = {name: float(weight) for name in dir(type(self)) if (weight := getattr(getattr(type(self), name), "weight", 0))}
+        quiet = self.random.choice((0.0, 0.0, 0.2, 0.5))
+        return {name: 0.0 if self.chance(quiet) else weight * self.random.choice((1, 1, 1, 4)) for name, weight in weights.items()}
+
+    def finish(self) -> None:
+        """Read everything."""
+        for mail in self.mail:
+            self._receive(*mail)
+        for wanted in self.wanted:
+            self.check(wanted)
+        healthy = [value for value in self.values if not value.memory.poisoned]
+        for value, got in zip(healthy, dr.fetch([value.remote for value in healthy], timeout=PATIENCE)):
+            self.read("the end", value, lambda got=got: got)  # type: ignore[misc]
+        for value in self.values:
+            if value.memory.poisoned:
+                self.read("the end", value, lambda value=value: value.remote.cpu())  # type: ignore[misc]
+            if value.remote.stride() != value.local.stride():
+                self.differs(f"strides of {value} are {value.remote.stride()}, expected {value.local.stride()}")
+        for whole in self.wholes:
+            self.read_whole("the end", whole)
+        for work in self.works:
+            work.wait()
+
+
+# -- many programs -------------------------------------------------------------------------------------------------------------------
+
+
+class Publisher:
+    """Publishes pairs of one version, on two nodes, until it is told to stop."""
+
+    NAME = "pair"
+
+    def __init__(self, world: World) -> None:
+        self.world, self.count = world, 0
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        choose = random.Random(0)
+        while not self._end.wait(0.01):
+            self.count += 1
+            k = self.count
+            first = torch.full((50,), k, dtype=torch.int64).to(REMOTE)
+            with dr.on(self.world.nodes - 1):
+                second = torch.full((50,), 2 * k + 1, dtype=torch.int64).to(REMOTE)
+            dr.publish(self.NAME, {"first": first, "second": second, "k": k}, shared=True, copy=choose.random() < 0.5)
+            del first, second
+            if k % 17 == 0:
+                dr.unpublish(self.NAME)
+
+    def stop(self) -> None:
+        self._end.set()
+
+
+def torn(pair: Any, last: int) -> str | None:
+    """Return what is wrong with a pair that was looked up, if it must be no older than `last`."""
+    k = pair["k"]
+    first, second = dr.fetch([pair["first"], pair["second"]], timeout=PATIENCE)
+    if k < last:
+        return f"version {k} was found after {last}"
+    if not ((first == k).all() and (second == 2 * k + 1).all()):
+        return f"the pair {k} reads {first[:3].tolist()}, {second[:3].tolist()}"
+    return None
+
+
+@dataclass
+class Run:
+    """Runs programs in threads, until a time, a number of programs, or the first few that are wrong."""
+
+    world: World
+    seed: int
+    threads: int = 2
+    seconds: float = math.inf
+    programs: int = 1 << 60
+    publish: bool = False
+    most_wrong: int = 5
+    patience: float = 120.0  # seconds without an operation, of any thread, after which `stuck` is set
+    tally: Tally = field(default_factory=Tally)
+    stuck: str = ""
+    running: dict[int, Program] = field(default_factory=dict)
+    report: Callable[[], None] = lambda: None  # called every minute
+
+    def go(self) -> Tally:
+        """Block until they are done, or one hangs."""
+        self._end, self._moved = time.monotonic() + self.seconds, [time.monotonic()] * self.threads
+        self._left = iter(range(self.programs))
+        workers = [threading.Thread(target=self._work, args=(k,), name=f"programs-{k}", daemon=True) for k in range(self.threads)]
+        publisher = Publisher(self.world)
+        publishing = threading.Thread(target=self._publish, args=(publisher,), name="publisher", daemon=True)
+        started = [*workers, publishing] if self.publish else workers
+        for thread in started:
+            thread.start()
+        reported = time.monotonic()
+        for thread in workers:
+            while thread.is_alive() and not self.stuck:
+                thread.join(0.5)
+                self._watch(workers)
+                if time.monotonic() - reported > REPORT:
+                    reported = time.monotonic()
+                    self.report()
+        publisher.stop()
+        if not self.stuck and self.publish:
+            publishing.join(self.patience)
+            self.tally.add(published=publisher.count)
+        return self.tally
+
+    def _watch(self, workers: list[threading.Thread]) -> None:
+        for k, thread in enumerate(workers):
+            if thread.is_alive() and time.monotonic() - self._moved[k] > self.patience:
+                programs = "\n".join(f"thread {n}, seed {p.seed}:\n    " + "\n    ".join(p.said[-8:]) for n, p in self.running.items())
+                self.stuck = f"thread {k} has done nothing for {self.patience:g} s\n{programs}"
+                return
+
+    def _next(self) -> int | None:
+        over = time.monotonic() > self._end or len(self.tally.wrong) >= self.most_wrong
+        return None if over else next(self._left, None)  # an iterator of a range is safe among threads
+
+    def _work(self, number: int) -> None:
+        def progress() -> None:
+            self._moved[number] = time.monotonic()
+
+        while (k := self._next()) is not None:
+            progress()
+            program = self.running[number] = Program(self.seed * 1_000_003 + k, self.world)
+            program.run(progress=progress)
+            self.tally.note(program)
+        self.running.pop(number, None)
+
+    def _publish(self, publisher: Publisher) -> None:
+        try:
+            publisher.run()
+        except Exception as error:
+            self.tally.wrong.append(Wrong(-1, f"the publisher raised {type(error).__name__}: {error}", traceback.format_exc().splitlines()))

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,11 @@ SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
 LARGE = (70_000,)  # beyond what travels in the log itself, and through shared memory
 
 _tag = itertools.count().__next__  # nobody else's message has it
+
+
+def _steps(t: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions along which anybody steps: torch itself lets the others' float."""
+    return [step for step, size in zip(t.stride(), t.shape) if size > 1]
 
 
 def operation(weight: float) -> Callable[[Method], Method]:
@@ -123,10 +128,9 @@ class World:
             self.meshes += [grid, grid.select(dp=0)]
         self.lines = [[mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1] for mesh in self.meshes]
         self.seed = threading.Lock()  # whoever has it may seed the workers' generators and draw
-        self.longest = 0.0
 
-    def places_of(self, group: dr.ProcessGroup) -> list[dr.Place]:
-        return list(group.places)
+    def name(self, group: dr.ProcessGroup) -> str:
+        return f"group {self.groups.index(group)}"
 
 
 @dataclass
@@ -637,7 +641,7 @@ class Together(Base):
         first = [v for v in self.values if v.place == places[0] and v.local.shape == (LENGTH,)]
         like = self.random.choice(first) if first else self.new(places[0], (LENGTH,))
         found = [like] + [self.like(like, place) for place in places[1:]]
-        self.say(group, *found)
+        self.say(self.world.name(group), *found)
         return group, found
 
     def options(self, group: dr.ProcessGroup) -> dict[str, Any]:
@@ -735,7 +739,8 @@ class Together(Base):
 
     @operation(0.2)
     def barrier(self) -> None:
-        self.begun(dr.barrier(self.random.choice(self.world.groups), async_op=self.chance(0.7)))
+        with self.failures_of_others():
+            self.begun(dr.barrier(self.random.choice(self.world.groups), async_op=self.chance(0.7)))
 
 
 class OnMeshes(Base):
@@ -1104,7 +1109,7 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
         for value in self.values:
             if value.memory.poisoned:
                 self.read("the end", value, lambda value=value: value.remote.cpu())  # type: ignore[misc]
-            if value.remote.stride() != value.local.stride():
+            if _steps(value.remote) != _steps(value.local):
                 self.differs(f"strides of {value} are {value.remote.stride()}, expected {value.local.stride()}")
         for whole in self.wholes:
             self.read_whole("the end", whole)
@@ -1126,7 +1131,7 @@ class Publisher:
 
     def run(self) -> None:
         choose = random.Random(0)
-        while not self._end.wait(0.01):
+        while not self.count or not self.stopped(0.01):
             self.count += 1
             k = self.count
             first = torch.full((50,), k, dtype=torch.int64).to(REMOTE)
@@ -1140,16 +1145,43 @@ class Publisher:
     def stop(self) -> None:
         self._end.set()
 
+    def stopped(self, seconds: float) -> bool:
+        """Block for so many seconds, or until it is to stop; return whether it is."""
+        return self._end.wait(seconds)
 
-def torn(pair: Any, last: int) -> str | None:
-    """Return what is wrong with a pair that was looked up, if it must be no older than `last`."""
-    k = pair["k"]
-    first, second = dr.fetch([pair["first"], pair["second"]], timeout=PATIENCE)
-    if k < last:
-        return f"version {k} was found after {last}"
-    if not ((first == k).all() and (second == 2 * k + 1).all()):
-        return f"the pair {k} reads {first[:3].tolist()}, {second[:3].tolist()}"
-    return None
+
+class Reader:
+    """Looks a publisher's pairs up: each is of one version, none is older than one that was seen before, and a foreign one is read only."""
+
+    def __init__(self, owner: str | None = None) -> None:
+        self.name, self.foreign = Publisher.NAME if owner is None else f"{owner}/{Publisher.NAME}", owner is not None
+        self.found = self.missing = self.last = 0
+        self.wrong: list[str] = []
+
+    def look(self) -> None:
+        """Look once."""
+        try:
+            pair = dr.lookup(self.name)
+        except dr.UsageError as error:
+            if "nothing is published" not in str(error):
+                raise
+            self.missing += 1
+            return
+        self.found += 1
+        k = pair["k"]
+        first, second = dr.fetch([pair["first"], pair["second"]], timeout=PATIENCE)
+        if k < self.last:
+            self.wrong.append(f"version {k} was found after {self.last}")
+        if not ((first == k).all() and (second == 2 * k + 1).all()):
+            self.wrong.append(f"the pair {k} reads {first[:3].tolist()}, {second[:3].tolist()}")
+        self.last = k
+        if self.foreign:
+            with suppress(dr.UsageError):
+                pair["first"].add_(1)
+                self.wrong.append(f"the pair {k} could be written")
+
+    def __str__(self) -> str:
+        return f"{self.found} pairs found, {self.missing} times none, {len(self.wrong)} wrong"
 
 
 @dataclass
@@ -1175,9 +1207,11 @@ class Run:
         self._left = iter(range(self.programs))
         workers = [threading.Thread(target=self._work, args=(k,), name=f"programs-{k}", daemon=True) for k in range(self.threads)]
         publisher = Publisher(self.world)
-        publishing = threading.Thread(target=self._publish, args=(publisher,), name="publisher", daemon=True)
-        started = [*workers, publishing] if self.publish else workers
-        for thread in started:
+        beside = [
+            threading.Thread(target=self._beside, args=(publisher.run,), name="publisher", daemon=True),
+            threading.Thread(target=self._beside, args=(lambda: self._read(publisher),), name="reader", daemon=True),
+        ]
+        for thread in [*workers, *beside] if self.publish else workers:
             thread.start()
         reported = time.monotonic()
         for thread in workers:
@@ -1189,7 +1223,8 @@ class Run:
                     self.report()
         publisher.stop()
         if not self.stuck and self.publish:
-            publishing.join(self.patience)
+            for thread in beside:
+                thread.join(self.patience)
             self.tally.add(published=publisher.count)
         return self.tally
 
@@ -1215,8 +1250,15 @@ class Run:
             self.tally.note(program)
         self.running.pop(number, None)
 
-    def _publish(self, publisher: Publisher) -> None:
+    def _read(self, publisher: Publisher) -> None:
+        reader = Reader()
+        while not publisher.stopped(0.05):
+            reader.look()
+        self.tally.add(looked_up=reader.found)
+        self.tally.wrong += [Wrong(-1, what, []) for what in reader.wrong]
+
+    def _beside(self, act: Callable[[], None]) -> None:
         try:
-            publisher.run()
+            act()
         except Exception as error:
-            self.tally.wrong.append(Wrong(-1, f"the publisher raised {type(error).__name__}: {error}", traceback.format_exc().splitlines()))
+            self.tally.wrong.append(Wrong(-1, f"beside the programs: {type(error).__name__}: {error}", traceback.format_exc().splitlines()))

@@ -6,7 +6,6 @@ A few here; `tests/long/programs.py` runs thousands, and runs one alone, by the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,27 +14,27 @@ from processes import STARTING
 from random_programs import Program, Run, World
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     dr.shutdown()
     with pytest.MonkeyPatch.context() as patch, dr.init_master_worker(world_size=2, simulate_cuda=1, timeout=STARTING):
         patch.setenv("DISTRUNTIME_SIGNING_KEY", str(tmp_path_factory.mktemp("keys") / "signing-key"))
-        yield
+        yield World(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_programs_side_by_side_give_the_serial_result(seed: int, tmp_path: Path) -> None:
-    run = Run(World(tmp_path), seed, threads=2, programs=30, publish=True, most_wrong=1, patience=60)
+def test_programs_side_by_side_give_the_serial_result(seed: int, world: World) -> None:
+    run = Run(world, seed, threads=2, programs=30, publish=True, most_wrong=1, patience=60)
     tally = run.go()
     assert not run.stuck, run.stuck
     assert not tally.wrong, "\n".join(map(str, tally.wrong))
     assert tally.counts["programs"] == 30 and tally.counts["published"] > 0
 
 
-def test_a_program_follows_from_its_seed(tmp_path: Path) -> None:
+def test_a_program_follows_from_its_seed(world: World) -> None:
     said = []
     for _ in range(2):
-        program = Program(7, World(tmp_path))
+        program = Program(7, world)
         program.run()
         assert not program.wrong, str(program.wrong[0])
         said.append(program.said)

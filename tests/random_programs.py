@@ -65,9 +65,10 @@ def operation(weight: float) -> Callable[[Method], Method]:
 
 @dataclass(eq=False)
 class Memory:
-    """What views share: whether it is poisoned."""
+    """What views share: whether it is poisoned, and the meshes of whose tensors it is a shard."""
 
     poisoned: bool = False
+    meshes: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -119,18 +120,18 @@ class World:
         cpus = [place for place in self.places if place.device == "cpu"]
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))] if nodes is None else []
+        self.parts: dict[int, dict[int, range]] = {}
         gpus = len(self.places) // self.nodes - 1
         if gpus:
             self.groups.append(dr.new_group([place for place in self.places if place.device != "cpu"]))
             self.groups.append(dr.new_group(self.places))
         if gpus and self.meshes:
             grid = dr.init_device_mesh("cuda", (self.nodes, gpus), mesh_dim_names=("dp", "tp"))
-            self.meshes += [grid, grid.select(dp=0)]
+            self.meshes += [grid, *(grid.select(dp=k) for k in range(self.nodes))]
+            # The meshes that are parts of another, with their members' numbers in it.
+            self.parts[1] = {2 + k: range(k * gpus, (k + 1) * gpus) for k in range(self.nodes)}
         self.lines = [[mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1] for mesh in self.meshes]
         self.seed = threading.Lock()  # whoever has it may seed the workers' generators and draw
-
-    def name(self, group: dr.ProcessGroup) -> str:
-        return f"group {self.groups.index(group)}"
 
 
 @dataclass
@@ -184,6 +185,7 @@ class Base:
         self.works: list[Any] = []
         self.events: list[dr.Event] = []
         self.mail: list[tuple[int, dr.Place, Value]] = []
+        self.groups: list[dr.ProcessGroup] = list(world.groups)
         self.said: list[str] = []
         self.chosen: list[str] = []
         self.checks = 0
@@ -240,6 +242,8 @@ class Base:
 
     def keep_whole(self, mesh: int, remote: Any, locals_: list[torch.Tensor], memories: list[Memory]) -> Whole:
         found = Whole(f"m{self._name()}", mesh, remote, locals_, memories)
+        for memory in memories:
+            memory.meshes.add(mesh)
         self.wholes.append(found)
         self.say("->", found, f"on mesh {mesh}")
         return found
@@ -636,12 +640,12 @@ class Together(Base):
 
     def members(self) -> tuple[dr.ProcessGroup, list[Value]]:
         """Pick a group, and alike values of its members: of a length that they can share."""
-        group = self.random.choice(self.world.groups)
+        group = self.random.choice(self.groups)
         places = list(group.places)
         first = [v for v in self.values if v.place == places[0] and v.local.shape == (LENGTH,)]
         like = self.random.choice(first) if first else self.new(places[0], (LENGTH,))
         found = [like] + [self.like(like, place) for place in places[1:]]
-        self.say(self.world.name(group), *found)
+        self.say(f"group {self.groups.index(group)}", *found)
         return group, found
 
     def options(self, group: dr.ProcessGroup) -> dict[str, Any]:
@@ -654,6 +658,12 @@ class Together(Base):
     def kept(self, members: list[Value], remotes: Sequence[Any], locals_: Sequence[torch.Tensor]) -> None:
         for member, remote, local in zip(members, remotes, locals_):
             self.keep(member.place, remote, local.clone(), *members)
+
+    @operation(0.1)
+    def new_group(self) -> None:
+        """A group of some places, in some order, that overlaps with others."""
+        places = self.world.places
+        self.groups.append(dr.new_group(self.random.sample(places, self.random.randint(1, min(4, len(places))))))
 
     @operation(0.5)
     def await_work(self) -> None:
@@ -740,7 +750,7 @@ class Together(Base):
     @operation(0.2)
     def barrier(self) -> None:
         with self.failures_of_others():
-            self.begun(dr.barrier(self.random.choice(self.world.groups), async_op=self.chance(0.7)))
+            self.begun(dr.barrier(self.random.choice(self.groups), async_op=self.chance(0.7)))
 
 
 class OnMeshes(Base):
@@ -810,16 +820,30 @@ class OnMeshes(Base):
 
     @operation(0.5)
     def mesh_of_values(self) -> None:
-        """Values of the members' places become shards: the same memory, where they share none with another tensor of the mesh."""
+        """Values of the members' places become shards: the same memory, unless they are a tensor's of this mesh already."""
         if self.world.meshes:
             mesh = self.random.randrange(len(self.world.meshes))
             places = self.world.meshes[mesh].places
             first = self.any(places[0])
             members = [first] + [self.like(first, place) for place in places[1:]]
             self.say(*members)
-            with self.where_mesh(mesh):  # of copies: whether values are shared or copied is for `from_shards` to say
-                remote = dr.from_shards([m.remote.clone() for m in members], self.world.meshes[mesh])
-            self.keep_whole(mesh, remote, [m.local.clone() for m in members], [Memory(m.memory.poisoned) for m in members])
+            shared = all(not m.memory.meshes and m.local.is_contiguous() for m in members)
+            with self.where_mesh(mesh):
+                remote = dr.from_shards([m.remote if shared else m.remote.clone() for m in members], self.world.meshes[mesh])
+            locals_ = [m.local if shared else m.local.clone() for m in members]
+            self.keep_whole(mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members])
+
+    @operation(0.5)
+    def mesh_part(self) -> None:
+        """Some members' shards of a mesh's tensor become a tensor of a part of the mesh: the same memory."""
+        wholes = [w for w in self.wholes for part in self.world.parts.get(w.mesh, {}) if all(part not in m.meshes for m in w.memories)]
+        if wholes:
+            a = self.random.choice(wholes)
+            part, ranks = self.random.choice(list(self.world.parts[a.mesh].items()))
+            self.say(a)
+            with self.where_mesh(part):
+                remote = dr.from_shards([a.remote.member(k) for k in ranks], self.world.meshes[part])
+            self.keep_whole(part, remote, [a.locals[k] for k in ranks], [a.memories[k] for k in ranks])
 
     @operation(1)
     def mesh_shards(self) -> None:
@@ -1115,6 +1139,8 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
             self.read_whole("the end", whole)
         for work in self.works:
             work.wait()
+        for group in self.groups[len(self.world.groups) :]:
+            group.close()
 
 
 # -- many programs -------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ when every daemon that it lists has it, and a lookup takes the highest that is: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,7 @@ from .wire.messages import ADOPT, PUBLISH
 from .wrap import wrap
 
 _LONGEST = 200  # characters of a name
+_TRIES = 20  # of a lookup: that often somebody has given the name anew while its workers were asked
 _token = count(1).__next__
 
 
@@ -218,24 +220,40 @@ def lookup(name: str) -> Any:
     session = active_session()
     owner, _, own_name = name.rpartition("/")
     foreign = owner not in ("", session.name)
-    known, token, waiting = known_of(session), _token(), [node for node in session.nodes if node.failed is None]
+    known = known_of(session)
     with known.lock:
         known.sweep()
-        try:
-            answers = ask(session, "find", owner if foreign else "", own_name, token)
-            found = {node: Found(node, answer) for node, answer in answers.items()}
-            opened, nodes = _newest(session, known, name, owner if foreign else session.name, own_name, found)
-            adoption = _Adoption(session, known, name if foreign else None, opened.version, nodes, found)
-            leaves = [adoption.leaf(kind, fields) for kind, *fields in opened.leaves]
-            adoption.issue(token)
-            waiting = [node for node in waiting if node not in nodes]
-        finally:  # workers hold what they have found until they hear of it
-            for node in waiting:
-                issue_default([ADOPT, token, 0, []], (), (), node, user_line())
-        if not foreign:
-            known.pinned[own_name] = [leaf._handle.storage for leaf in leaves if type(leaf) is DistributedTensor]
-            known.homes[own_name] = nodes
-        return load(opened.pickled, leaves)
+        for _ in range(_TRIES):
+            with suppress(_Replaced):
+                return _look(session, known, name, owner, own_name, foreign)
+    raise UsageError(
+        f"{name!r} is not whole: it is being given anew all the time, or who published it died half-way. "
+        "Look it up again, or publish it again"
+    )
+
+
+def _look(session: Session, known: Known, name: str, owner: str, own_name: str, foreign: bool) -> Any:
+    """Return what is published, by one round of answers; raise `_Replaced` where it was given anew between two of them."""
+    token, waiting = _token(), [node for node in session.nodes if node.failed is None]
+    try:
+        answers = ask(session, "find", owner if foreign else "", own_name, token)
+        found = {node: Found(node, answer) for node, answer in answers.items()}
+        opened, nodes = _newest(session, known, name, owner if foreign else session.name, own_name, found)
+        adoption = _Adoption(session, known, name if foreign else None, opened.version, nodes, found)
+        leaves = [adoption.leaf(kind, fields) for kind, *fields in opened.leaves]
+        adoption.issue(token)
+        waiting = [node for node in waiting if node not in nodes]
+    finally:  # workers hold what they have found until they hear of it
+        for node in waiting:
+            issue_default([ADOPT, token, 0, []], (), (), node, user_line())
+    if not foreign:
+        known.pinned[own_name] = [leaf._handle.storage for leaf in leaves if type(leaf) is DistributedTensor]
+        known.homes[own_name] = nodes
+    return load(opened.pickled, leaves)
+
+
+class _Replaced(Exception):
+    """A name was given anew between the answers of two workers: one had the version before, and the other has the next."""
 
 
 def _newest(session: Session, known: Known, name: str, owner: str, own_name: str, found: dict[Node, Found]) -> tuple[Opened, list[Node]]:
@@ -254,6 +272,8 @@ def _newest(session: Session, known: Known, name: str, owner: str, own_name: str
         missing = missing or [row for row, node in zip(opened.listed, nodes) if node is None or version not in found[node].envelopes]
     for node in known.homes.get(name, []):
         node.require_alive()
+    if missing and all(row[0] in by_identity for row in missing):
+        raise _Replaced
     for _, number, host, pid, _ in missing:
         for node in session.nodes:
             if _process(node) == [host, pid]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import distruntime as dr
+import distruntime.publishing as publishing
 from agree import REMOTE
 from distruntime.composite import _record
 from distruntime.functions import issue_function
@@ -19,7 +21,7 @@ from distruntime.handle import Storage
 from distruntime.session import active_session
 from distruntime.wire.messages import ADOPT, PUBLISH
 from keeping import Keeping, enter, keeping
-from processes import until
+from processes import Child, until
 
 READ_ONLY = "cannot be written: another session has published it"
 
@@ -302,3 +304,43 @@ def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
     x._handle.born = (session.nodes[0].base + len(session.nodes[0].log), None, 0)
     with pytest.raises(dr.InternalError, match="what was looked up is not here"):
         x.tolist()
+
+
+def publish_when_told(first: str, second: str) -> None:
+    """Publish pairs on two nodes, the next one for each line that is read."""
+    dr.init_master_worker(workers=[first, second], timeout=90, session="alice")
+    for k in itertools.count():
+        with dr.node(1):
+            far = torch.full((2,), k, device=REMOTE)
+        dr.publish("pair", [torch.full((2,), k, device=REMOTE), far], shared=True)
+        print("published", flush=True)
+        input()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_lookup_that_meets_two_versions_looks_again(
+    tmp_path: Path, fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    real, crossed = publishing.ask, []
+
+    def ask(session: Any, *detail: Any) -> Any:
+        """The first worker answers before a pair is published anew, the second afterwards."""
+        answers = real(session, *detail)
+        if detail[0] != "find" or len(crossed) == times:
+            return answers
+        crossed.append(detail)
+        child.tell()
+        child.expect("published")
+        (first, early), (second, _) = answers.items()
+        return {first: early, second: real(session, *detail)[second]}
+
+    with keeping(tmp_path, 2) as daemons, Child(publish_when_told, *(daemon.address for daemon in daemons)) as child:
+        child.expect("published")
+        enter(fresh_session, daemons, "bob")
+        monkeypatch.setattr(publishing, "ask", ask)
+        assert [t.tolist() for t in dr.lookup("alice/pair")] == [[times, times]] * 2
+        assert len(crossed) == times
+        del crossed[:]
+        times = 1000
+        with pytest.raises(dr.UsageError, match=r"'alice/pair' is not whole: it is being given anew all the time"):
+            dr.lookup("alice/pair")

@@ -4,7 +4,7 @@
 #   make check    format, lint, types, layers: before every commit
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
-#   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, half an hour of soak
+#   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, half an hour of soak, 20,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
 PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
@@ -37,6 +37,9 @@ long: .venv/.tests
 	PYTHONPATH=tests $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/fuzz_hour.py
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/soak.py --minutes 30
+	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 20000 --publish
+	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
+	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
 
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))

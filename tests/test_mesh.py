@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 import distruntime as dr
 from distruntime.member_ints import run_for_each
-from mesh_programs import Program
 from processes import blocked, slots, stop, until
 
 Mesh = dr.DeviceMesh
@@ -492,11 +491,6 @@ def test_a_mesh_of_places(mesh: Mesh) -> None:
         dr.init_device_mesh([0, 0], (2,))
     with pytest.raises(dr.UsageError, match="has 2 members, got 1 places"):
         dr.init_device_mesh([0], (2,))
-
-
-def test_random_programs(mesh: Mesh) -> None:
-    assert sum(Program(seed, mesh).run() for seed in range(6)) > 60
-    dr.synchronize()
 
 
 def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., Any]) -> None:

@@ -1,18 +1,23 @@
-"""A network between master and worker that can be cut, slowed or torn: a forwarder of TCP connections in a process of its own."""
+"""A network between master and worker that can be cut, slowed, torn or made to garble: TCP connections, forwarded in a process of its own."""
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CHUNK = 1 << 16
+_MOST = 4 << 20  # bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real network
+_BITE, _BITTEN = 7, 400  # bytes: dribble hands over the first of what comes in pieces as small as this
+_LEAST = 60  # bytes of a piece that a flip or a truncation may strike: a shorter one may be no message at all
 
 
 class Network:
@@ -47,8 +52,20 @@ class Network:
         self._say("cut")
 
     def mend(self) -> None:
-        """Let everything through again, on the connections that still are and on new ones."""
+        """Let everything through again, as it comes, on the connections that still are and on new ones."""
         self._say("mend")
+
+    def swallow(self, way: str) -> None:
+        """Let nothing through one way, "up" to the target or "down" from it; connections can still be made."""
+        self._say(f"swallow {way}")
+
+    def refuse(self) -> None:
+        """Reset every connection, and each new one as soon as it is made."""
+        self._say("refuse")
+
+    def close(self) -> None:
+        """Reset every connection, and stop to listen: the machine says that nobody is there."""
+        self._say("close")
 
     def tear(self) -> None:
         """Reset every connection, as a router that was restarted."""
@@ -57,6 +74,22 @@ class Network:
     def slow(self, seconds: float) -> None:
         """Delay each piece by so many seconds."""
         self._say(f"slow {seconds}")
+
+    def throttle(self, rate: float) -> None:
+        """Let so many bytes a second through, each way."""
+        self._say(f"throttle {rate}")
+
+    def dribble(self) -> None:
+        """Hand over the beginning of whatever comes in pieces of a few bytes, a millisecond apart."""
+        self._say("dribble")
+
+    def truncate(self, where: float) -> None:
+        """Once: cut the next longer piece at this part of it (0 to 1), either way, and reset its connection."""
+        self._say(f"truncate {where}")
+
+    def flip(self, where: float) -> None:
+        """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way."""
+        self._say(f"flip {where}")
 
     def retarget(self, target: str) -> None:
         """Forward new connections to another address."""
@@ -75,35 +108,58 @@ class Network:
 class _Forwarder:
     def __init__(self, target: str) -> None:
         self.target = self._parsed(target)
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.listener: socket.socket | None = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.address = self.listener.getsockname()
         self.other: dict[socket.socket, socket.socket] = {}
-        self.waiting: dict[socket.socket, list[tuple[float, bytes]]] = {}  # by receiver: when to send what
+        self.way: dict[socket.socket, str] = {}  # where what an end sends goes
+        self.waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {}  # by receiver: when to send what
+        self.free_at: dict[socket.socket, float] = {}  # by receiver: when the last of what waits for it is sent
+        self.ended: set[socket.socket] = set()  # who has sent all that it will
         self.new: list[socket.socket] = []  # accepted while the network was cut
-        self.whole, self.delay = True, 0.0
+        self.lost: set[str] = set()  # the ways on which nothing gets through
+        self.once: tuple[str, float] | None = None  # what happens to the next longer piece, and where in it
+        self.calm()
+
+    def calm(self) -> None:
+        """Let everything through, as it comes."""
+        self.whole, self.refuses, self.dribbles, self.delay, self.rate = True, False, False, 0.0, math.inf
+        self.lost.clear()
+        self.once = None
 
     def _parsed(self, target: str) -> tuple[str, int]:
         host, _, port = target.rpartition(":")
         return host, int(port)
 
     def run(self) -> None:
-        host, port = self.listener.getsockname()
-        print(f"{host}:{port}", flush=True)
+        print(f"{self.address[0]}:{self.address[1]}", flush=True)
         while True:
             # What is cut is not read: to both ends it looks as if packets were lost.
-            readers = [sys.stdin, self.listener, *(self.other if self.whole else [])]
-            due = [at for queue in self.waiting.values() for at, _ in queue[:1]]
-            wait = max(0.0, min(due) - time.monotonic()) if due and self.whole else None
-            ready = select.select(readers, [], [], wait)[0]
+            readers = [sys.stdin, *([self.listener] if self.listener is not None else []), *filter(self._is_read, self.other)]
+            now = time.monotonic()
+            first = {end: queue[0][0] for end, queue in self.waiting.items() if queue and self._gets(end)}
+            writers = [end for end, at in first.items() if at <= now]
+            later = [at - now for at in first.values() if at > now]
+            ready, writable, _ = select.select(readers, writers, [], min(later) if later else None)
             if sys.stdin in ready and not self.obey(sys.stdin.readline()):
                 return
-            if self.listener in ready:
+            if self.listener in ready and self.listener is not None:
                 self.new.append(self.listener.accept()[0])
             if self.whole:
                 self.admit()
-                for source in ready:
-                    if source in self.other:
-                        self.read(source)
-                self.deliver()
+            for source in ready:
+                if source in self.other and self._is_read(source):
+                    self.read(source)
+            for end in writable:
+                if end in self.other and self._gets(end):
+                    self.deliver(end)
+
+    def _is_read(self, end: socket.socket) -> bool:
+        far = self.other[end]
+        open_ = self.whole and end not in self.ended and self.way[end] not in self.lost
+        return open_ and sum(len(data) for _, data in self.waiting[far]) < _MOST
+
+    def _gets(self, end: socket.socket) -> bool:
+        return self.whole and self.way[self.other[end]] not in self.lost
 
     def obey(self, line: str) -> bool:
         words = line.split()
@@ -113,62 +169,133 @@ class _Forwarder:
             case ["cut"]:
                 self.whole = False
             case ["mend"]:
-                self.whole = True
+                self.calm()
+                if self.listener is None:
+                    self.listener = socket.create_server(self.address, backlog=64)
+            case ["swallow", way]:
+                self.lost.add(way)
+            case ["refuse"]:
+                self.refuses = True
+                self.tear()
+            case ["close"]:
+                if self.listener is not None:
+                    self.listener.close()
+                    self.listener = None
+                self.tear()
             case ["tear"]:
-                for end in [*self.other, *self.new]:
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
-                    end.close()
-                self.other.clear()
-                self.waiting.clear()
-                self.new.clear()
+                self.tear()
             case ["slow", seconds]:
                 self.delay = float(seconds)
+            case ["throttle", rate]:
+                self.rate = float(rate)
+            case ["dribble"]:
+                self.dribbles = True
+            case ["truncate" | "flip" as what, where]:
+                self.once = what, float(where)
             case ["to", target]:
                 self.target = self._parsed(target)
+            case _:
+                return False
         print("done", flush=True)
         return True
 
+    def tear(self) -> None:
+        for end in [*self.other, *self.new]:
+            self.reset(end)
+        for table in (self.other, self.way, self.waiting, self.free_at):
+            table.clear()
+        self.ended.clear()
+        self.new.clear()
+
+    def reset(self, end: socket.socket) -> None:
+        with suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+        end.close()
+
     def admit(self) -> None:
         for end in self.new:
+            if self.refuses:
+                self.reset(end)
+                continue
             try:
                 far = socket.create_connection(self.target, 5.0)
             except OSError:
                 end.close()
                 continue
-            for one, two in ((end, far), (far, end)):
+            for one, two, way in ((end, far, "up"), (far, end, "down")):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.other[one] = two
-                self.waiting[one] = []
+                one.setblocking(False)
+                self.other[one], self.way[one], self.waiting[one], self.free_at[one] = two, way, deque(), 0.0
         self.new.clear()
 
     def read(self, source: socket.socket) -> None:
-        if source not in self.other:
-            return
         try:
             data = source.recv(_CHUNK)
+        except BlockingIOError:
+            return
         except OSError:
-            data = b""
-        if data:
-            self.waiting[self.other[source]].append((time.monotonic() + self.delay, data))
-        else:
-            self.hang_up(source)
+            self.hang_up(source, self.reset)
+            return
+        receiver = self.other[source]
+        if not data:  # what came before it is to arrive
+            self.ended.add(source)
+            self.waiting[receiver].append((self.free_at[receiver], b""))
+            self.deliver(receiver)
+            return
+        if self.once is not None and len(data) > _LEAST:
+            (what, where), self.once = self.once, None
+            k = int(where * (len(data) - 1))
+            if what == "truncate":
+                with suppress(OSError):
+                    receiver.send(data[: k + 1])
+                self.hang_up(source, self.reset)
+                return
+            data = data[:k] + bytes([data[k] ^ 1 << (k % 8)]) + data[k + 1 :]
+        self.hand(receiver, data)
 
-    def deliver(self) -> None:
-        for receiver, queue in list(self.waiting.items()):
-            while queue and queue[0][0] <= time.monotonic() and receiver in self.other:
-                data = queue.pop(0)[1]
-                try:
-                    receiver.sendall(data)
-                except OSError:
-                    self.hang_up(receiver)
+    def hand(self, receiver: socket.socket, data: bytes) -> None:
+        """Put what has come into the queue of its receiver, in as many pieces as it is to arrive in."""
+        pieces, apart = [data], 0.0
+        if self.dribbles:
+            pieces, apart = [data[k : k + _BITE] for k in range(0, min(_BITTEN, len(data)), _BITE)], 0.001
+            pieces += [data[len(pieces) * _BITE :]] if len(data) > len(pieces) * _BITE else []
+        elif self.rate != math.inf:
+            step = max(1, int(self.rate / 50))
+            pieces, apart = [data[k : k + step] for k in range(0, len(data), step)], 0.02
+        at = max(self.free_at[receiver], time.monotonic() + self.delay)
+        for piece in pieces:
+            self.waiting[receiver].append((at, piece))
+            at += apart
+        self.free_at[receiver] = at
+        self.deliver(receiver)
 
-    def hang_up(self, end: socket.socket) -> None:
+    def deliver(self, receiver: socket.socket) -> None:
+        queue = self.waiting[receiver]
+        while queue and queue[0][0] <= time.monotonic():
+            at, data = queue[0]
+            if not data:
+                self.hang_up(receiver)
+                return
+            try:
+                sent = receiver.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.hang_up(receiver)
+                return
+            if sent == len(data):
+                queue.popleft()
+            else:
+                queue[0] = at, data[sent:]
+
+    def hang_up(self, end: socket.socket, close: Callable[[socket.socket], None] = socket.socket.close) -> None:
         for one in (end, self.other.get(end)):
             if one is not None:
-                self.other.pop(one, None)
-                self.waiting.pop(one, None)
+                for table in (self.other, self.way, self.waiting, self.free_at):
+                    table.pop(one, None)
+                self.ended.discard(one)
                 with suppress(OSError):
-                    one.close()
+                    close(one)
 
 
 if __name__ == "__main__":

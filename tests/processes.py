@@ -303,6 +303,26 @@ class Child:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
+    def waiting(self) -> bool:
+        """Whether a line can be read without waiting, or it is known that none will come."""
+        return not self._lines.empty()
+
+    def gone(self, timeout: float) -> bool:
+        """Block until the process has ended, for so many seconds at most; return whether it has."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def rest(self, timeout: float = 60.0) -> list[str]:
+        """Block until the process writes no more; return the lines that nobody has read."""
+        deadline, lines = time.monotonic() + timeout, list[str]()
+        while (line := self._next(deadline)) is not None:
+            lines.append(line)
+        self.printed += lines
+        return lines
+
     def interrupt(self) -> None:
         """Press Ctrl-C."""
         self._process.send_signal(signal.SIGINT)

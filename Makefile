@@ -4,7 +4,8 @@
 #   make check    format, lint, types, layers: before every commit
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
-#   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, half an hour of soak, 20,000 random programs
+#   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
+#                 of soak, 24,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
 PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
@@ -36,6 +37,7 @@ long: .venv/.tests
 	PYTHONPATH=tests $(BIN)/python tests/long/op_db_dtypes.py
 	PYTHONPATH=tests $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/fuzz_hour.py
+	PYTHONPATH=.:worker:tests OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/soak.py --minutes 30
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 20000 --publish
 	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2

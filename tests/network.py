@@ -1,4 +1,4 @@
-"""A network between master and worker that can be cut, slowed, torn or made to garble: TCP connections, forwarded in a process of its own."""
+"""A network between master and worker that can be cut, slowed, torn or made to garble: it forwards connections, a process of its own."""
 
 from __future__ import annotations
 

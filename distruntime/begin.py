@@ -44,6 +44,7 @@ class Plan:
 def _session(plan: Plan, channel: Channel) -> Session:
     session = Session(channel, [], plan.name or new_name())
     session.lasting = plan.name is not None
+    session.patience = plan.timeout
     session.keeper_to_be = Keeper(session, keep=plan.keep, grace=plan.grace, token=new_token(), made=node_of)
     return session
 

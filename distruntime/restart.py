@@ -23,12 +23,13 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
 
     Args:
         node: its number.
-        timeout: seconds to wait for the worker (30).
+        timeout: seconds to wait for the worker (those of `init_master_worker(timeout=)`).
 
     Raises:
         PlacementError: there is no such node. ConnectionFailed: no worker came in time.
     """
-    session, wait = active_session(), CONNECT.get(timeout)
+    session = active_session()
+    wait = session.patience if timeout is None else CONNECT.get(timeout)
     session.places.devices(node)
     old = session.nodes[node]
     begin(session, old, "was restarted by dr.restart()")
@@ -45,7 +46,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
         words = worker.last_lines(5) if worker is not None else ""
         where = f"at {old.address}" if session.starter is None else "on this machine"
         raise ConnectionFailed(
-            f"no worker came {where} within {wait:.0f} s to be node {node} again" + (f"; its last words:\n{words}" if words else "")
+            f"no worker came {where} within {wait:g} s to be node {node} again" + (f"; its last words:\n{words}" if words else "")
         )
 
 

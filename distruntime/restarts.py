@@ -70,7 +70,8 @@ def run_with_restarts(train: Callable[[Checkpoint], T], *, max_restarts: int = 3
     Args:
         train: makes its model and optimizer, takes up what `ckpt.load()` returns unless that is None, and calls `ckpt.save(tree)` from time
             to time. Called again it must make its remote tensors anew: those of a lost worker are gone.
-        max_restarts: how often at most; then the last error is raised, with its causes.
+        max_restarts: how often at most; then the last error is raised, with its causes. A lost worker that nobody replaces within the
+            session's own `timeout` counts as a restart, too.
         checkpoint: the folder, which may have a checkpoint of an earlier run: the training goes on from that.
 
     Blocks for the whole training. Only `NodeFailed` and `ConnectionFailed`, and what has one of them among its causes, lead to a new
@@ -82,6 +83,8 @@ def run_with_restarts(train: Callable[[Checkpoint], T], *, max_restarts: int = 3
     attempt = 0
     while True:
         try:
+            if attempt:
+                _start_again(active_session(), attempt)
             return train(Checkpoint(path, attempt))
         except Exception as error:
             if attempt >= max_restarts or not _is_loss(error):
@@ -90,19 +93,21 @@ def run_with_restarts(train: Callable[[Checkpoint], T], *, max_restarts: int = 3
         # The error is gone here, and with it the frames of the attempt and the tensors in them.
         gc.collect()
         attempt += 1
-        _start_again(active_session())
 
 
-def _start_again(session: Session) -> None:
+def _start_again(session: Session, attempt: int) -> None:
     """Let the workers that are there run what the last attempt has left, and start the lost ones again."""
-    for node in list(session.nodes):
+    for index, node in enumerate(list(session.nodes)):
         if node.failed is None:
             try:
                 session.synchronize(node)
             except DistruntimeError as error:  # of the attempt that has ended, and nobody's business in the next one
                 log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
-        if node.failed is not None:  # which the look above may have found
-            restart(node.index)
+        # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to keep it.
+        if session.nodes[index].failed is not None:
+            where = f"at {node.address}" if session.starter is None else "that is started on this machine"
+            log.warning("attempt %d waits for a worker %s to be node %d again, %g s at most", attempt, where, index, session.patience)
+            restart(index)
 
 
 def _is_loss(error: BaseException) -> bool:

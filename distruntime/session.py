@@ -30,7 +30,7 @@ from .stall import note_wait
 from .wait import checked
 from .wire.channel import Channel, ChannelClosed, PeerGone
 from .wire.codec import Buffer, decode, encode
-from .wire.deadlines import ASK, DETACH, SHUTDOWN
+from .wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from .wire.identity import has_died, out_of_memory_kills
 from .wire.link import Delivery
 from .wire.messages import Ack, Ask, BreakGroup, Detach, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
@@ -56,6 +56,7 @@ class Session:
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
         self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
+        self.patience = CONNECT.seconds  # how long a worker is waited for that is to come, as the user has it
         self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
         self.moment = Moment(self.lock)  # whoever is in it issues what makes workers wait for each other
         self.teams: list[Node] = []  # the logs of meshes

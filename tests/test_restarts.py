@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import slots
+from distruntime.session import active_session
+from processes import ListeningWorker, slots, until
 
 STEPS = 12
 
@@ -121,6 +123,83 @@ def _raises(error: BaseException) -> Callable[[], None]:
         raise error
 
     return act
+
+
+def test_a_worker_that_is_away_for_longer_than_one_restart_waits(
+    fresh_session: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its machine is started anew, say: each wait is as long as the session's own, and counts as one restart."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    workers = [ListeningWorker(folders[0], "--listen", "tcp://127.0.0.1:0")]
+    address = workers[0].address
+    fresh_session(workers=[address]).patience = 0.5  # less than this machine takes to start one
+    attempts = []
+
+    def return_late() -> None:
+        until(lambda: caplog.text.count("no worker came at") >= 2)
+        workers.append(ListeningWorker(folders[1], "--listen", address))
+
+    returning = threading.Thread(target=return_late)
+
+    def train(ckpt: Any) -> float:
+        attempts.append(ckpt.attempt)
+        x = torch.ones(3, device=REMOTE)
+        if ckpt.attempt == 0:
+            workers[0].process.kill()
+            workers[0].process.wait()
+            returning.start()
+            until(lambda: x.sum().item() is None)
+        return x.sum().item()
+
+    try:
+        assert dr.run_with_restarts(train, max_restarts=1000, checkpoint=tmp_path / "c") == 3
+        assert attempts[0] == 0 and len(attempts) == 2 and attempts[1] >= 3
+        assert f"attempt 1 waits for a worker at {address} to be node 0 again, 0.5 s at most" in caplog.text
+        assert "attempt 1 ended: no worker came at" in caplog.text and "within 0.5 s" in caplog.text
+    finally:
+        dr.shutdown()
+        if returning.ident is not None:
+            returning.join()
+        for worker in workers:
+            worker.stop()
+
+
+def test_failed_restarts_have_an_end(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
+    try:
+        fresh_session(workers=[worker.address]).patience = 0.2
+        attempts = []
+
+        def train(ckpt: Any) -> None:
+            attempts.append(ckpt.attempt)
+            x = torch.ones(3, device=REMOTE)
+            worker.process.kill()
+            worker.process.wait()
+            until(lambda: x.sum().item() is None)
+
+        with pytest.raises(dr.ConnectionFailed, match=r"no worker came at .* within 0.2 s to be node 0 again"):
+            dr.run_with_restarts(train, max_restarts=2, checkpoint=tmp_path / "c")
+        assert attempts == [0]
+    finally:
+        dr.shutdown()
+        worker.stop()
+
+
+def test_restart_waits_as_long_as_the_session_does(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
+    try:
+        fresh_session(workers=[worker.address], timeout=45.0)
+        assert active_session().patience == 45
+        active_session().patience = 0.3
+        worker.stop()
+        until(lambda: active_session().nodes[0].failed is not None)
+        with pytest.raises(dr.ConnectionFailed, match=r"within 0\.3 s"):
+            dr.restart(0)
+    finally:
+        dr.shutdown()
+        worker.stop()
 
 
 CASES: dict[str, tuple[Callable[[], None], bool]] = {

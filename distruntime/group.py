@@ -1,7 +1,6 @@
 """Groups: places whose tensors take part in collectives together. How workers are brought together, and what breaks a group.
 
-The master hands out groups' numbers, asks rank 0's worker for a store where the members meet, and has each worker join. From then on
-the bytes never pass through here.
+The master hands out groups' numbers and has each worker join; how members find each other, and their bytes, never pass through here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupport
 from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
-from .meeting import Meeting, proposed
+from .meeting import Meeting
 from .node import Node
 from .requests import Request
 from .session import Session, active_session
@@ -104,7 +103,6 @@ class Groups:
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
-        self._stores: dict[Node, list[Any]] = {}
         self._launches: dict[Node, Storage] = {}
         self.meeting = Meeting(session)
         self.mail: Any = None  # as a group's, of what was sent without one
@@ -164,16 +162,14 @@ class Groups:
         return group
 
     def _join(self, group: ProcessGroup) -> None:
-        session, keeper = self.session, group.homes[0].node
-        if keeper not in self._stores:
-            self._stores[keeper] = self._answer(session.ask(keeper, "store", [proposed(keeper)]), "keep a store for groups")
+        session = self.session
         factory = _pickled(group.backend)
         requests = []
         for node, ranks in group.own.items():
             request = session.requests.new(node, "done")
             members = [[rank, group.places[rank].device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
-            message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, self._stores[keeper], limit)
+            message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
             session.post(node, message)
             requests.append(request)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from .errors import ConnectionFailed
+from .errors import ConfigurationError, ConnectionFailed
 from .node import Node
 from .requests import Request
 from .session import Session
@@ -58,12 +58,20 @@ class Meeting:
             self.done = True
 
     def require(self) -> None:
-        """Block until every worker says where it listens, or is lost; raise `ConnectionFailed` if one does not within half a minute."""
+        """Block until every worker says where it listens, or is lost.
+
+        Raise `ConfigurationError` if one cannot listen there, `ConnectionFailed` if one does not say so within half a minute.
+        """
         patience = MEET.get()
+        for request in [request for request in self._asked if request.done and request.cause is not None]:
+            self.returned(request.node)  # ask once more: its port may have become free
         deadline = time.monotonic() + patience
         for request in self._asked:
             if not self.session.result(request, max(0.0, deadline - time.monotonic())):
                 raise ConnectionFailed(f"{request.node} did not say within {patience:.0f} s where it listens for other workers")
+            cause = request.cause
+            if cause is not None and cause.failure.kind.endswith("ConfigurationError"):
+                raise ConfigurationError(f"{request.node}: {cause.failure.text}")
             if request.lost is None:  # a node that is gone need not be met
                 self.session.raise_for(request)
 

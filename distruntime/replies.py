@@ -118,7 +118,6 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask passed": _is(bool),
     "ask channel": _row(_text, lambda fields: True, lambda python: _integers(python) and len(python) == 2),  # see Capabilities.from_wire
     "ask listen": _text,
-    "ask store": _row(_text, _integer),
     "ask turns": _list_of(_row(_text, _integer, _real)),
     "ask published names": _row(_text, _list_of(_publication)),
     "ask published versions": _row(_text, _list_of(_number)),

@@ -30,7 +30,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import PROTOCOL, UPLOAD, Ack, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Reply, Segment, Welcome
+from distruntime.wire.messages import PROTOCOL, UPLOAD, Ack, Fetch, Goodbye, Hello, OpenGroup, Refused, Reply, Segment, Welcome
 from fuzz_mutations import Mutator
 from fuzz_seeds import KEEP, ROOT, Recording, Seed, revived
 from processes import pause
@@ -343,7 +343,6 @@ class AgainstWorker:
         friend.still().leave()
 
     def _send(self, attacker: Speaker, items: list[Any], mutator: Mutator) -> None:
-        store: Any = None
         greeted = False
         for item in items:
             if isinstance(item, bytes):
@@ -362,16 +361,14 @@ class AgainstWorker:
             if isinstance(message, Ack) and isinstance(message.received, int) and mutator.random.random() < 0.7:
                 item = Seed(Ack(min(message.received, attacker.counted)), item.payloads)
             if isinstance(message, OpenGroup):
-                # The recorded store is of another day, and who joins waits for it; no member is elsewhere.
+                # Who joins waits for members elsewhere, so most often there are none.
                 nodes = [0] * len(message.nodes) if isinstance(message.nodes, list) and mutator.random.random() < 0.7 else message.nodes
                 limit = min(message.timeout, 2.0) if isinstance(message.timeout, (int, float)) else message.timeout
-                message = replace(message, store=store or message.store, timeout=limit, nodes=nodes)
+                message = replace(message, timeout=limit, nodes=nodes)
                 item = Seed(message, item.payloads)
             self.counts[item.kind] += 1
             attacker.say(*mutator.frames(item))
             attacker.listen()
-            if isinstance(message, Ask) and message.what == "store" and store is None:
-                store = attacker.answer(message.request)
 
     # -- without the key ---------------------------------------------------------------------------------------------------------
 

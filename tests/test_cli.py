@@ -112,6 +112,7 @@ def test_beyond_this_machine_it_takes_a_key_or_the_word_insecure(
         ("--listen tcp://127.0.0.1:0 --node 1", "Leave --node out"),
         ("--listen tcp://127.0.0.1:0 --key /nonexistent/key", "keygen"),
         ("--listen tcp://127.0.0.1:0 --key x --insecure", "Leave one out"),
+        ("--listen ipc:///tmp/s --data-address 127.0.0.1:29500", "Leave the port out"),
     ],
 )
 def test_what_it_refuses_in_one_line(capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str, says: str) -> None:

@@ -248,21 +248,28 @@ def test_tcp_goes_on_while_strangers_talk_to_it(fresh_session: Fresh) -> None:
 
 
 def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o700)
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
-    worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/s", "--data-address", f"127.0.0.1:{port}")
+    workers = []
     try:
-        with fresh_session(workers=[worker.address]):
+        for name, address in (("one", f"127.0.0.1:{port}"), ("two", "127.0.0.1")):
+            (tmp_path / name).mkdir()
+            workers.append(ListeningWorker(tmp_path / name, "--listen", "tcp://127.0.0.1:0", "--data-address", address))
+        with fresh_session(workers=[worker.address for worker in workers]):
+            values = pair()
             with pytest.raises(
-                dr.ConfigurationError, match=f"cannot listen at 127.0.0.1:{port} for groups: Address .* --data-address HOST"
+                dr.ConfigurationError, match=f"cannot listen at 127.0.0.1:{port} for other workers: Address .* --data-address"
             ):
-                dr.new_group([0])
+                dr.all_reduce(values)
+            assert values[0].tolist() == [1.0] * 4
             taken.close()
-            dr.barrier(dr.new_group([0]), timeout=20)
+            dr.all_reduce(values)
+            assert values[0].tolist() == [2.0] * 4
+            assert ("127.0.0.1", port) in listening(dr.nodes()[0].pid)
     finally:
         taken.close()
-        worker.stop()
+        for worker in workers:
+            worker.stop()
 
 
 # -- the page --------------------------------------------------------------------------------------------------------------------

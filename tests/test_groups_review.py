@@ -212,7 +212,7 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
 def test_a_worker_drops_a_master_that_opens_a_group_of_nobody(fresh_session: Callable[..., Any], members: list[Any]) -> None:
     opened = fresh_session(world_size=2)
     node = opened.nodes[0]
-    opened.post(node, OpenGroup(0, 1, "gloo", b"", [0, 1], members, ["127.0.0.1", 1], 5.0))
+    opened.post(node, OpenGroup(0, 1, "gloo", b"", [0, 1], members, 5.0))
     until(lambda: node.failed)
     assert "left: group 1 of" in node.failed  # not exited
 

@@ -168,7 +168,7 @@ def test_members_that_are_not_in_a_group_as_the_lines_say(master: Master) -> Non
     """Ranks that there are not, and those of other workers."""
     for rows in ([[1, 0], [1, 7]], [[1, 0], [1, 2]], [[1, -1], [1, 1]]):
         master.say(hello(session="hostile"), TEAM)
-        master.say(OpenGroup(1, 1, "tcp", b"", [0, 0, 1], [[0, "cuda:0"], [1, "cuda:1"]], ["127.0.0.1", 1], 1.0), OpenLines(0, 0, rows))
+        master.say(OpenGroup(1, 1, "tcp", b"", [0, 0, 1], [[0, "cuda:0"], [1, "cuda:1"]], 1.0), OpenLines(0, 0, rows))
         assert "lines 0 of mesh 0" in master.hears(Goodbye).reason
 
 

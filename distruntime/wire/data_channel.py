@@ -59,7 +59,8 @@ class Membership:
 
     `rank` of `size` members; `device` is this member's; `host` is where the other workers reach this one; `timeout` (seconds) is for
     each call. `store` is a `torch.distributed.Store` of the group's own, for finding each other: `store.set(key, value)`,
-    `store.get(key)`, which blocks until the key is there, up to the timeout.
+    `store.get(key)`, which blocks until the key is there, up to the timeout. Only the session's workers read and set its keys, so a secret
+    may be one. It has no `add` and no `compare_set`.
     """
 
     rank: int

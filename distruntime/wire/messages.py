@@ -229,8 +229,8 @@ class Ask:
 
     "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing,
     "passed" whether the streams of `detail` are at their positions. "channel" is [why not, capabilities, Python version] of the data
-    channel that `detail` names; "listen" opens the worker's own channel to other workers and "store" a rendezvous for groups, at the host
-    that `detail` proposes: their addresses. "published" is about what sessions have published here: see published.py of the worker.
+    channel that `detail` names; "listen" opens the worker's own channel to other workers at the host that `detail` proposes: its address.
+    "published" is about what sessions have published here: see published.py of the worker.
     """
 
     request: int
@@ -296,8 +296,7 @@ class OpenGroup:
     """Master to worker: join a group, and reply with nothing when you have, or `Failed` with why not.
 
     `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a pickled data channel class
-    that the master has registered, empty where the worker has it. `store` is [host, port] of the members' `torch.distributed.TCPStore`,
-    which rank 0's worker keeps. `timeout` (seconds) is for joining and for each call.
+    that the master has registered, empty where the worker has it. `timeout` (seconds) is for joining and for each call.
     """
 
     request: int
@@ -306,8 +305,19 @@ class OpenGroup:
     factory: bytes
     nodes: list[int]
     members: list[Any]
-    store: list[Any]
     timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Worker to worker: a member has set a key in the group's store, where members find each other; every worker keeps all keys for itself.
+
+    It may come before the group is open here.
+    """
+
+    group: int
+    key: str
+    value: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +432,7 @@ Message = (
     | Meet
     | Notify
     | OpenGroup
+    | Entry
     | BreakGroup
     | Taint
     | Tainted

@@ -37,18 +37,13 @@ def peer_address(config: WorkerConfig, proposed: str, session: int) -> str:
     if address.startswith("ipc://"):
         return f"{address}-peer-{os.getpid()}-{session}"
     host = data_host(config, proposed)
-    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+    return f"tcp://[{host}]:{config.data_port}" if ":" in host else f"tcp://{host}:{config.data_port}"
 
 
-def rendezvous(config: WorkerConfig, proposed: str) -> tuple[str, socket.socket]:
-    """Return the host, and a listening socket there, for a store where groups meet; raise `ConfigurationError` if the port is in use."""
-    host = data_host(config, proposed)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, config.data_port), family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen at {host}:{config.data_port} for groups: {error.strerror or error}. Expected a host of this machine and a free "
-            "port: start the worker with another --data-address HOST:PORT, or leave the port out"
-        ) from error
-    return host, listener
+def unusable_for_workers(address: str, error: ConfigurationError) -> ConfigurationError:
+    """Return the error of an address that this worker cannot listen on for other workers."""
+    return ConfigurationError(
+        f"cannot listen at {address.removeprefix('tcp://')} for other workers: {error.__cause__ or error}. Expected a host of this "
+        "machine and a free port, and one session at a time where the port is named: start the worker with another "
+        "--data-address HOST:PORT, or leave the port out"
+    )

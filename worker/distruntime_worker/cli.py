@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_host_and_port,
         default=("", 0),
         metavar="HOST[:PORT]",
-        help="where other workers reach this one, and the port where groups meet; default: found out, and any free port",
+        help="where other workers reach this one, and the port of its own channel for them; default: found out, and any free port",
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     # For launch.py: ends with its last session.
@@ -111,6 +111,11 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
     if options.node is not None and options.master is None:
         raise ConfigurationError(
             f"got --node {options.node} with --listen: a listening worker is numbered by its master. Leave --node out."
+        )
+    if options.data_address[1] and address.startswith("ipc://"):
+        raise ConfigurationError(
+            f"got --data-address {options.data_address[0]}:{options.data_address[1]} with {address}: "
+            "other workers reach this one over ipc too, and no port is listened at. Leave the port out."
         )
     if options.local is not None:
         keys = _key_from_master()

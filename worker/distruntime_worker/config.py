@@ -19,6 +19,6 @@ class WorkerConfig:
     keys: KeyPair | None = None  # None: nobody has to prove who they are
     threads: int = 0  # of torch's kernels; 0: as torch chooses
     data_host: str = ""  # where other workers reach this one; empty: found out
-    data_port: int = 0  # of the store where groups meet; 0: any free one
+    data_port: int = 0  # of this worker's own channel for other workers; 0: any free one
     once: bool = False  # whether to end with its last session
     max_memory: int | float | None = None  # that each session may hold on each device: bytes, or as a float a part of what it has

@@ -55,7 +55,7 @@ from distruntime.wire.messages import (
 )
 
 from . import checkpoint_folder
-from .address import data_host, peer_address, rendezvous
+from .address import data_host, peer_address, unusable_for_workers
 from .budget import Budget, limits
 from .config import WorkerConfig
 from .data_channel import prepare, report
@@ -459,9 +459,11 @@ class Daemon:
                 return report(name)
             case "listen", [str(host)]:
                 session.host = host
-                return session.listen(peer_address(self._config, host, session.number), self._config.keys)
-            case "store", [str(host)]:
-                return executor.joint.groups.store(*rendezvous(self._config, host))
+                address = peer_address(self._config, host, session.number)
+                try:
+                    return session.listen(address, self._config.keys)
+                except ConfigurationError as error:
+                    raise unusable_for_workers(address, error) from error
         raise ProtocolError(f"nothing is known about {what[:40]!r}")
 
 

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
 from distruntime.wire.codec import failure_fields, failure_from
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
-from distruntime.wire.messages import BreakGroup, Failure, Message, OpenGroup, Taint, Tainted
+from distruntime.wire.messages import BreakGroup, Entry, Failure, Message, OpenGroup, Taint, Tainted
 
 from .data_channel import find
 from .devices import Devices
-
-dist: Any = torch.distributed  # whose stubs leave out what is used here
+from .store import GroupStore
 
 log = logging.getLogger("distruntime.worker")
 
 _REASON = 2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+_EARLY = 16 << 20  # bytes of entries that are kept for groups that are not open here yet
 _LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
 
 Tell = Callable[[int, Message], None]  # node, message
@@ -40,9 +37,16 @@ Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], 
 class Group:
     """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
 
-    def __init__(self, message: OpenGroup, report: Report) -> None:
+    def __init__(self, message: OpenGroup, report: Report, tell: Tell) -> None:
         self._report = report
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
+        others = set(self.nodes) - {self.nodes[rank] for rank, _ in message.members}
+
+        def publish(key: str, value: bytes) -> None:
+            for node in others:
+                tell(node, Entry(self.number, key, value))
+
+        self.store = GroupStore(self.number, self.timeout, publish)
         self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
         self.channels: dict[int, DataChannel] = {}
         self.broken = ""
@@ -122,6 +126,7 @@ class Group:
             # Let go, or its threads and sockets stay until the collector comes by, which on a worker is rarely.
             channels, self.channels = self.channels, {}
         self._ends.set()
+        self.store.end(reason)
         while channels:
             _, channel = channels.popitem()
             try:
@@ -139,6 +144,7 @@ class Group:
             channels, self.channels = self.channels, {}
         for channel in channels.values():
             channel.close()
+        self.store.end("it is closed")
 
     # -- poisoned values ---------------------------------------------------------------------------------------------------------
 
@@ -190,8 +196,11 @@ class Groups:
     def __init__(self, devices: Devices, report: Report) -> None:
         self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
-        self._store: Any = None
         self._ended = False
+        self._opening = threading.Lock()  # guards what follows, and that what is early goes to its group when that is opened
+        self._latest = 0  # the last group that was opened here: the master opens them in the order of their numbers
+        self._early: dict[int, list[tuple[int, Entry]]] = {}  # by group, who said what before it was open here
+        self._room = _EARLY
 
     def __getitem__(self, number: int) -> Group:
         found = self._groups.get(number)
@@ -199,25 +208,30 @@ class Groups:
             raise ProtocolError(f"there is no group {number}")
         return found
 
-    def store(self, host: str, listener: socket.socket) -> list[Any]:
-        """Return [host, port] of a store that this worker keeps for groups to meet in, making it of a listening socket."""
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return [host, port]
-
-    def open(self, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
+    def open(self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]) -> None:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
-        if message.group in self._groups or self._ended:
+        if message.group <= self._latest or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        group = Group(message, self._report)
+        ranks = [member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members]
+        if not all(type(rank) is int and 0 <= rank < len(message.nodes) for rank in ranks):
+            raise ProtocolError(f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}")
+        group = Group(message, self._report, tell)
         try:
             for rank, device in message.members:
                 group.devices[rank] = self._devices.real(torch.device(device))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ProtocolError(f"group {message.group} of members {message.members!r:.80}: {error}") from error
-        if not all(type(rank) is int and 0 <= rank < len(group.nodes) for rank in group.devices):
-            raise ProtocolError(f"group {message.group} of {len(group.nodes)} has members {message.members!r:.80}")
-        self._groups[message.group] = group
+        with self._opening:
+            self._groups[message.group], self._latest = group, message.group
+            early = self._early.pop(message.group, [])
+            for number in [number for number in self._early if number < message.group]:
+                del self._early[number]
+            self._room = _EARLY - sum(_size(entry) for rows in self._early.values() for _, entry in rows)
+        for node, entry in early:
+            if node in group.nodes:
+                group.store.arrived(entry.key, entry.value)
+            else:
+                log.warning("node %d has set a key of group %d, which it is not in", node, group.number)
         threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
 
     def _join(self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
@@ -225,11 +239,7 @@ class Groups:
 
         def join(rank: int, factory: Factory) -> None:
             try:
-                limit = timedelta(seconds=message.timeout)
-                address, port = message.store
-                store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-                own = dist.PrefixStore(f"group-{group.number}", store)
-                membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, own)
+                membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, group.store)
                 group.enter(rank, factory(membership))
             except Exception as error:
                 errors.append(error)
@@ -263,7 +273,8 @@ class Groups:
         self._ended = True
         for group in list(self._groups.values()):
             group.end(reason)
-        self._store = None
+        with self._opening:
+            self._early.clear()
 
     def take(self, node: int, message: Message, tell: Tell) -> None:
         """Act on what another worker says of a group."""
@@ -276,10 +287,33 @@ class Groups:
                         raise ProtocolError(f"Taint for group {number} by node {node}, which is not in it")
                     group.tainted(sequence, failure)
                 tell(node, Tainted(number, sequence))
+            case Entry(group=number):
+                with self._opening:
+                    group = self._groups.get(number)
+                    # What comes for an older group that is not here is late: that one is closed.
+                    if group is None and number > self._latest and not self._ended:
+                        self._keep(node, message)
+                if group is not None:
+                    if node not in group.nodes:
+                        raise ProtocolError(f"Entry for group {number} by node {node}, which is not in it")
+                    group.store.arrived(message.key, message.value)
             case Tainted(group=number, sequence=sequence):
                 group = self._groups.get(number)
                 if group is not None:
                     group.answered(sequence, node)
+
+    def _keep(self, node: int, entry: Entry) -> None:
+        """Keep an entry until its group is opened here (the lock is held); raise `ProtocolError` where that is too much."""
+        if _size(entry) > self._room:
+            raise ProtocolError(
+                f"more than {_EARLY >> 20} MiB of entries for groups that are not open here, the last for group {entry.group}"
+            )
+        self._room -= _size(entry)
+        self._early.setdefault(entry.group, []).append((node, entry))
+
+
+def _size(entry: Entry) -> int:
+    return 256 + len(entry.key) + len(entry.value)  # with what Python needs for one
 
 
 def out_of_memory(error: Exception) -> bool:

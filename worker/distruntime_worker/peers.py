@@ -1,4 +1,7 @@
-"""The channel from worker to worker, for what is no tensor: signals of events, and word of poisoned values. Same keys as the master's."""
+"""The channel from worker to worker, for what is no tensor: signals of events, word of poisoned values, and where groups' members are.
+
+It has the same keys as the master's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
-from distruntime.wire.messages import Ack, Meet, Message, Peers, Signal, Taint, Tainted
+from distruntime.wire.messages import Ack, Entry, Meet, Message, Peers, Signal, Taint, Tainted
 
 log = logging.getLogger("distruntime.worker")
 
@@ -161,7 +164,7 @@ class PeerChannel:
                 self._say(peer, Ack(link.received))
             case Ack(received=received):
                 self._acknowledged(peer, received)
-            case Signal() | Taint() | Tainted():
+            case Signal() | Taint() | Tainted() | Entry():
                 if peer not in self._introduced:
                     raise ProtocolError(f"{type(message).__name__} from a peer that has not said Meet")
                 node, link = self._introduced[peer]

@@ -166,7 +166,7 @@ class Session:
                 cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
                 self.send(Failed(message.request, failure_fields(cause)))
 
-        self.executor.joint.groups.open(message, host, answer)
+        self.executor.joint.groups.open(message, host, self.tell, answer)
 
     def _run(self, stream: Stream) -> None:
         try:

@@ -54,8 +54,8 @@ def init_master_worker(
         keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12 hours.
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node number is not.
         simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
-        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "mpi", a registered name, or one for each type of device,
-            {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
+        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered name, or one for each type of
+            device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
         timeout: seconds to wait for workers (30).
@@ -153,7 +153,7 @@ def _check(
     data_channel: Choice,
     restart_workers: bool,
 ) -> None:
-    if backend in ("tcp", "mpi", "gloo", "nccl"):
+    if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
             f"backend={backend!r} is how workers would talk to each other; the command channel is always ZeroMQ: use "
             f'backend="zmq", data_channel={backend!r}'

@@ -347,7 +347,8 @@ def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | Non
 
     Args:
         nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the order of ranks; None: all nodes.
-        backend: the data channel, "gloo", "nccl", "tcp", "mpi" or a registered one; None: as `init_master_worker(data_channel=)` says.
+        backend: the data channel, "gloo", "nccl", "tcp", "tcp+tls", "mpi" or a registered one; None: as
+            `init_master_worker(data_channel=)` says.
         timeout: seconds that one operation may take, waiting for late members included; None: half an hour, as in torch.
 
     Raises:

@@ -313,7 +313,7 @@ init_master_worker was called before: a session with 2 nodes is open. Use it, or
 # Starting one: what is wrong is said before anything is started, within the deadline
 
 
-@pytest.mark.parametrize("backend", ["tcp", "mpi", "gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["tcp", "tcp+tls", "mpi", "gloo", "nccl"])
 def test_a_backend_of_the_data_channel(backend: str) -> None:
     says(
         lambda: dr.init_master_worker(backend=backend),

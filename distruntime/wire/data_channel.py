@@ -196,6 +196,11 @@ def checked(name: str, factory: Any) -> Factory:
     """Return `factory`; raise `ConfigurationError` if it or the name cannot be."""
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise ConfigurationError(f'a data channel\'s name is an identifier other than "auto", got {name!r}')
+    return checked_class(name, factory)
+
+
+def checked_class(name: str, factory: Any) -> Factory:
+    """As `checked`, under a name that distruntime itself has given."""
     if not (isinstance(factory, type) and issubclass(factory, DataChannel)):
         raise ConfigurationError(f"the data channel {name!r} must be a subclass of distruntime.DataChannel, got {factory!r}")
     capabilities = getattr(factory, "capabilities", None)

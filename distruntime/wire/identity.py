@@ -29,6 +29,15 @@ def _started(pid: int) -> str:
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
+def vicinity() -> str:
+    """Return what is the same for processes of one user that see the same processes and the same files; nothing where that is not known."""
+    machine = _machine()
+    try:
+        return f"{machine}:{os.readlink('/proc/self/ns/mnt')}:{os.geteuid()}" if machine else ""
+    except OSError:
+        return ""
+
+
 def process() -> list[Any]:
     """Return this process as [machine, pid, start]."""
     return [_machine(), os.getpid(), _started(os.getpid())]

@@ -23,6 +23,8 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Ack, Entry, Meet, Message, Peers, Signal, Taint, Tainted
 
+from .listening import LISTENING
+
 log = logging.getLogger("distruntime.worker")
 
 _PAUSE = 0.1  # seconds before a worker is dialled again
@@ -46,7 +48,8 @@ class PeerChannel:
     """
 
     def __init__(self, address: str, keys: KeyPair | None, handle: Handle) -> None:
-        self._channel = Channel(listen=address, keys=keys, silence=UNREACHABLE.get())
+        with LISTENING:
+            self._channel = Channel(listen=address, keys=keys, silence=UNREACHABLE.get())
         self._handle = handle
         self._origin = os.urandom(16)  # which tells this worker's messages from those of one that had its node before
         self._introduced: dict[bytes, tuple[int, Link]] = {}  # who has said `Meet`, by the name of the connection: node, and what has come

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire.data_channel import Factory, checked, entry_point, entry_point_names, registered, registered_names
+from distruntime.wire.data_channel import Factory, checked_class, entry_point, entry_point_names, registered, registered_names
 
 log = logging.getLogger("distruntime.worker")
 
@@ -24,6 +24,7 @@ _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),
     "tcp": (".tcp", "TCP"),
+    "tcp+tls": (".tls", "TLS"),
     "mpi": (".mpi", "MPI"),
 }
 
@@ -38,6 +39,8 @@ def _missing(name: str) -> str:
         return f"torch {torch.__version__} was built without NCCL"
     if name == "nccl" and not torch.cuda.is_available():
         return "no CUDA device is here"
+    if name == "tcp+tls" and importlib.util.find_spec("cryptography") is None:
+        return "cryptography is not installed: pip install distruntime[tls]"
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install distruntime[mpi], and start the workers by mpirun"
     if name == "mpi" and not any(variable in os.environ for variable in _MPIRUN):
@@ -56,7 +59,7 @@ def find(name: str) -> Factory:
             raise ConfigurationError(f"the data channel {name!r} is not available on this worker: {why}")
         module, cls = _SHIPPED[name]
         try:
-            return checked(name, getattr(importlib.import_module(module, __package__), cls))
+            return checked_class(name, getattr(importlib.import_module(module, __package__), cls))
         except (ImportError, OSError, RuntimeError) as error:  # a library that does not load
             raise ConfigurationError(f"the data channel {name!r} does not load on this worker: {error}") from error
     found = entry_point(name)

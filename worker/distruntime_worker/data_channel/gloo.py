@@ -1,7 +1,15 @@
-"""The data channel for CPUs: torch's ProcessGroupGloo, for any number of groups and no global one."""
+"""The data channel for CPUs: torch's ProcessGroupGloo, for any number of groups and no global one.
+
+gloo asks nobody who he is. So when all members are connected, and before a tensor moves, each sees for itself who is at the other ends: its
+connections must be those that the others have, seen from their side, and what only members know must come over each of them.
+"""
 
 from __future__ import annotations
 
+import hmac
+import json
+import logging
+import os
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, final
@@ -9,9 +17,15 @@ from typing import Any, final
 import torch
 import torch.distributed
 
+from distruntime.errors import ConfigurationError
 from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+from distruntime.wire.deadlines import MEET
+
+from ..listening import LISTENING, Endpoint, tcp_sockets
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
+
+log = logging.getLogger("distruntime.worker")
 
 # What torch 2.11, 2.13 and 2.15 do alike, every pair of reduction and dtype tried: gloo has no int16, AVG is of floating point only, and a
 # SUM of bools leaves a 2 where two are true, which is no bool.
@@ -20,6 +34,9 @@ _FLOATS = frozenset(d for d in _NUMBERS if d.is_floating_point)
 _INTEGERS = _NUMBERS - _FLOATS
 _BOOL = {torch.bool}
 _NEVER = (1 << 31) - 1  # a tag that no tensor has
+_WORD = _NEVER - 1  # neither has this one: of what only members know
+_TRIES = 20  # to make a device while nothing else of this process begins to listen
+_SECRET = 32  # bytes
 
 
 @final
@@ -39,9 +56,61 @@ class Gloo(DataChannel):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.host)]
+        device, where = _device(membership.host)
+        options._devices = [device]
         options._timeout = timedelta(seconds=membership.timeout)
-        self._group = dist.ProcessGroupGloo(membership.store, self.rank, self.size, options)
+        store = membership.store
+        store.set(f"gloo-{self.rank}-listens", json.dumps(where))
+        if self.rank == 0:
+            store.set("gloo-secret", os.urandom(_SECRET))
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        try:
+            self._compare_ends(where)
+            self._exchange_words(store.get("gloo-secret"))
+        except BaseException:
+            self.abort()
+            raise
+
+    # -- who is at the other ends --------------------------------------------------------------------------------------------------
+
+    def _compare_ends(self, where: Endpoint | None) -> None:
+        """Raise `ConnectionError` unless there is a connection to each member, which that one has too."""
+        store = self.membership.store
+        places = [_endpoint(json.loads(store.get(f"gloo-{rank}-listens"))) for rank in range(self.size)]
+        sockets = tcp_sockets() if where is not None else None
+        own = [] if sockets is None else [pair for pair in sockets.connected if pair[0] == where or pair[1] in places]
+        store.set(f"gloo-{self.rank}-ends", json.dumps(own))
+        for rank in range(self.size):
+            others = {(_endpoint(there), _endpoint(here)) for here, there in json.loads(store.get(f"gloo-{rank}-ends"))}
+            if rank == self.rank or where is None or places[rank] is None:
+                continue
+            # One end is where this one or that one listens: no connection of another group counts.
+            if not any(pair in others and (pair[0] == where or pair[1] == places[rank]) for pair in own):
+                raise self._not_with(rank, "has no connection that ends there")
+
+    def _exchange_words(self, secret: bytes) -> None:
+        """Raise `ConnectionError` unless each member says over its connection what only a member can."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent = {rank: _word(secret, self.rank, rank) for rank in others}
+        came = {rank: torch.zeros_like(sent[rank]) for rank in others}
+        patience = timedelta(seconds=min(self.membership.timeout, MEET.get()))
+        receiving = {rank: self._group.recv([came[rank]], rank, _WORD) for rank in others}
+        sending = {rank: self._group.send([sent[rank]], rank, _WORD) for rank in others}
+        for rank in others:
+            try:
+                receiving[rank].wait(patience)
+                sending[rank].wait(patience)
+            except RuntimeError as error:
+                raise self._not_with(rank, f"has a connection that does not work: {error}") from error
+            if not torch.equal(came[rank], _word(secret, rank, self.rank)):
+                raise self._not_with(rank, "has a connection whose other end does not know the group's secret")
+
+    def _not_with(self, rank: int, why: str) -> ConnectionError:
+        return ConnectionError(
+            f"gloo at rank {self.rank} is not connected with rank {rank}: it {why}. Expected a connection of the two alone; "
+            "somebody who is no member has come between, or addresses are translated on the way. No tensor was sent. "
+            'Where others can be on the way, use data_channel="tcp+tls"'
+        )
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         self._group.send([data], to, tag).wait()
@@ -98,6 +167,33 @@ class Gloo(DataChannel):
 
     def close(self) -> None:
         del self._group
+
+
+def _device(host: str) -> tuple[Any, Endpoint | None]:
+    """Return a device of gloo's, and where it listens; nothing where the system does not say."""
+    for _ in range(_TRIES):
+        with LISTENING:
+            before = tcp_sockets()
+            device = dist.ProcessGroupGloo.create_device(hostname=host)
+            after = tcp_sockets()
+        if before is None or after is None:
+            return device, None
+        new = after.listening - before.listening
+        if len(new) == 1:
+            return device, next(iter(new))
+        if not new:
+            log.warning("where gloo listens cannot be seen here: who is at the other ends of its connections is not looked at")
+            return device, None
+    raise ConfigurationError(f"another library of this worker has begun to listen somewhere, {_TRIES} times while gloo did: try again")
+
+
+def _endpoint(listed: Any) -> Endpoint | None:
+    return None if listed is None else (str(listed[0]), int(listed[1]))
+
+
+def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
+    """Return what one member says to another."""
+    return torch.frombuffer(bytearray(hmac.digest(secret, f"gloo {source} {to}".encode("ascii"), "sha256")), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,386 @@
+"""Tensors from worker to worker over sockets of our own: what the data channels tcp and tcp+tls share.
+
+Before a byte of a tensor moves, both ends of a connection prove that they are who they should be (`proof.py`). Then each message has a
+connection to itself until it is received: the receiver's side reads the header; the bytes stay in the socket until `receive` asks for
+them, go straight into the tensor's memory, and are answered with one byte. Then the sender may use the connection again. So a message
+whose receiver is not there yet holds up its sender, and no other message.
+
+    message   tag (8 bytes), size in bytes (8), the bytes
+    answer    one byte
+
+Members that are all on one machine meet at unix sockets in folders that only their user may enter; else each listens at a tcp port.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distruntime.wire.codec import tensor_bytes
+from distruntime.wire.data_channel import DataChannel, Membership
+from distruntime.wire.identity import vicinity
+
+from ..listening import LISTENING
+from .private import private_folder
+from .proof import ACCEPTED, ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, SECRET, Dialler, Listener, Unproven
+
+log = logging.getLogger("distruntime.worker")
+
+_HEADER = struct.Struct("!QQ")
+_TAKEN = b"\x06"
+_SMALL = 1 << 16  # bytes that go with their header
+_LONGEST = 1e6  # seconds, of what a socket takes as a timeout
+_CONNECT = 10.0  # seconds to connect, and to get through to a member whose strangers are in the way
+_STRANGER = 2.0  # seconds that who connects may take to prove who it is
+_STRANGERS = 64  # connections that have not proven it, at a time: one more, and one of them is closed
+_LOOK = 5.0  # seconds between looks whether the group has ended, where that does not wake `accept`
+_SAY = 60.0  # seconds between lines in the log about strangers
+
+_numbers = count().__next__
+
+
+class Cover(Protocol):
+    """What is around a connection: nothing, or encryption."""
+
+    def about(self) -> str:
+        """Return what the other members must know of this one."""
+
+    def learn(self, about: list[str]) -> None:
+        """Take what all members have said, by rank."""
+
+    def around(self, sock: socket.socket, dialled: bool) -> socket.socket:
+        """Return what to use in the socket's place. Never blocks."""
+
+    def greet(self, sock: socket.socket, timeout: float) -> None:
+        """Do what comes before the first byte. Block for `timeout` seconds at most; raise `OSError`, `Unproven` if that is no member."""
+
+    def check(self, sock: socket.socket, rank: int) -> None:
+        """Raise `Unproven` unless that member is at the other end, as far as this can tell."""
+
+
+class _Message(NamedTuple):
+    """A message whose header is here, and whose bytes are in its socket."""
+
+    sock: socket.socket
+    size: int
+    taken: threading.Event
+
+
+class SocketChannel(DataChannel):
+    """Send and receive, side by side in any number of threads. Abstract: a subclass says what it is called, and its cover."""
+
+    def __init__(self, membership: Membership, name: str, cover: Cover) -> None:
+        super().__init__(membership)
+        self._name, self._cover = name, cover
+        self._timeout = min(membership.timeout, _LONGEST)
+        self._changed = threading.Condition()  # guards what follows
+        self._ended = False
+        self._open: set[socket.socket] = set()
+        self._idle: dict[int, list[socket.socket]] = {}  # of these, what leads to each member and may be used
+        self._arrived: dict[tuple[int, int], _Message] = {}  # by source and tag
+        self._strangers: list[socket.socket] = []  # who have not proven who they are
+        self._proving = 0  # threads that wait for one of them, those among them that were closed just now
+        self._refused, self._say_at = 0, 0.0
+        self._path = ""  # of the unix socket, if it is one
+        store = membership.store
+        store.set(f"tcp-{self.rank}-is", json.dumps([vicinity(), cover.about()]))
+        if self.rank == 0:
+            store.set("tcp-secret", os.urandom(SECRET))
+        said = [json.loads(store.get(f"tcp-{rank}-is")) for rank in range(self.size)]
+        cover.learn([about for _, about in said])
+        self._secret: bytes = store.get("tcp-secret")
+        listener, address = self._listener(bool(said[0][0]) and all(where == said[0][0] for where, _ in said))
+        listener.settimeout(_LOOK)
+        self._open.add(listener)
+        threading.Thread(target=self._accept, args=(listener,), name=f"tcp-{self.rank}", daemon=True).start()
+        try:
+            store.set(f"tcp-{self.rank}-at", json.dumps(address))
+            self._members: list[Any] = [json.loads(store.get(f"tcp-{rank}-at")) for rank in range(self.size)]
+        except BaseException:
+            self.abort()
+            raise
+
+    def _listener(self, together: bool) -> tuple[socket.socket, Any]:
+        """Return a socket that listens, and its address for the others: a path where all are together, else [host, port]."""
+        if together:
+            self._path = str(private_folder() / str(_numbers()))
+            listener = socket.socket(socket.AF_UNIX)
+            try:
+                listener.bind(self._path)
+                listener.listen()
+            except BaseException:
+                listener.close()
+                raise
+            return listener, self._path
+        host = self.membership.host
+        with LISTENING:
+            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return listener, [host, listener.getsockname()[1]]
+
+    # -- messages ------------------------------------------------------------------------------------------------------------------
+
+    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
+        deadline, body = time.monotonic() + self._timeout, tensor_bytes(data)
+        sock = self._connection(to, deadline)
+        try:
+            sock.settimeout(_left(deadline))
+            head = _HEADER.pack(tag, len(body))
+            if len(body) <= _SMALL:
+                sock.sendall(head + body)
+            else:
+                sock.sendall(head)
+                sock.sendall(body)
+            _fill(sock, memoryview(bytearray(len(_TAKEN))), deadline)
+        except OSError as error:
+            self._close(sock)
+            raise self._failed(f"sending {len(body)} bytes to rank {to}", error) from error
+        with self._changed:
+            self._idle.setdefault(to, []).append(sock)
+            if self._ended:
+                sock.close()
+
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
+        deadline, body = time.monotonic() + self._timeout, tensor_bytes(data)
+        with self._changed:
+            here = self._changed.wait_for(lambda: self._ended or (source, tag) in self._arrived, self._timeout)
+            message = self._arrived.pop((source, tag), None)
+        try:
+            if message is None:
+                raise ConnectionError("the group has ended") if here else TimeoutError("nothing has come in time")
+            if message.size != len(body):
+                raise ConnectionError(f"it sends {message.size}")
+            _fill(message.sock, body, deadline)
+            message.sock.sendall(_TAKEN)  # before this returns: the group may be closed next
+        except OSError as error:
+            if message is not None:
+                self._close(message.sock)
+                message.taken.set()
+            raise self._failed(f"receiving {len(body)} bytes from rank {source}", error) from error
+        message.taken.set()
+
+    def abort(self) -> None:
+        with self._changed:
+            self._ended = True
+            for sock in self._open:  # the thread that uses it wakes, and closes it
+                _hang_up(sock)
+            for sock in (sock for row in self._idle.values() for sock in row):
+                sock.close()
+            for message in self._arrived.values():
+                message.taken.set()
+            self._changed.notify_all()
+        if self._path:
+            with suppress(OSError):  # it is gone already
+                os.unlink(self._path)
+
+    def close(self) -> None:
+        self.abort()
+
+    def _close(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._open.discard(sock)
+        sock.close()
+
+    def _failed(self, what: str, error: OSError) -> OSError:
+        return ConnectionError(f"{what}: {'the group has ended' if self._ended else error}")
+
+    # -- the end that dials --------------------------------------------------------------------------------------------------------
+
+    def _connection(self, to: int, deadline: float) -> socket.socket:
+        """Return a connection to a member, proven."""
+        with self._changed:
+            if self._idle.get(to):
+                return self._idle[to].pop()
+        give_up = 0.0
+        while True:
+            try:
+                return self._dial(to, deadline)
+            except (Unproven, ConnectionRefusedError, FileNotFoundError) as error:  # which another try does not mend
+                raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
+            except OSError as error:  # strangers may have taken all places: one that is closed for the next may be this one
+                now = time.monotonic()
+                give_up = give_up or now + _CONNECT
+                with self._changed:
+                    if now > min(give_up, deadline) or self._changed.wait_for(lambda: self._ended, random.uniform(0.001, 0.05)):
+                        raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
+
+    def _where(self, to: int) -> str:
+        address = self._members[to]
+        return address if isinstance(address, str) else ":".join(map(str, address))
+
+    def _dial(self, to: int, deadline: float) -> socket.socket:
+        address, patience = self._members[to], min(_left(deadline), _CONNECT)
+        if isinstance(address, str):
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.settimeout(patience)
+                sock.connect(address)
+            except BaseException:
+                sock.close()
+                raise
+        else:
+            sock = socket.create_connection((address[0], address[1]), patience)
+        sock = self._entered(self._cover.around(sock, True))
+        try:
+            # However long that takes: a member that stands still is no stranger, and its machine has taken the connection already.
+            self._cover.greet(sock, _left(deadline))
+            self._cover.check(sock, to)
+            dialler = Dialler(self._secret, self.rank, to)
+            sock.settimeout(_left(deadline))
+            sock.sendall(dialler.hello)
+            sock.sendall(dialler.prove(_read(sock, ANSWER_SIZE, deadline)))
+            if _read(sock, len(ACCEPTED), deadline) != ACCEPTED:
+                raise Unproven("it does not speak this protocol")
+        except BaseException:
+            self._close(sock)
+            raise
+        return sock
+
+    def _entered(self, sock: socket.socket) -> socket.socket:
+        """Let `abort` reach a socket."""
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            self._open.add(sock)
+            if self._ended:
+                sock.close()
+        return sock
+
+    # -- the end that listens ------------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._ended:
+            try:
+                raw = listener.accept()[0]
+            except TimeoutError:
+                continue
+            except OSError as error:
+                with self._changed:
+                    if not self._ended:  # too many files are open, most likely
+                        log.warning("the data channel %s did not accept a connection: %s", self._name, error)
+                        self._changed.wait(1.0)
+                continue
+            try:
+                sock = self._entered(self._cover.around(raw, False))
+            except OSError as error:
+                raw.close()
+                self._refuse(error)
+                continue
+            self._admit(sock)
+        self._close(listener)
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Give who has connected a thread that waits for its proof; where all places are taken, one of them, drawn by lot.
+
+        Not the oldest: a flood could keep members out then, however often they come again.
+        """
+        with self._changed:
+            if len(self._strangers) >= _STRANGERS:
+                _hang_up(self._strangers.pop(random.randrange(len(self._strangers))))
+            self._changed.wait_for(lambda: self._proving < _STRANGERS or self._ended, _STRANGER)
+            self._strangers.append(sock)
+            self._proving += 1
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name=f"tcp-{self.rank}", daemon=True).start()
+        except RuntimeError as error:  # there is no more room for a thread
+            self._left_the_door(sock)
+            self._close(sock)
+            self._refuse(error)
+
+    def _left_the_door(self, sock: socket.socket) -> None:
+        with self._changed:
+            if sock in self._strangers:
+                self._strangers.remove(sock)
+            self._proving -= 1
+            self._changed.notify_all()
+
+    def _refuse(self, error: Exception) -> None:
+        """Note, in a line a minute at most, that somebody was not let in."""
+        with self._changed:
+            self._refused += 1
+            now, refused = time.monotonic(), self._refused
+            if self._ended or now < self._say_at:
+                return
+            self._refused, self._say_at = 0, now + _SAY
+        log.warning(
+            "the data channel %s at rank %d has closed %d connection%s that did not prove to be a member's, the last: %s",
+            self._name,
+            self.rank,
+            refused,
+            "" if refused == 1 else "s",
+            error,
+        )
+
+    def _source(self, sock: socket.socket) -> int:
+        """Return the rank at the other end, once it has proven it."""
+        deadline = time.monotonic() + _STRANGER
+        self._cover.greet(sock, _STRANGER)
+        listener = Listener(self._secret, self.rank, self.size)
+        sock.sendall(listener.answer(_read(sock, HELLO_SIZE, deadline)))
+        listener.check(_read(sock, PROOF_SIZE, deadline))
+        self._cover.check(sock, listener.source)
+        sock.sendall(ACCEPTED)
+        return listener.source
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            source = self._source(sock)
+        except OSError as error:
+            self._close(sock)
+            self._refuse(error)
+            return
+        finally:
+            self._left_the_door(sock)
+        head = bytearray(_HEADER.size)
+        try:
+            while not self._ended:
+                _fill(sock, memoryview(head), time.monotonic() + _LONGEST)
+                tag, size = _HEADER.unpack(head)
+                message = _Message(sock, size, threading.Event())
+                with self._changed:
+                    if (source, tag) in self._arrived or self._ended:
+                        raise ConnectionError(f"rank {source} sends tag {tag} twice, or too late")
+                    self._arrived[source, tag] = message
+                    self._changed.notify_all()
+                message.taken.wait()
+        except OSError as error:  # the other side's end of the group, most often
+            log.debug("the data channel %s closes a connection: %s", self._name, error)
+        finally:
+            self._close(sock)
+
+
+def _left(deadline: float) -> float:
+    return max(1e-3, deadline - time.monotonic())
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """End a connection; the thread that uses it wakes, and closes it."""
+    with suppress(OSError):  # it is not connected any more
+        # Not the method of ssl, which would take the encryption away from under that thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
+    found = bytearray(size)
+    _fill(sock, memoryview(found), deadline)
+    return bytes(found)
+
+
+def _fill(sock: socket.socket, memory: memoryview, deadline: float) -> None:
+    """Receive as many bytes as `memory` has room for."""
+    while memory:
+        sock.settimeout(_left(deadline))
+        size = sock.recv_into(memory)
+        if not size:
+            raise ConnectionError("the other side has closed the connection")
+        memory = memory[size:]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -161,14 +161,14 @@ def free_port() -> int:
 
 
 class ListeningWorker:
-    """`distruntime-worker --listen`, its log in a file."""
+    """`distruntime-worker --listen`, its log in a file. `under` is a command that starts it."""
 
-    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, under: Sequence[str] = (), **variables: str) -> None:
         self.log = folder / "worker.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", **variables}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
+                [*under, sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
             )
         until(lambda: "listening on " in self.text() or self.process.poll() is not None)
         self.address = self.text().partition("listening on ")[2].partition(",")[0]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from apart import apart, listening
 from distruntime.testing import check_data_channel
 from distruntime_worker.data_channel.gloo import Gloo
 from distruntime_worker.data_channel.nccl import NCCL
@@ -198,21 +198,6 @@ def test_what_gloo_does_not_reduce_is_refused(session: dr.Session, op: Any, dtyp
 
 
 # -- sockets ---------------------------------------------------------------------------------------------------------------------
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Return the addresses where a process accepts TCP connections."""
-    sockets, found = set(), set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            sockets |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(file)))
-    for family in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                host, _, port = fields[1].partition(":")
-                found.add((socket.inet_ntop(socket.AF_INET, bytes.fromhex(host)[::-1]) if family == "tcp" else host, int(port, 16)))
-    return found
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="who listens where is read in /proc, which is Linux's")

@@ -27,11 +27,12 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
         distinct: add the node's number, so that nodes draw different numbers.
     """
     session = active_session()
-    for node in session.nodes:
-        if node.failed is None:
-            own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
-            for name in session.places.devices(node.index):
-                issue_function(node, "manual_seed", [torch.device(name), str(own)])
+    with session.lock:  # of two threads that seed at a time, one is the later on every node
+        for node in session.nodes:
+            if node.failed is None:
+                own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
+                for name in session.places.devices(node.index):
+                    issue_function(node, "manual_seed", [torch.device(name), str(own)])
 
 
 def _state_bytes(place: Residence) -> int:

@@ -170,3 +170,21 @@ def test_a_handler_that_copies_between_nodes_hangs_nobody(mesh: Any) -> None:
             x.to(node=0)
             dr.lines.all_reduce(mesh.lines(), m)
     assert dr.lines.all_reduce(mesh.lines(), m).cpu().tolist() == [2, 2, 2]
+
+
+def test_two_threads_that_seed_leave_all_nodes_alike() -> None:
+    def seed(value: int) -> None:
+        for _ in range(60):
+            dr.manual_seed(value)
+
+    for _ in range(5):
+        threads = [threading.Thread(target=seed, args=(value,)) for value in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        drawn = []
+        for node in range(2):
+            with dr.on(node):
+                drawn.append(torch.rand(3, device="remote").tolist())
+        assert drawn[0] == drawn[1]

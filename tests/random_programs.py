@@ -53,13 +53,10 @@ def _steps(t: torch.Tensor) -> list[int]:
 def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
-    return torch.equal(got, expected) or (
-        got.is_floating_point() and torch.equal(got.isnan(), expected.isnan()) and _same_numbers(got, expected)
-    )
-
-
-def _same_numbers(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(got[~got.isnan()], expected[~expected.isnan()])
+    if torch.equal(got, expected):
+        return True
+    holes, expected_holes = got.isnan(), expected.isnan()  # NaN is equal to nothing
+    return torch.equal(holes, expected_holes) and torch.equal(got[~holes], expected[~expected_holes])
 
 
 def operation(weight: float) -> Callable[[Method], Method]:
@@ -132,9 +129,7 @@ class World:
         cpus, gpus = ([p for p in self.places if (p.device == "cpu") is want] for want in (True, False))
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
-        self.parts: dict[
-            int, dict[int, range]
-        ] = {}  # of a mesh, by number, the meshes that are parts of it, with their members' ranks in it
+        self.parts: dict[int, dict[int, range]] = {}  # by mesh: the meshes that are parts of it, and their members' ranks in it
         if gpus:
             self.groups.append(dr.new_group(gpus[:4]))
             self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
@@ -519,7 +514,7 @@ class Copying(Base):
                 self.works.append(dr.irecv(into.remote, tag=tag))
         into.local.copy_(sent.local)
 
-    @operation(0.3)
+    @operation(0.6)
     def burst_of_copies(self) -> None:
         """Many in a row: another thread's operations on several workers come between."""
         a, to = self.any(), self.place()
@@ -617,7 +612,7 @@ class Streaming(Base):
         if stream is not None:
             begin, end = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
             begin.record(stream)
-            if stream in self.streams.get(getattr(stream, "place", None), []):
+            if any(stream is one for streams in self.streams.values() for one in streams):
                 a = self.any(stream.place)
                 with dr.stream(stream):
                     a.remote + 1
@@ -775,9 +770,9 @@ class OnMeshes(Base):
 
     def whole(self, mesh: int | None = None) -> Whole:
         found = [w for w in self.wholes if mesh is None or w.mesh == mesh]
-        return (
-            self.random.choice(found) if found else self.new_whole(self.random.randrange(len(self.world.meshes)) if mesh is None else mesh)
-        )
+        if found:
+            return self.random.choice(found)
+        return self.new_whole(self.random.randrange(len(self.world.meshes)) if mesh is None else mesh)
 
     def new_whole(self, mesh: int) -> Whole:
         locals_ = [self.numbers((5,)) for _ in self.world.meshes[mesh].places]
@@ -790,65 +785,59 @@ class OnMeshes(Base):
 
     @operation(0.6)
     def mesh_new(self) -> None:
-        if self.world.meshes:
-            self.new_whole(self.random.randrange(len(self.world.meshes)))
+        self.new_whole(self.random.randrange(len(self.world.meshes)))
 
     @operation(0.3)
     def mesh_upload(self) -> None:
-        if self.world.meshes:
-            mesh, local = self.random.randrange(len(self.world.meshes)), self.numbers((5,))
-            remote = local.to(self.world.meshes[mesh].device)
-            places = self.world.meshes[mesh].places
-            self.keep_whole(mesh, remote, [local.clone() for _ in places], [Memory() for _ in places])
+        mesh, local = self.random.randrange(len(self.world.meshes)), self.numbers((5,))
+        remote = local.to(self.world.meshes[mesh].device)
+        places = self.world.meshes[mesh].places
+        self.keep_whole(mesh, remote, [local.clone() for _ in places], [Memory() for _ in places])
 
     @operation(1)
     def mesh_compute(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            b = self.whole(a.mesh)
-            if a.locals[0].shape != b.locals[0].shape:
-                return
-            with self.where_mesh(a.mesh):
-                remote = a.remote * 3 + b.remote
-            memories = [Memory(x.poisoned or y.poisoned) for x, y in zip(a.memories, b.memories)]
-            self.say(a, b)
-            self.keep_whole(a.mesh, remote, [x * 3 + y for x, y in zip(a.locals, b.locals)], memories)
+        a = self.whole()
+        b = self.whole(a.mesh)
+        if a.locals[0].shape != b.locals[0].shape:
+            return
+        with self.where_mesh(a.mesh):
+            remote = a.remote * 3 + b.remote
+        memories = [Memory(x.poisoned or y.poisoned) for x, y in zip(a.memories, b.memories)]
+        self.say(a, b)
+        self.keep_whole(a.mesh, remote, [x * 3 + y for x, y in zip(a.locals, b.locals)], memories)
 
     @operation(1)
     def mesh_write(self) -> None:
-        if self.world.meshes:
-            a, k = self.whole(), self.random.randrange(1, 9)
-            act: Act = self.random.choice((lambda x: x.add_(k), lambda x: x[1:].mul_(k), lambda x: x.neg_(), lambda x: x.copy_(x.flip(0))))
-            self.say(a, k)
-            with self.where_mesh(a.mesh):
-                act(a.remote)
-            for local in a.locals:
-                act(local)
+        a, k = self.whole(), self.random.randrange(1, 9)
+        act: Act = self.random.choice((lambda x: x.add_(k), lambda x: x[1:].mul_(k), lambda x: x.neg_(), lambda x: x.copy_(x.flip(0))))
+        self.say(a, k)
+        with self.where_mesh(a.mesh):
+            act(a.remote)
+        for local in a.locals:
+            act(local)
 
     @operation(1)
     def mesh_member(self) -> None:
         """One member's shard: the same memory."""
-        if self.world.meshes:
-            a = self.whole()
-            k = self.random.randrange(len(a.locals))
-            self.say(a, k)
-            shard = Value("", self.world.meshes[a.mesh].places[k], None, a.locals[k], a.memories[k])
-            self.keep(shard.place, a.remote.member(k), shard.local, view_of=shard)
+        a = self.whole()
+        k = self.random.randrange(len(a.locals))
+        self.say(a, k)
+        shard = Value("", self.world.meshes[a.mesh].places[k], None, a.locals[k], a.memories[k])
+        self.keep(shard.place, a.remote.member(k), shard.local, view_of=shard)
 
     @operation(0.5)
     def mesh_of_values(self) -> None:
         """Values of the members' places become shards: the same memory, unless they are a tensor's of this mesh already."""
-        if self.world.meshes:
-            mesh = self.random.randrange(len(self.world.meshes))
-            places = self.world.meshes[mesh].places
-            first = self.any(places[0])
-            members = [first] + [self.like(first, place) for place in places[1:]]
-            self.say(*members)
-            shared = all(not m.memory.meshes and m.local.is_contiguous() for m in members)
-            with self.where_mesh(mesh):
-                remote = dr.from_shards([m.remote if shared else m.remote.clone() for m in members], self.world.meshes[mesh])
-            locals_ = [m.local if shared else m.local.clone() for m in members]
-            self.keep_whole(mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members])
+        mesh = self.random.randrange(len(self.world.meshes))
+        places = self.world.meshes[mesh].places
+        first = self.any(places[0])
+        members = [first] + [self.like(first, place) for place in places[1:]]
+        self.say(*members)
+        shared = all(not m.memory.meshes and m.local.is_contiguous() for m in members)
+        with self.where_mesh(mesh):
+            remote = dr.from_shards([m.remote if shared else m.remote.clone() for m in members], self.world.meshes[mesh])
+        locals_ = [m.local if shared else m.local.clone() for m in members]
+        self.keep_whole(mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members])
 
     @operation(0.5)
     def mesh_part(self) -> None:
@@ -864,10 +853,9 @@ class OnMeshes(Base):
 
     @operation(1)
     def mesh_shards(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            self.say(a)
-            self.read_whole("shards", a)
+        a = self.whole()
+        self.say(a)
+        self.read_whole("shards", a)
 
     def read_whole(self, name: str, a: Whole) -> None:
         if any(memory.poisoned for memory in a.memories):
@@ -879,24 +867,22 @@ class OnMeshes(Base):
 
     @operation(1)
     def mesh_all_reduce(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            if a.locals[0].dtype == torch.int64:
-                self._sums(a, 1)
+        a = self.whole()
+        if a.locals[0].dtype == torch.int64:
+            self._sums(a, 1)
 
-    @operation(0.3)
+    @operation(0.6)
     def burst_along_a_mesh(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            if a.locals[0].dtype == torch.int64:
-                self._sums(a, 8)
+        a = self.whole()
+        if a.locals[0].dtype == torch.int64:
+            self._sums(a, 8)
 
     def _sums(self, a: Whole, times: int) -> None:
         lines = self.along(a)
         self.say(a, lines)
         with self.where_mesh(a.mesh):
             for _ in range(times):
-                remote = dr.lines.all_reduce(lines, a.remote)  # type: ignore[attr-defined]
+                remote = dr.lines.all_reduce(lines, a.remote)
         locals_, memories = list(a.locals), list(a.memories)
         for row in lines.rows:
             total, poisoned = torch.stack([a.locals[k] for k in row]).sum(0), any(a.memories[k].poisoned for k in row)
@@ -906,35 +892,33 @@ class OnMeshes(Base):
 
     @operation(0.4)
     def mesh_all_gather(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            if a.locals[0].shape[0] > LENGTH:
-                return
-            lines = self.along(a)
-            self.say(a, lines)
-            with self.where_mesh(a.mesh):
-                remote = dr.lines.all_gather(lines, a.remote)  # type: ignore[attr-defined]
-            locals_, memories = list(a.locals), list(a.memories)
-            for row in lines.rows:
-                together, poisoned = torch.cat([a.locals[k] for k in row]), any(a.memories[k].poisoned for k in row)
-                for k in row:
-                    locals_[k], memories[k] = together.clone(), Memory(poisoned)
-            self.keep_whole(a.mesh, remote, locals_, memories)
+        a = self.whole()
+        if a.locals[0].shape[0] > LENGTH:
+            return
+        lines = self.along(a)
+        self.say(a, lines)
+        with self.where_mesh(a.mesh):
+            remote = dr.lines.all_gather(lines, a.remote)
+        locals_, memories = list(a.locals), list(a.memories)
+        for row in lines.rows:
+            together, poisoned = torch.cat([a.locals[k] for k in row]), any(a.memories[k].poisoned for k in row)
+            for k in row:
+                locals_[k], memories[k] = together.clone(), Memory(poisoned)
+        self.keep_whole(a.mesh, remote, locals_, memories)
 
     @operation(0.4)
     def mesh_broadcast(self) -> None:
-        if self.world.meshes:
-            a = self.whole()
-            lines = self.along(a)
-            root = self.random.randrange(lines.size)
-            self.say(a, lines, root)
-            with self.where_mesh(a.mesh):
-                remote = dr.lines.broadcast(lines, a.remote, root)  # type: ignore[attr-defined]
-            locals_, memories = list(a.locals), list(a.memories)
-            for row in lines.rows:
-                for k in row:
-                    locals_[k], memories[k] = a.locals[row[root]].clone(), Memory(a.memories[row[root]].poisoned)
-            self.keep_whole(a.mesh, remote, locals_, memories)
+        a = self.whole()
+        lines = self.along(a)
+        root = self.random.randrange(lines.size)
+        self.say(a, lines, root)
+        with self.where_mesh(a.mesh):
+            remote = dr.lines.broadcast(lines, a.remote, root)
+        locals_, memories = list(a.locals), list(a.memories)
+        for row in lines.rows:
+            for k in row:
+                locals_[k], memories[k] = a.locals[row[root]].clone(), Memory(a.memories[row[root]].poisoned)
+        self.keep_whole(a.mesh, remote, locals_, memories)
 
     @operation(0.8)
     def mesh_free(self) -> None:
@@ -1154,7 +1138,8 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
             for whole in self.wholes
             for k, (local, memory) in enumerate(zip(whole.locals, whole.memories))
         ]
-        healthy, bad = [], []
+        healthy: list[Value] = []
+        bad: list[Value] = []
         for value in (*self.values, *shards):
             (bad if value.memory.poisoned else healthy).append(value)
         for value, got in zip(healthy, dr.fetch([value.remote for value in healthy], timeout=PATIENCE)):

@@ -139,7 +139,12 @@ def others(given: argparse.Namespace, addresses: list[str], owner: str) -> Itera
 def read(owner: str) -> int:
     """Look up what another master publishes, until standard input ends."""
     reader, over = Reader(owner), threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def listen() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     while not over.wait(0.02) and len(reader.wrong) < 5:
         faulthandler.dump_traceback_later(120, exit=True)
         reader.look()

@@ -839,6 +839,23 @@ class OnMeshes(Base):
         locals_ = [m.local if shared else m.local.clone() for m in members]
         self.keep_whole(mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members])
 
+    @operation(0.4)
+    def mesh_mixture(self) -> None:
+        """Shards of two tensors of a mesh become a third one, by copies; all shards of one are that one again."""
+        a = self.whole()
+        alike = [
+            w for w in self.wholes if w.mesh == a.mesh and (w.locals[0].shape, w.locals[0].dtype) == (a.locals[0].shape, a.locals[0].dtype)
+        ]
+        b = self.random.choice(alike)
+        sources = [self.random.choice((a, b)) for _ in a.locals]
+        shared = all(w is sources[0] for w in sources)
+        self.say(*sources)
+        with self.where_mesh(a.mesh):
+            remote = dr.from_shards([w.remote.member(k) for k, w in enumerate(sources)], self.world.meshes[a.mesh])
+        locals_ = [w.locals[k] if shared else w.locals[k].clone() for k, w in enumerate(sources)]
+        memories = [w.memories[k] if shared else Memory(w.memories[k].poisoned) for k, w in enumerate(sources)]
+        self.keep_whole(a.mesh, remote, locals_, memories)
+
     @operation(0.5)
     def mesh_part(self) -> None:
         """Some members' shards of a mesh's tensor become a tensor of a part of the mesh: the same memory."""

@@ -23,7 +23,7 @@ from .wire.messages import HOST, UPLOAD
 from .wire.shared import LEAST, Loan
 
 INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
-PART_BYTES = 1 << 20  # a larger reply comes in parts, or through shared memory
+PART_BYTES = 1 << 19  # a larger reply comes in parts, or through shared memory
 
 
 def upload(

@@ -6,11 +6,12 @@ import _signal
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +21,9 @@ import zmq
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
+from distruntime.wire.frames import FRAME, ROOM, Joined
 from distruntime.wire.keys import KeyPair
+from distruntime.wire.link import Delivery, Link
 from distruntime.wire.shield import shield
 from processes import Child, pause
 
@@ -78,7 +81,7 @@ def unknown(channel: Channel, peer: bytes) -> bool:
     return False
 
 
-def content(frame: bytes | zmq.Frame) -> bytes:
+def content(frame: bytes | zmq.Frame | Joined) -> bytes:
     return frame if isinstance(frame, bytes) else frame.bytes
 
 
@@ -373,16 +376,118 @@ def test_garbage_leaves_the_listener_working(make: Make, address: str, keys: Key
 
 
 def test_an_oversized_frame_ends_that_connection_only(make: Make, address: str, keys: KeyPair | None) -> None:
-    listener = make(address, keys, max_message=100_000)
-    friend, wordy = make(None, keys, b"friend"), make(None, keys, b"wordy")
-    for dialler in (friend, wordy):
-        dialler.connect(listener.address, b"listener")
-        dialler.send(b"listener", [b"hello"])
-    receive(listener, 2)
-    wordy.send(b"listener", [b"x" * 200_000])
-    assert event(listener, "disconnected").peer == b"wordy"
+    listener, friend = pair(make, address, keys, b"friend")
+    with plain_dealer(listener, keys) as wordy:
+        wordy.send(b"x" * FRAME)
+        assert len(receive(listener)[0][1][0]) == FRAME
+        assert event(listener, "connected").peer == b"wordy"
+        wordy.send(b"x" * (FRAME + ROOM + 1))
+        assert event(listener, "disconnected").peer == b"wordy"
     friend.send(b"listener", [b"still here"])
     assert (b"friend", [b"still here"]) in receive(listener)
+
+
+@contextmanager
+def plain_dealer(listener: Channel, keys: KeyPair | None) -> Iterator[zmq.Socket[bytes]]:
+    """A socket that sends what it is told to, in libzmq's own messages."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger, dealer.routing_id, dealer.reconnect_ivl = 0, b"wordy", -1
+        if keys is not None:
+            dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = keys.public, keys.secret, keys.public
+        dealer.connect(listener.address)
+        yield dealer
+
+
+def place(index: int, start: int, size: int) -> bytes:
+    return struct.pack(">IQQ", index, start, size)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [[b"", b""]],
+        [[b"", b"", b"head"]],
+        [[b"", b"x", b"y"]],
+        [[b"", place(1, 0, 4), b"ab"], [b"", b"", b"head"]],
+        [[b"", place(1, 0, 4), b"ab"], [b"", place(1, 2, 4), b"abc"]],
+        [[b"", place(1, 0, 4), b"ab"], [b"", place(1, 1, 4), b"ab"]],
+        [[b"", place(1, 0, 4), b"ab"], [b"", place(1, 2, 5), b"ab"]],
+        [[b"", place(1, 0, 4), b"ab"], [b"", place(2, 0, 4), b"ab"]],
+        [[b"", place(2, 0, 2), b"ab"], [b"", place(1, 0, 2), b"ab"]],
+        [[b"", place(1, 0, 4), b""]],
+        [[b"", place(1, 0, 4), b"ab", b"cd"]],
+        [[b"", place(1, 0, 1 << 63), b"ab"]],
+        [[b"", place(1, 0, (1 << 64) - 1), b"ab"]],
+        [[b"", place(5, 0, 2), b"ab"], [b"", b"", b"head"]],
+    ],
+)
+def test_pieces_that_do_not_fit_together_are_a_message_that_is_none(make: Make, messages: list[list[bytes]]) -> None:
+    listener, friend = pair(make, "tcp://127.0.0.1:*", None, b"friend")
+    with plain_dealer(listener, None) as wordy:
+        for message in messages:
+            wordy.send_multipart(message)
+        assert [frames for peer, frames in receive(listener) if peer == b"wordy"] == [[b""]]
+        wordy.send_multipart([b"", place(1, 0, 4), b"ab"])
+        wordy.send_multipart([b"a message that has nothing of it"])
+        assert receive(listener) == [(b"wordy", [b"a message that has nothing of it"])]
+        wordy.send_multipart([b"", place(1, 0, 4), b"ab"])
+        wordy.send_multipart([b"", place(1, 2, 4), b"cd"])
+        wordy.send_multipart([b"", b"", b"head", b"tail"])
+        [(_, frames)] = receive(listener)
+        assert [content(frame) for frame in frames] == [b"head", b"abcd", b"tail"]
+        wordy.send_multipart([b"", place(1, 0, 4), b"ab"])
+        wait_for(lambda: listener.receive(0) == [] and listener._inbox._coming)
+    assert event(listener, "disconnected").peer == b"wordy"
+    wait_for(lambda: listener.receive(0) == [] and not listener._inbox._coming)
+    friend.send(b"listener", [b"still here"])
+    assert (b"friend", [b"still here"]) in receive(listener)
+
+
+@pytest.mark.parametrize("size", [FRAME - 1, FRAME, FRAME + 1, 2 * FRAME, 2 * FRAME + 1])
+@pytest.mark.parametrize("copy", [True, False])
+def test_every_frame_of_a_message_may_be_large(make: Make, address: str, keys: KeyPair | None, size: int, copy: bool) -> None:
+    listener, dialler = pair(make, address, keys)
+    large = [os.urandom(size) for _ in range(3)]
+    dialler.send(b"listener", [large[0], b"", memoryview(large[1]), b"small", bytearray(large[2])], copy=copy)
+    dialler.send(b"listener", [b"next"])
+    (_, frames), (_, then) = receive(listener, 2)
+    assert [content(frame) for frame in frames] == [large[0], b"", large[1], b"small", large[2]]
+    assert type(frames[0]) is bytes and then == [b"next"]
+    assert listener.received_bytes == dialler.sent_bytes == 5 + 3 * size + 5 + 4
+
+
+def test_a_large_message_is_sent_again_whole_on_the_next_connection(make: Make) -> None:
+    listener, link, large = make("tcp://127.0.0.1:*"), Link(), os.urandom(3 * FRAME)
+    first, second = make(), make()
+    first.connect(listener.address, b"listener")
+    first.send(b"listener", [b"hello"])
+    [(peer, _)] = receive(listener)
+    listener.resume(link, peer, 0)
+    listener.send(link, [b"small"])
+    sent = [listener.send(link, [b"head", memoryview(large)], copy=copy) for copy in (True, False)]
+    first.close()
+    assert event(listener, "disconnected").peer == peer
+    second.connect(listener.address, b"listener")
+    second.send(b"listener", [b"hello"])
+    [(peer, _)] = receive(listener)
+    listener.resume(link, peer, 1)
+    got = receive(second, 2)
+    assert [[content(frame) for frame in frames] for _, frames in got] == [[b"head", large]] * 2
+    link.acknowledge(3)
+    assert all(isinstance(one, Delivery) and one.done for one in sent)
+
+
+def test_large_messages_that_wait_for_the_socket_arrive_whole(make: Make, address: str) -> None:
+    listener, dialler = pair(make, address)
+    large = os.urandom(2 * FRAME)
+    with dialler._lock:
+        threads = [threading.Thread(target=dialler.send, args=(b"listener", [b"head", large])) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+    dialler.events()
+    assert all([content(frame) for frame in frames] == [b"head", large] for _, frames in receive(listener, 3))
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -392,7 +497,7 @@ def test_large_frames(make: Make, address: str, keys: KeyPair | None, copy: bool
     tracker = dialler.send(b"listener", [b"head", memoryview(payload)], copy=copy)
     assert (tracker is None) == copy
     [(_, frames)] = receive(listener)
-    assert isinstance(frames[1], zmq.Frame)
+    assert isinstance(frames[1], Joined)
     assert frames[1].buffer == payload
     if tracker is not None:
         tracker.wait(DEADLINE)
@@ -481,10 +586,12 @@ def test_control_c_interrupts_a_wait_and_loses_nothing(make: Make, address: str)
     assert receive(listener) == [(b"bob", [b"after"])]
 
 
-def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str, large: bool) -> None:
     listener, dialler = pair(make, address)
     stop = threading.Event()
-    count, armed = 1000, False
+    count, armed = 50 if large else 1000, False
+    tail = b"tail" * (FRAME // 3 if large else 1)
 
     def interrupt() -> None:
         while not stop.wait(0.005):
@@ -510,7 +617,7 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
             try:
                 armed = True
                 while sent < count or not interrupted:
-                    dialler.send(b"listener", [b"head", b"%d" % sent, b"tail"])
+                    dialler.send(b"listener", [b"head", b"%d" % sent, tail])
                     sent += 1
                 armed = False
             except Interrupted:
@@ -520,10 +627,10 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str) -> No
         stop.set()
         thread.join()
         signal.signal(signal.SIGINT, before)
-    dialler.send(b"listener", [b"head", b"last", b"tail"])
+    dialler.send(b"listener", [b"head", b"last", tail])
     while not got or got[-1] != b"last":
         for _, frames in receive(listener):
-            assert len(frames) == 3 and frames[0] == b"head" and frames[2] == b"tail"
+            assert len(frames) == 3 and frames[0] == b"head" and content(frames[2]) == tail
             got.append(content(frames[1]))
     assert interrupted and sent >= count
     numbers = list(dict.fromkeys(got))[:-1]

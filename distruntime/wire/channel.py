@@ -29,6 +29,7 @@ from distruntime.errors import ConfigurationError, DistruntimeError
 from distruntime.wire.address import resolve, unusable, wants_ipv6
 from distruntime.wire.connections import Connections, Peer
 from distruntime.wire.connections import PeerEvent as PeerEvent
+from distruntime.wire.frames import FRAME, ROOM, Long, is_large
 from distruntime.wire.inbox import LARGE as LARGE
 from distruntime.wire.inbox import Frames, Inbox
 from distruntime.wire.keys import KeyPair
@@ -43,6 +44,14 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]  # of a message to send, by how many frames follow the peer's name
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
+
+
+def _tracked(parts: Any) -> tuple[Any, list[Any]]:
+    """Return frames that libzmq reads where they are, if they are large, and what tells for each when it has."""
+    if type(parts) is Long:
+        return parts, parts.tracked(LARGE)
+    made = [part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts]
+    return made, [part.tracker for part in made if part.tracker is not None]
 
 
 class PeerGone(DistruntimeError):
@@ -66,7 +75,6 @@ class Channel:
         listen: bind here: tcp://host:port (port 0 or *: any free port) or ipc://path.
         keys: peers must hold the same pair. None: anyone who reaches the socket is let in.
         name: what listening peers know this channel by; None: they choose.
-        max_message: a peer that sends a larger frame is disconnected, in bytes.
         silence: seconds after which a peer that says nothing is disconnected; both sides then say something all the time, in libzmq's own
             thread, so that neither a long kernel nor a debugger keeps them from it. 0: never.
         patient: never mind the silence of the other side, whose thread may have gigabytes to send; only that the network takes no bytes.
@@ -78,7 +86,6 @@ class Channel:
         listen: str | None = None,
         keys: KeyPair | None = None,
         name: Peer | None = None,
-        max_message: int = 1 << 34,
         silence: float = 0.0,
         patient: bool = False,
     ) -> None:
@@ -87,7 +94,7 @@ class Channel:
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[Any, Delivery | None, Sequence[Any], tuple[int, ...]]] = deque()  # messages that came meanwhile
+        self._late: deque[tuple[Any, Delivery | None, Any, Sequence[int]]] = deque()  # messages that came meanwhile
         self._closed = False
         self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
         self._woken = False
@@ -102,7 +109,7 @@ class Channel:
         self._inbox = Inbox(self._socket, self._connections)
         self._dialled: dict[Peer, str] = {}  # where
         try:
-            self._set_up(name, max_message, server=listen is not None)
+            self._set_up(name, server=listen is not None)
             if silence:
                 self._beat(silence, patient)
             if listen is not None:
@@ -172,19 +179,24 @@ class Channel:
         """
         if not frames:
             raise ValueError("got no frames, expected at least one")
+        long = False
         for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
             if type(frame) is not bytes and not (
                 isinstance(frame, (bytearray, zmq.Frame)) or (isinstance(frame, memoryview) and frame.contiguous)
             ):
                 raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
-            self.sent_bytes += frame.nbytes if type(frame) is memoryview else len(frame)
+            size = frame.nbytes if type(frame) is memoryview else len(frame)
+            self.sent_bytes += size
+            if size > FRAME:
+                long = True
         delivery = Delivery(to, frames) if type(to) is Link else None
-        parts: Sequence[Any] = frames
+        parts: Any = Long(frames) if long else frames
+        trackers: Sequence[Any] = ()
         if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
-            parts = [zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in frames]
+            parts, trackers = _tracked(parts)
             if delivery is not None:
-                delivery.trackers = [part.tracker for part in parts]
-        flags = _FLAGS[len(parts)] if len(parts) < len(_FLAGS) else (_MORE,) * len(parts) + (_NOBLOCK,)
+                delivery.trackers = trackers
+        flags: Sequence[int] = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
         with shield:  # else Ctrl-C could come between the lock and the `try`
             # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
@@ -199,12 +211,12 @@ class Channel:
                         self._finish_sending()
                     if self._late:
                         self._drain_late()  # first come, first sent
-                    peer: Any = to
+                    peer: Any = to if delivery is None else delivery.link.peer
+                    sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
                     if delivery is not None:
                         delivery.link.keep(delivery)
-                        peer = delivery.link.peer
                     if peer is not None:
-                        self._unsent = unsent = map(self._send_frame, (peer, *parts), flags)
+                        self._unsent = unsent = map(self._send_frame, sequence, flags)
                         try:
                             list(unsent)
                         except zmq.ZMQError as error:
@@ -227,7 +239,7 @@ class Channel:
                         self._send_late()
         if delivery is not None or copy:
             return delivery
-        return zmq.MessageTracker(*(part.tracker for part in parts if part.tracker is not None))
+        return zmq.MessageTracker(*trackers)
 
     def resume(self, link: Link, peer: Peer, received: int) -> None:
         """Let `peer` carry a link from now on: send it again what the other end, which has counted `received` messages, has not got."""
@@ -241,13 +253,11 @@ class Channel:
                 link.acknowledge(received)
                 link.peer = peer  # before the frames are read: see Delivery.done
                 for delivery in link.kept:
-                    parts = [
-                        part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE)
-                        for part in delivery.frames
-                    ]
-                    delivery.trackers = [part.tracker for part in parts if part.tracker is not None]
-                    flags = (_MORE,) * len(parts) + (_NOBLOCK,)
-                    self._unsent = map(self._send_frame, (peer, *parts), flags)
+                    long = any(map(is_large, delivery.frames))
+                    parts, delivery.trackers = _tracked(Long(delivery.frames) if long else delivery.frames)
+                    flags = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
+                    sequence, flags = parts.to(peer) if long else ((peer, *parts), flags)
+                    self._unsent = map(self._send_frame, sequence, flags)
                     self._finish_sending()
                 if self._waiting:
                     self._after_use()
@@ -258,9 +268,10 @@ class Channel:
     def receive(self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
 
-        Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer without
-        a copy). A wake() while nobody waits makes the next wait return. `timeout` 0 only takes what is there, None waits for ever. Ctrl-C
-        interrupts a wait and loses nothing. `into` takes the messages too, before Ctrl-C can come between.
+        Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer
+        without a copy), or as Joined, where they came in pieces. A wake() while nobody waits makes the next wait return. `timeout` 0 only
+        takes what is there, None waits for ever. Ctrl-C interrupts a wait and loses nothing. `into` takes the messages too, before Ctrl-C
+        can come between.
 
         `spin` looks again and again for so many seconds before it sleeps: an answer that is about to come finds this thread awake. It keeps
         other Python threads waiting meanwhile.
@@ -336,13 +347,13 @@ class Channel:
     def __repr__(self) -> str:
         return f"<Channel {'closed' if self._closed else self.address or 'dialling'}>"
 
-    def _set_up(self, name: Peer | None, max_message: int, *, server: bool) -> None:
+    def _set_up(self, name: Peer | None, *, server: bool) -> None:
         router = self._socket
         router.linger = 0
         router.sndhwm = router.rcvhwm = 0  # the windows of the command log bound memory; a send must never block or drop
         router.router_mandatory = True
         router.router_handover = True  # a peer that reconnects under its name replaces its half-open predecessor
-        router.maxmsgsize = max_message
+        router.maxmsgsize = FRAME + ROOM
         router.backlog = 1024
         router.handshake_ivl = 10_000
         router.connect_timeout = 5_000  # or the kernel would try for two minutes, at the end once a minute
@@ -409,11 +420,12 @@ class Channel:
             if self._unsent is not None:
                 self._finish_sending()
             to, delivery, parts, flags = self._late.popleft()
+            peer = to if delivery is None else to.peer
+            sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
             if delivery is not None:
                 to.keep(delivery)
-                to = to.peer
-            if to is not None:
-                self._unsent = map(self._send_frame, (to, *parts), flags)
+            if peer is not None:
+                self._unsent = map(self._send_frame, sequence, flags)
                 self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
 
     def _finish_sending(self) -> None:

@@ -132,6 +132,10 @@ class Connections:
         else:
             self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
 
+    def open(self, peer: Peer) -> bool:
+        """Return whether there is a connection to a peer, as far as is known."""
+        return peer in self.placed or peer in self._reached
+
     def settle(self) -> None:
         """Take note that all messages have been read that came through connections known to have ended."""
         self._ghosts.clear()

@@ -10,8 +10,9 @@ import zmq
 import zmq.backend
 
 from distruntime.wire.connections import Connections, Peer
+from distruntime.wire.frames import Coming, Joined, Nonsense
 
-Frames = list["bytes | zmq.Frame"]
+Frames = list["bytes | zmq.Frame | Joined"]
 
 # Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than keeping a message alive
 # (pyzmq's COPY_THRESHOLD draws the same line for sending).
@@ -32,6 +33,7 @@ class Inbox:
         self.received_bytes = 0
         self._partial: list[Any] = []  # read of the next message so far; not empty only within read() or after an interrupt there
         self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
+        self._coming: dict[Peer, Coming] = {}  # of large messages, the pieces that have come; never changed in place
         self._connections = connections
         # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
         self._receive: Callable[..., Any] = zmq.backend.Socket.recv.__get__(router)
@@ -43,9 +45,16 @@ class Inbox:
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
         self._connections.settle()
+        if self._coming:  # what came through connections that have ended is read: nothing more comes of their messages
+            self._coming = {peer: coming for peer, coming in self._coming.items() if self._connections.open(peer)}
 
     def read(self) -> None:
-        """Read one message, or raise `zmq.Again`."""
+        """Read one message, or raise `zmq.Again`; the pieces of a large message that have come until then are kept."""
+        while not self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Read one of libzmq's messages, or raise `zmq.Again`; return whether it was a whole one of ours."""
         if len(self._partial) < self._expected:
             self._skip_torn()
         partial, connections = self._partial, self._connections
@@ -69,15 +78,45 @@ class Inbox:
             if peer not in connections.dialled:
                 connections.place(peer, _connection(head))
             head = head.bytes
-        frames: Frames = [head]
-        self.received_bytes += len(head)
+        frames: Frames | None = [head]
+        coming = self._coming
         if len(partial) > 2:
-            self.received_bytes += sum(map(len, partial[2:]))
-            frames += [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
-        entry = ((peer, frames),)
-        self.messages += entry  # these statements hold no call and no jump, so no interrupt falls in between
+            rest = [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
+            if head:
+                frames = [head, *rest]
+            else:
+                frames, coming = self._long(peer, rest)
+        elif coming and peer in coming:
+            coming = self._without(peer)
+        if frames is not None:
+            self.received_bytes += sum(map(len, frames))
+        entries = ((peer, frames),) if frames is not None else ()
+        self.messages += entries  # these statements hold no call and no jump, so no interrupt falls in between
+        self._coming = coming
         self._partial = []
         self._expected = 0
+        return frames is not None
+
+    def _long(self, peer: Peer, parts: list[Any]) -> tuple[Frames | None, dict[Peer, Coming]]:
+        """Return the large message that these parts end, if they do, and what of such messages has come then.
+
+        What makes no sense becomes a message that makes none: who takes the messages knows what to do with such a peer.
+        """
+        coming = self._coming.get(peer) or Coming()
+        try:
+            if parts[0]:
+                (place, piece) = parts
+                coming = coming.with_piece(place, piece if type(piece) is bytes else piece.buffer)
+                return None, {**self._coming, peer: coming}
+            frames = coming.frames(parts[1:])
+            if type(frames[0]) is not bytes:
+                frames[0] = frames[0].bytes
+            return frames, self._without(peer)
+        except (Nonsense, ValueError):
+            return [b""], self._without(peer)
+
+    def _without(self, peer: Peer) -> dict[Peer, Coming]:
+        return {other: coming for other, coming in self._coming.items() if other != peer}
 
     def _skip_torn(self) -> None:
         """Drop the rest of a message of which an interrupt cost a frame."""

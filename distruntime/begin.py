@@ -19,7 +19,7 @@ from .registry import Entry, forget, now, read, write
 from .replies import is_devices
 from .scratch import scratch_folder
 from .session import Session
-from .wire.channel import Channel, PeerEvent
+from .wire.channel import HANG_UPS, Channel, PeerEvent
 from .wire.keys import KeyPair, choose
 from .wire.messages import PROTOCOL, Join, Refused, Welcome
 
@@ -231,13 +231,14 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
         if time.monotonic() > tick:
             plan.say(".")
             tick += 0.25
+        session.strangers.look()
         for event in session.channel.events():
             if event.kind == "disconnected" and event.peer is not None:
                 session.parted.add(event.peer)
                 for index in [index for index, (peer, _) in joined.items() if peer == event.peer and index not in welcomed]:
                     del joined[index]
             elif event.kind in ("auth_failed", "handshake_failed"):
-                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
+                session.strangers.note(f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}")
         for peer, frames in session.channel.receive(0.05):
             session.take(peer, frames)
         for peer, message in session.greetings:
@@ -291,7 +292,7 @@ def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str
             elif event.kind == "disconnected" and number in welcomed:
                 session.parted.add(f"node-{number}".encode())
             refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
-            if refusals:  # libzmq does not dial again after a mismatch of keys
+            if len(refusals) >= HANG_UPS or any(event.final for event in refusals):
                 raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
         _ended(session, welcomed)
         if time.monotonic() > deadline:
@@ -320,7 +321,8 @@ def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
     if kinds & {"auth_failed", "handshake_failed"}:
         return (
             f"{address} closed the connection during the handshake: it has another key, or needs one where none was given "
-            "(or needs none where one was). Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
+            "(or needs none where one was), or has no descriptors left. Expected: the same key file on both sides "
+            "(distruntime-worker keygen; key=...)"
         )
     if "connected" in kinds:
         return (

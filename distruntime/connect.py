@@ -17,6 +17,7 @@ from .registry import Entry, checked_name, known, read
 from .session import Session, active, active_session
 from .table import nodes_table
 from .wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
+from .wire.descriptors import raise_limit
 from .wire.shared import warm_malloc
 
 
@@ -75,6 +76,7 @@ def init_master_worker(
     elif resume or force or keep is not None:
         raise ConfigurationError("resume=, force= and keep= are about a session that has a name: give session= as well")
     wait = CONNECT.get(timeout)
+    raise_limit()
     plan = Plan(
         name,
         ("force " if force else "") + ("resume" if resume else "new"),

@@ -95,7 +95,7 @@ class Keeper:
         attempt = self._attempts.get(event.peer) if event.peer is not None else None
         if attempt is None or event.peer is None:
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self.session.retired:
-                log.warning("refused a connection (%s): %s", event.kind.replace("_", " "), event.detail or event.address)
+                self.session.strangers.note(f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}")
         elif event.kind == "connected":
             # Once: at the same endpoint, the connection before may have come back just before it was hung up.
             if not attempt.connected.is_set():
@@ -287,6 +287,7 @@ class Keeper:
         if now < self._looked + 0.1:
             return
         self._looked = now
+        self.session.strangers.look()
         for node in self.session.nodes:
             absence = node.absence
             if node.connecting:

@@ -36,6 +36,7 @@ from .wire.link import Delivery
 from .wire.messages import Ack, Ask, BreakGroup, Detach, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
 from .wire.shared import Challenge, Loan, SharedPool
 from .wire.shield import shield
+from .wire.tally import Tally
 
 log = logging.getLogger("distruntime")
 
@@ -85,6 +86,7 @@ class Session:
         self.early: list[tuple[bytes, Join]] = []  # of workers that are there, and have dialled anew before there was a keeper
         self.retired: deque[bytes] = deque(maxlen=4096)  # names of connections that have been given up
         self._by_peer: dict[bytes, Node] = {node.link.peer: node for node in nodes if node.link.peer is not None}
+        self.strangers = Tally(log.warning)  # what those who are no workers of it make this process say
         self._pid = os.getpid()
         self._stop = False
         self._wake = threading.Event()
@@ -339,7 +341,7 @@ class Session:
             if node is not None:
                 self.lose(node, f"was dropped, because it broke the protocol: {error}")
             else:
-                log.warning("ignored a peer that is no worker: %s", error)
+                self.strangers.note(f"ignored a peer that is no worker: {error}")
 
     def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
         node = self._by_peer.get(peer)
@@ -586,6 +588,7 @@ class Session:
         if self._pump.is_alive() and self._pump is not threading.current_thread():
             self._pump.join(2.0)
         self.channel.close()
+        self.strangers.finish()
         self.shared.close()
 
 

@@ -20,7 +20,10 @@ MASTER = {
     "spec": "wire.codec",
     "opaque": "",
     "propagate": "errors spec wire.unsaid",
-    "wire.connections": "",
+    "wire.descriptors": "errors",
+    "wire.strangers": "",
+    "wire.tally": "",
+    "wire.connections": "wire.descriptors wire.strangers",
     "wire.shared": "errors",
     "wire.shield": "",
     "stretches": "",
@@ -40,7 +43,8 @@ MASTER = {
     "wire.identity": "",
     "scratch": "wire.identity",
     "wire.link": "errors",
-    "wire.channel": "errors wire.address wire.connections wire.frames wire.inbox wire.keys wire.link wire.shield wire.wake",
+    "wire.channel": "errors wire.address wire.connections wire.descriptors wire.frames wire.inbox wire.keys wire.link wire.shield "
+    "wire.wake",
     "signing": "errors wire.keys",
     "envelope": "errors signing",
     "tree": "errors",
@@ -63,7 +67,7 @@ MASTER = {
     "failure": "errors holders node wire.messages wire.units",
     "moment": "errors wire.shield",
     "session": "errors failure handle holders launch line moment node places replies requests "
-    "stall wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield",
+    "stall wait wire.channel wire.codec wire.deadlines wire.identity wire.link wire.messages wire.shared wire.shield wire.tally",
     "placing": "context errors handle session",
     "table": "handle node session text wire.deadlines wire.units",
     "memory": "handle holders session table text wire.units",
@@ -116,7 +120,7 @@ MASTER = {
     "lines member_ints process_group session shards team tensor transfer wrap",
     "map_location": "session",
     "install": "autocast composite context device_module dispatch errors first handle map_location opaque session tensor uninitialized",
-    "connect": "begin errors group install registry session table wire.deadlines wire.shared",
+    "connect": "begin errors group install registry session table wire.deadlines wire.descriptors wire.shared",
     "saving": "errors failure handle node requests session wait",
     "checkpoint": "errors functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "loading": "checkpoint errors fetch functions handle node saving session shards spec stall tensor transfer tree wire.codec wrap",
@@ -181,7 +185,13 @@ WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's s
 
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
-    "zmq": {"distruntime.wire.channel", "distruntime.wire.connections", "distruntime.wire.inbox", "distruntime.wire.keys"},
+    "zmq": {
+        "distruntime.wire.channel",
+        "distruntime.wire.connections",
+        "distruntime.wire.frames",
+        "distruntime.wire.inbox",
+        "distruntime.wire.keys",
+    },
     # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before authentication.
     "pickle": {"distruntime.structure", "distruntime_worker.groups"},
     "cloudpickle": {"distruntime.group", "distruntime.structure"},

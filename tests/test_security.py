@@ -189,9 +189,9 @@ Attack = Callable[[Target], None]
 # -- a listening worker ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def curve_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ListeningWorker, Target]]:
-    folder = tmp_path_factory.mktemp("curve")
+    folder = tmp_path_factory.mktemp("curve")  # each worker of its own: after the first lines, a minute's are one
     KeyPair.generate().save(folder / "key")
     worker = ListeningWorker(folder, "--listen", "tcp://127.0.0.1:0", "--key", str(folder / "key"))
     yield worker, Target(worker.address, folder / "key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from distruntime.errors import ConfigurationError
@@ -21,6 +22,41 @@ def resolve(address: str) -> list[str]:
         return []
     hosts = [str(where[0]) for *_, where in found]
     return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]
+
+
+def listener(address: str, backlog: int) -> socket.socket | None:
+    """Return a socket that listens at a tcp address, as libzmq's would; None where that is no host: another transport, or an interface.
+
+    Raises:
+        OSError: the address is in use, or not this machine's.
+    """
+    host, port = host_of(address), address.rpartition(":")[2]
+    if not address.startswith("tcp://"):
+        return None
+    if host == "*":
+        where = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
+    else:
+        found = [endpoint.partition("://")[2].rpartition(":")[0] for endpoint in resolve(address)]
+        where = [(socket.AF_INET, name) for name in found if ":" not in name] or [(socket.AF_INET6, name.strip("[]")) for name in found]
+    for family, name in where:
+        try:
+            made = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno == errno.EAFNOSUPPORT and len(where) > 1:  # no IPv6 here
+                continue
+            raise
+        try:
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((name, 0 if port == "*" else int(port)))
+            made.listen(backlog)
+            made.setblocking(False)  # else libzmq's thread would wait for a connection that has gone before it was accepted
+        except BaseException:
+            made.close()
+            raise
+        return made
+    return None
 
 
 def host_of(address: str) -> str:

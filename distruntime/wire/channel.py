@@ -26,9 +26,10 @@ import zmq.auth.thread
 import zmq.backend
 
 from distruntime.errors import ConfigurationError, DistruntimeError
-from distruntime.wire.address import resolve, unusable, wants_ipv6
+from distruntime.wire.address import listener, resolve, unusable, wants_ipv6
 from distruntime.wire.connections import Connections, Peer
 from distruntime.wire.connections import PeerEvent as PeerEvent
+from distruntime.wire.descriptors import require
 from distruntime.wire.frames import FRAME, ROOM, Long, is_large
 from distruntime.wire.inbox import LARGE as LARGE
 from distruntime.wire.inbox import Frames, Inbox
@@ -43,6 +44,12 @@ _ZAP_DOMAIN = "distruntime"
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]  # of a message to send, by how many frames follow the peer's name
+_BACKLOG = 1024  # connections that the kernel holds until they are accepted
+# Seconds for a connection to prove its key. That takes four short messages, and who is slower dials again. So long does a silent stranger
+# hold a descriptor.
+HANDSHAKE = 2.0
+# How often in a row the other side hangs up in the handshake before it is taken to hold another key: one that is flooded hangs up, too.
+HANG_UPS = 8
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
 
@@ -89,6 +96,7 @@ class Channel:
         silence: float = 0.0,
         patient: bool = False,
     ) -> None:
+        require("a socket")
         self.address = ""
         self.sent_bytes = 0  # of messages, without their peers' names
         self._keys = keys
@@ -354,8 +362,8 @@ class Channel:
         router.router_mandatory = True
         router.router_handover = True  # a peer that reconnects under its name replaces its half-open predecessor
         router.maxmsgsize = FRAME + ROOM
-        router.backlog = 1024
-        router.handshake_ivl = 10_000
+        router.backlog = _BACKLOG
+        router.handshake_ivl = round(HANDSHAKE * 1000)
         router.connect_timeout = 5_000  # or the kernel would try for two minutes, at the end once a minute
         router.reconnect_ivl, router.reconnect_ivl_max = 100, 2_000
         router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 1, 30, 10, 3
@@ -381,8 +389,18 @@ class Channel:
     def _bind(self, address: str) -> None:
         try:
             self._socket.ipv6 = wants_ipv6(address, resolve(address))
-            self._socket.bind(address)
-        except (zmq.ZMQError, UnicodeError) as error:
+            own = listener(address, _BACKLOG)
+            if own is None:
+                self._socket.bind(address)
+            else:
+                with own:
+                    # libzmq's own way asks for the system's interfaces, and ends the process where there is no descriptor for that.
+                    self._socket.setsockopt(zmq.USE_FD, own.fileno())
+                    self._socket.bind(address)
+                    self._connections.strangers.listen(own.fileno())
+                    own.detach()
+                self._socket.setsockopt(zmq.USE_FD, -1)
+        except (zmq.ZMQError, UnicodeError, OSError) as error:
             raise unusable(address, error) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if address.startswith("ipc://") and not address.startswith("ipc://@"):

@@ -16,6 +16,9 @@ import zmq
 import zmq.backend
 import zmq.utils.monitor
 
+from distruntime.wire.descriptors import most_strangers
+from distruntime.wire.strangers import Strangers
+
 Peer = bytes
 
 # Without HANDSHAKE_FAILED_PROTOCOL, which tells more: libzmq 4.3.5 raises it for each message too that cannot be decrypted, and loses its
@@ -43,14 +46,15 @@ class PeerEvent:
     peer: Peer | None
     address: str
     detail: str = ""
+    final: bool = True  # of a dialled peer that did not get in: whether that is sure, and libzmq does not dial it again by itself
 
 
 @final
 class Connections:
     """The connections of one ROUTER socket. Not thread-safe: the channel's lock guards it.
 
-    Invariant: `unplaced` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are open. `placed`
-    is the inverse of `_peer_of`.
+    Invariant: `unplaced`, `_crowded_out` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are
+    open. `placed` is the inverse of `_peer_of`.
 
     The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
     read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
@@ -59,7 +63,9 @@ class Connections:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
-        self.unplaced: set[int] = set()  # fds through which nothing has come yet
+        self.strangers = Strangers(most_strangers())
+        self.unplaced = self.strangers.names  # by fd, connections through which nothing has come yet
+        self._crowded_out: set[int] = set()  # fds that have been hung up on, as there were too many of these
         self.doubted: set[int] = set()
         self._ghosts: set[int] = set()
         self._gone: set[Peer] = set()
@@ -123,9 +129,9 @@ class Connections:
         if fd is not None and fd in self.doubted and not leftover:
             ghost = self._lost(fd, self._address())
             self._events += [ghost] if ghost is not None else []
-            self.unplaced.add(fd)
+            self.strangers.add(fd)
         if not leftover and fd is not None and fd in self.unplaced:
-            self.unplaced.discard(fd)
+            self.unplaced.pop(fd, None)
             self._peer_of[fd], self.placed[peer] = peer, fd
             if fd in self._ghosts:
                 self.doubted.add(fd)
@@ -155,6 +161,8 @@ class Connections:
             if happened is not None:
                 self._events += (happened,)
             self._raw = []
+        if len(self.unplaced) > self.strangers.most:
+            self._crowded_out.update(self.strangers.crowd_out())
         return len(self._events) > known
 
     def take(self) -> list[PeerEvent]:
@@ -176,16 +184,16 @@ class Connections:
         dialled = self._dialled_at.get(endpoint)
         match event:
             case zmq.EVENT_ACCEPTED:
-                self.unplaced.discard(value)
+                self._crowded_out.discard(value)
                 lost = self._lost(value, endpoint)  # libzmq does not report connections that it closed by its own decision
-                self.unplaced.add(value)
+                self.strangers.add(value)
                 return lost
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if dialled is None:
                     return None  # accepted: place() reports it
                 self._reached.add(dialled)
                 return PeerEvent("connected", dialled, endpoint)
-            case zmq.EVENT_DISCONNECTED if dialled is None and value in self.unplaced:
+            case zmq.EVENT_DISCONNECTED if dialled is None and (value in self.unplaced or value in self._crowded_out):
                 return self._lost_stranger(value, endpoint)
             case zmq.EVENT_DISCONNECTED:
                 return self._lost(value, endpoint) if dialled is None else self._lost_dialled(dialled, endpoint)
@@ -199,8 +207,8 @@ class Connections:
             self._refused_by.add(dialled)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return PeerEvent("auth_failed", dialled, endpoint, f"key refused (status {value})")
-        hint = "; it may hold another key" if dialled is not None and self._has_key else ""
-        return PeerEvent("handshake_failed", dialled, endpoint, f"the other side hung up during the handshake{hint}")
+        hint = "; it may hold another key, or have no descriptors left" if dialled is not None and self._has_key else ""
+        return PeerEvent("handshake_failed", dialled, endpoint, f"the other side hung up during the handshake{hint}", final=False)
 
     def _lost_dialled(self, peer: Peer, endpoint: str) -> PeerEvent | None:
         if peer in self._reached:
@@ -213,9 +221,13 @@ class Connections:
         return PeerEvent("handshake_failed", peer, endpoint, f"the other side has {keys}; or it does not speak ZeroMQ")
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
-        self.unplaced.discard(fd)
+        crowded_out = fd in self._crowded_out
+        self.unplaced.pop(fd, None)
+        self._crowded_out.discard(fd)
         self._ghosts.add(fd)
         reported, self._refused = self._refused, False
+        if crowded_out:
+            return None if reported else PeerEvent("handshake_failed", None, endpoint, "too many others had not said who they are either")
         keys = "another key, or none" if self._has_key else "a key, where none is held here"
         why = f"it has {keys}; or does not speak ZeroMQ; or it hung up before it said who it is"
         return None if reported else PeerEvent("handshake_failed", None, endpoint, why)

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
-from distruntime.wire.channel import Channel, PeerGone
+from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
 from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
+from distruntime.wire.descriptors import raise_limit
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
     PROTOCOL,
@@ -53,6 +54,7 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
+from distruntime.wire.tally import Tally
 
 from . import checkpoint_folder
 from .address import data_host, peer_address, unusable_for_workers
@@ -115,6 +117,8 @@ class Daemon:
         self._gone: deque[bytes] = deque(maxlen=4096)  # of them, those that have ended, whose greeting may still lie unread
         self._turns = Turns()
         self._dials = count().__next__
+        self._hang_ups = 0  # of the dialled master, in the handshake
+        self._strangers = Tally(log.warning)  # what those without a session here make this worker say
         self._master = b""  # the connection to the dialled master
         self._dial_at = math.inf  # when to dial the master again
         self._looked = 0.0
@@ -163,6 +167,7 @@ class Daemon:
 
     def close(self) -> None:
         """Close the socket, after a moment for the last words to leave."""
+        self._strangers.finish()
         self._channel.close(_LAST_WORDS)
 
     def _watch(self) -> None:
@@ -182,12 +187,18 @@ class Daemon:
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
                 if event.peer is None:
-                    log.warning("refused a connection (%s): %s", what, event.detail or event.address)
-                elif not self._served:  # libzmq does not dial again after a mismatch of keys
-                    raise ConnectionFailed(f"the master at {self._config.master} and this worker do not hold the same key ({what})")
-                else:
+                    self._strangers.note(f"refused a connection ({what}): {event.detail or event.address}")
+                elif self._served:
                     self._dial_at = time.monotonic() + _PAUSE
+                else:
+                    self._hang_ups += 1
+                    if event.final or self._hang_ups >= HANG_UPS:
+                        raise ConnectionFailed(
+                            f"the master at {self._config.master} and this worker do not hold the same key ({what}), "
+                            "or the master has no descriptors left"
+                        )
         now = time.monotonic()
+        self._strangers.look()
         if now > self._sweep_at:
             self._sweep_at = math.inf
             gc.collect()
@@ -315,7 +326,7 @@ class Daemon:
         if session is not None:
             self._drop(session, why)
         else:
-            log.warning("dropped a peer: %s", why)
+            self._strangers.note(f"dropped a peer: {why}")
 
     def _go_on(self, session: Session) -> None:
         """Act on what has come while a large value was being read. What is of a connection that is no more comes again on the next."""
@@ -339,7 +350,7 @@ class Daemon:
         found = self._sessions.get(hello.session)
         reason = self._refusal(hello, found)
         if reason:
-            log.warning("refused a master on %s: %s", hello.host, reason)
+            self._strangers.note(f"refused a master on {hello.host}: {reason}")
             self._greet(peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token)))
             return
         if hello.mode == "again":
@@ -469,6 +480,7 @@ class Daemon:
 
 def serve(config: WorkerConfig, stop: threading.Event) -> None:
     """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
+    raise_limit()
     sys.setswitchinterval(_SWITCH)
     keep_pages()
     if config.threads:

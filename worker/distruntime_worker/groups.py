@@ -17,6 +17,7 @@ import torch
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
 from distruntime.wire.codec import failure_fields, failure_from
 from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
+from distruntime.wire.descriptors import require
 from distruntime.wire.messages import BreakGroup, Entry, Failure, Message, OpenGroup, Taint, Tainted
 
 from .data_channel import find
@@ -245,6 +246,7 @@ class Groups:
                 errors.append(error)
 
         try:
+            require(f"group {group.number}")
             factory = checked(message.channel, _unpickled(message.factory)) if message.factory else find(message.channel)
             threads = [threading.Thread(target=join, args=(rank, factory), daemon=True) for rank in group.devices]
             for thread in threads:

@@ -13,7 +13,8 @@ from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure
 
 INLINE_BYTES = 1 << 14  # up to here a tensor rides inside the message; above, in a payload frame of its own
-PART_BYTES = 1 << 19  # above, in messages of this size, which fit into a frame: the master frees each before the next, and its allocator uses the pages again
+# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its allocator uses the pages again.
+PART_BYTES = 1 << 19
 
 _printing = threading.Lock()  # torch's print options are one global
 

@@ -22,6 +22,7 @@ from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Ack, Entry, Meet, Message, Peers, Signal, Taint, Tainted
+from distruntime.wire.tally import Tally
 
 from .listening import LISTENING
 
@@ -58,6 +59,7 @@ class PeerChannel:
         self._dialling = threading.Lock()
         self._again: dict[int, float] = {}  # when to dial whom once more
         self._numbers = count().__next__
+        self._strangers = Tally(log.warning)
         self._known = threading.Event()
         self._peers: Peers | None = None
         threading.Thread(target=self._read, name="peers", daemon=True).start()
@@ -112,13 +114,15 @@ class PeerChannel:
     def _read(self) -> None:
         while True:
             try:
-                arrived = self._channel.receive(_PAUSE if self._again else None)
+                arrived = self._channel.receive(_PAUSE if self._again else self._strangers.due)
                 for peer, frames in arrived:
                     self._hear(peer, frames)
                 for event in self._channel.events():
                     self._happened(event)
                 self._dial_again()
+                self._strangers.look()
             except ChannelClosed:
+                self._strangers.finish()
                 return
 
     def _hear(self, peer: bytes, frames: Sequence[Any]) -> None:
@@ -127,7 +131,7 @@ class PeerChannel:
                 raise ProtocolError(f"a message of {len(frames)} frames")
             self._take(peer, decode(frames[0]))
         except ProtocolError as error:
-            log.warning("a worker that breaks the protocol: %s", error)
+            self._strangers.note(f"a worker that breaks the protocol: {error}")
 
     def _node_of(self, name: bytes | None) -> int | None:
         return next((node for node, way in list(self._ways.items()) if way.name == name), None)

@@ -1,0 +1,57 @@
+"""File descriptors, of which a process has so many: what it does before they are out.
+
+libzmq ends the process (SIGABRT) where it needs one for a socket of its own and there is none, and reads its sockets' listeners in a busy
+loop where it cannot accept. torch's and gloo's sockets fail in the midst. So it is asked first.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+
+from distruntime.errors import ConfigurationError
+
+# A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for one, and something to live on.
+ENOUGH = 24
+_MUCH = 1 << 20  # descriptors; some systems allow a thousand times as many, which programs that are started from here may walk through
+_FEW, _MANY = 16, 96  # strangers, at least and at most
+
+
+def raise_limit() -> None:
+    """Let this process have as many descriptors as it may: what is usual, 1024, is a thousand silent connections, or two large meshes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MUCH if hard == resource.RLIM_INFINITY else min(hard, _MUCH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # where the system has a limit of its own, as macOS
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+def most_strangers() -> int:
+    """Return how many connections through which nothing has come one listener keeps: an eighth of all descriptors, from 16 to 96.
+
+    Each may hold a frame of libzmq's, half a MiB: 48 MiB together.
+    """
+    return max(_FEW, min(_MANY, _limit() // 8))
+
+
+def require(what: str, count: int = ENOUGH) -> None:
+    """Raise `ConfigurationError` unless this process has so many descriptors left for `what`."""
+    held: list[int] = []
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(held) < count:
+            held.append(os.dup(held[0]))
+    except OSError:
+        raise ConfigurationError(
+            f"this process (pid {os.getpid()}) has {len(held)} file descriptors left of {_limit()}, expected {count} for {what}: raise the "
+            "limit (`ulimit -n` in the shell that starts it), or close files and connections"
+        ) from None
+    finally:
+        for descriptor in held:
+            os.close(descriptor)

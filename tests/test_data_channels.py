@@ -20,10 +20,12 @@ import torch
 import distruntime as dr
 from apart import apart, listening
 from distruntime.testing import check_data_channel
+from distruntime_worker.data_channel import nccl
 from distruntime_worker.data_channel.gloo import Gloo
 from distruntime_worker.data_channel.nccl import NCCL
 from distruntime_worker.data_channel.tcp import TCP
 from distruntime_worker.data_channel.tls import TLS
+from distruntime_worker.interfaces import interface_of
 from processes import ListeningWorker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,6 +234,19 @@ def test_tcp_goes_on_while_strangers_talk_to_it(fresh_session: Fresh, tmp_path: 
             assert x.to(dr.place(1, "cpu")).sum().item() == 499500
         for stranger in strangers:
             stranger.close()
+
+
+@linux
+def test_nccl_is_bound_to_the_interface_that_workers_are_reached_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        interface_of("127.0.0.1") == interface_of("localhost") == "lo" and interface_of("192.0.2.1") == interface_of("no.such.host.") == ""
+    )
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    nccl._bind("127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    nccl._bind("127.0.0.1")
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"
 
 
 def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, tmp_path: Path) -> None:

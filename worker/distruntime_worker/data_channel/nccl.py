@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, final
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed
 
 from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+
+from ..interfaces import interface_of
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 
@@ -34,6 +37,7 @@ class NCCL(DataChannel):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         self._device = membership.device
+        _bind(membership.host)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=membership.timeout)
         with torch.cuda.device(self._device):
@@ -105,6 +109,13 @@ class NCCL(DataChannel):
 
     def close(self) -> None:
         self._group.shutdown()
+
+
+def _bind(host: str) -> None:
+    """Have NCCL use the interface where other workers reach this one, unless the user has said which. NCCL asks once in a process."""
+    name = interface_of(host)
+    if name:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def _op(op: Reduction) -> Any:

@@ -86,9 +86,27 @@ def measure(quick: bool) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder, dr.init_master_worker(quiet=True):
         gloo = _Plain(str(Path(folder) / "store"))
         try:
-            return _measure(gloo, times, rounds)
+            figures = _measure(gloo, times, rounds)
         finally:
             gloo.close()
+    rounds = 1 if quick else 3
+    ratio, tls, tcp = in_turn(lambda: _rate("tcp+tls", times, rounds), lambda: _rate("tcp", times, rounds), rounds)
+    return [*figures, Figure("64 MiB copy by tcp+tls / by tcp", ratio, "x", None, f"{tls:.2f} GiB/s, tcp {tcp:.2f}", most=False)]
+
+
+def _rate(channel: str, times: int, rounds: int) -> float:
+    """Return the GiB/s of 64 MiB copies between two workers of a session of its own, the best of some rounds."""
+    with dr.init_master_worker(quiet=True, data_channel=channel):
+        large = [torch.ones(_LARGE, device=f"remote:{dr.nodes()[k].devices[0].number}") for k in (0, 1)]
+        seconds = []
+        for _ in range(rounds + 1):  # the first is for fresh pages
+            dr.synchronize()
+            start = time.perf_counter()
+            for _ in range(times):
+                large[1].copy_(large[0])
+            dr.synchronize()
+            seconds.append((time.perf_counter() - start) / times)
+        return _LARGE * 4 / 2**30 / min(seconds)
 
 
 def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:

@@ -20,7 +20,7 @@ import torch
 import distruntime as dr
 from apart import apart, listening
 from distruntime.testing import check_data_channel
-from distruntime_worker.data_channel import nccl
+from distruntime_worker.data_channel import find, names, nccl
 from distruntime_worker.data_channel.gloo import Gloo
 from distruntime_worker.data_channel.nccl import NCCL
 from distruntime_worker.data_channel.tcp import TCP
@@ -143,6 +143,7 @@ class Odd(Liar):
     [
         ("auto", Liar, 'an identifier other than "auto"'),
         ("two words", Liar, "an identifier"),
+        ("tcp+tls", Liar, "an identifier"),  # which distruntime's own alone need not be
         ("mine", dict, "must be a subclass of distruntime.DataChannel, got <class 'dict'>"),
         ("mine", lambda membership: None, "must be a subclass"),
         ("mine", Bare, r"Bare.capabilities must be distruntime.Capabilities\(...\)"),
@@ -162,6 +163,14 @@ def test_a_channel_that_a_worker_does_not_have(session: dr.Session) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(dr.ConfigurationError, match=r"'nccl' is not available on this worker: (no CUDA device|.*without NCCL)"):
             dr.new_group([0, 1], backend="nccl")
+
+
+def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cryptography" else spec(name))
+    with pytest.raises(dr.ConfigurationError, match=r"'tcp\+tls' is not available .*: cryptography .* pip install distruntime\[tls\]"):
+        find("tcp+tls")
+    assert "tcp+tls" not in names() and "tcp" in names()
 
 
 # -- what is refused before anything is sent -------------------------------------------------------------------------------------

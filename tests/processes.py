@@ -160,6 +160,11 @@ def free_port() -> int:
             return port
 
 
+def limited(descriptors: int) -> list[str]:
+    """Return a command that starts a program with so many descriptors, soft and hard: see `ListeningWorker`."""
+    return ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
+
+
 class ListeningWorker:
     """`distruntime-worker --listen`, its log in a file. `under` is a command that starts it."""
 

@@ -311,7 +311,9 @@ def test_members_of_one_machine_listen_where_only_their_user_gets(channel: type[
         assert stat.S_IMODE(status.st_mode) == 0o700 and status.st_uid == os.geteuid()
     for member in members:
         member.close()
-    until(lambda: not any(path.exists() for path in paths))
+    assert not any(path.exists() for path in paths)
+    # At once, and not when it looks up again.
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-")], sockets._LOOK - 1)
 
 
 def test_what_killed_processes_leave_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,11 @@ class SocketChannel(DataChannel):
     def abort(self) -> None:
         with self._changed:
             self._ended = True
+            if self._path:
+                # A unix socket's shutdown does not wake who waits for a connection to it; a connection does.
+                with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+                    sock.setblocking(False)
+                    sock.connect(self._path)
             for sock in self._open:  # the thread that uses it wakes, and closes it
                 _hang_up(sock)
             for sock in (sock for row in self._idle.values() for sock in row):
@@ -270,6 +275,9 @@ class SocketChannel(DataChannel):
                         log.warning("the data channel %s did not accept a connection: %s", self._name, error)
                         self._changed.wait(1.0)
                 continue
+            if self._ended:
+                raw.close()
+                break
             try:
                 sock = self._entered(self._cover.around(raw, False))
             except OSError as error:

@@ -23,7 +23,7 @@ from distruntime.wire.data_channel import Capabilities, Membership
 from .proof import Unproven
 from .sockets import SocketChannel
 
-# The clocks of two machines may differ, and a certificate is of use for as long as its group alone: its key is in memory only.
+# The clocks of two machines may differ, and a certificate is of use for as long as its group alone.
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc)
 _END = datetime.datetime(2200, 1, 1, tzinfo=datetime.timezone.utc)
 

@@ -117,11 +117,13 @@ def _over(session: str, folder: str, saving: Saving) -> None:
         del under_way[session, folder]
 
 
-def _finish_saves(session: str) -> None:
+def _finish_saves(session: str, deadline: float | None) -> None:
     for (name, folder), saving in list(under_way.items()):
         if name == session:
             log.info("the session waits for the checkpoint in %s", folder)
-            saving.await_end()
+            if not saving.await_end(deadline):
+                log.warning("the session ends before the checkpoint in %s is complete; the one before it is as it was", folder)
+                del under_way[name, folder]
 
 
 def folder_of(path: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +19,12 @@ from .node import Cause, Line, Node, line_text
 from .requests import Request
 from .session import Session
 from .wait import checked
+from .wire.shield import shield
 
 log = logging.getLogger("distruntime")
 
 VERSION = 1  # of what is in a checkpoint's folder
+_LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
 _keys = count(-1, -1).__next__  # of failures that no instruction has: see Node.unread
 
 
@@ -86,9 +89,10 @@ class Saving:
 
     def begin(self, parts: list[Part], looks: list[Request], settled: Callable[[], None]) -> None:
         """Go on when every worker has written its file and said what is there already; call `settled` when all is over."""
-        self._parts, self._looks = parts, looks
-        self._settled.append(settled)
-        _when_all([*(part.written for part in parts), *looks], self._guarded(self._have_written))
+        with shield:  # Ctrl-C in the midst of it would leave a save that never ends, and for which the end of the session waits
+            self._parts, self._looks = parts, looks
+            self._settled.append(settled)
+            _when_all([*(part.written for part in parts), *looks], self._guarded(self._have_written))
 
     def abandon(self) -> None:
         """Do not make it the current one, unless that is under way already: who waited for it has gone."""
@@ -99,10 +103,17 @@ class Saving:
         if not self._looks:
             self._end(partial(CheckpointError, f"the checkpoint in {self.folder} was not begun"), silent=True)
 
-    def await_end(self) -> None:
-        """Block until it is over; raise nothing."""
-        if not self._whole.done:
-            self._session.result(self._whole)
+    def await_end(self, deadline: float | None = None) -> bool:
+        """Block until it is over; raise nothing. Return whether it is.
+
+        Past a deadline (monotonic) wait only for a save that has begun and whose workers can be reached.
+        """
+        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        while not self._whole.done and not self._session.result(self._whole, patience):
+            if not self._looks or any(node.failed is None and node.absence is not None for node in self._session.nodes):
+                return self._whole.done
+            patience = _LOOK
+        return True
 
     def _guarded(self, step: Callable[[], None]) -> Callable[[], None]:
         return partial(self._take, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ _SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sl
 _LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
 _INSIDE = 5.0  # seconds that a finalizer inside a log's own code waits for a value
 _LAST_WORD = 1.0  # seconds that the end of a session waits for workers to hear of it
+_LAST_STEPS = 2.0  # seconds that it waits for its own thread to end, and then for the workers of this machine before they are killed
 _IDLE = 0.2  # seconds between looks while nothing is
 
 Greeting = Join | Welcome | Refused
@@ -70,7 +72,9 @@ class Session:
         self.local_workers: list[LocalWorker | None] = []  # by node, those that this process has started
         self.starter: Callable[[int], LocalWorker] | None = None  # starts the worker of a node again
         self._kills = out_of_memory_kills()
-        self.before_end: list[Callable[[], None]] = []  # called when the session is to end, while its workers still answer
+        # Called when the session is to end, while its workers still answer. Each is told until when (monotonic) those are waited for that
+        # cannot be reached; None: for as long as it takes.
+        self.before_end: list[Callable[[float | None], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
@@ -89,8 +93,9 @@ class Session:
         self.strangers = Tally(log.warning)  # what those who are no workers of it make this process say
         self._pid = os.getpid()
         self._stop = False
-        self._wake = threading.Event()
-        self.stir, self.parked = self._wake.set, [False]  # what wakes the pump, and whether it sleeps
+        # No Event: its lock is taken in Python code, where Ctrl-C can come before the code that gives it back, and then nobody gets it.
+        self._stirred: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stir, self.parked = partial(self._stirred.put, None), [False]  # what wakes the pump, and whether it sleeps
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __repr__(self) -> str:
@@ -317,7 +322,8 @@ class Session:
         now = time.monotonic()
         if not self._arrived or now > self._looked + _LOOK:
             self._looked = now
-            self._look()
+            with shield:  # a loss that Ctrl-C cuts short would leave requests behind that nobody answers
+                self._look()
         self._take_in()
 
     def _take_in(self) -> None:
@@ -446,15 +452,16 @@ class Session:
 
     def lose(self, node: Node, why: str, quietly: bool = False) -> None:
         """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""
-        if self.closed is None and node.failed is None:
-            self._hang_up(node)
-            node.link.end()
-            node.fail(why)
-            self.requests.lose(node, why)
-            for callback in self.on_loss:
-                callback(node)
-            if self.keeper is not None and not quietly:
-                self.keeper.lost(node)
+        with shield:
+            if self.closed is None and node.failed is None:
+                self._hang_up(node)
+                node.link.end()
+                node.fail(why)
+                self.requests.lose(node, why)
+                for callback in self.on_loss:
+                    callback(node)
+                if self.keeper is not None and not quietly:
+                    self.keeper.lost(node)
 
     def _pump_loop(self) -> None:
         while not self._stop:
@@ -463,9 +470,11 @@ class Session:
             else:
                 self.parked[0] = True
                 if not self._active():  # something may have been sent before the mark stood
-                    self._wake.wait(_IDLE)
+                    with suppress(queue.Empty):
+                        self._stirred.get(timeout=_IDLE)
                 self.parked[0] = False
-                self._wake.clear()
+                while not self._stirred.empty():
+                    self._stirred.get_nowait()
             try:
                 self.requests.glance(self._read)
                 for node in self.logs:
@@ -509,17 +518,16 @@ class Session:
     def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
         """End the session: what is in flight gets `timeout` seconds (10) to finish, then workers drop their values.
 
-        Raise the first failure that nobody has read, after everything is closed.
+        Raise the first failure that nobody has read, after everything is closed. Block for `timeout` and 5 s at most, and beyond that for
+        a checkpoint whose workers can be reached. Ctrl-C ends that, too.
         """
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is not None or self.foreign:
             return
         unread: list[tuple[Node, Any]] = []
         try:
-            for callback in self.before_end:
-                callback()
+            deadline = self._prepare_end(limit)
             if raise_unread:
-                deadline = None if limit is None else time.monotonic() + limit
                 for node in self.logs:
                     node.flush()
                 there = [node for node in self.nodes if node.failed is None and node.absence is None]
@@ -533,17 +541,16 @@ class Session:
                 if late and self.lasting:
                     log.warning("%s has not heard that the session %r is over, and may keep it until its time is over", late[0], self.name)
             finally:  # Ctrl-C again, perhaps
-                self._leave("it was shut down")
-                for worker in self.local_workers:
-                    if worker is not None:
-                        worker.stop(2.0)
-                for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
-                    callback()
+                with shield:  # it takes no more than 2 s for the pump, and as many for all workers together
+                    self._leave("it was shut down")
+                    self._stop_workers(time.monotonic() + _LAST_STEPS)
+                    for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
+                        callback()
         if unread:
             raise remote_error(*unread[0])
 
     def detach(self, timeout: float | None = None) -> None:
-        """Leave the session to its workers: see `dr.detach`."""
+        """Leave the session to its workers: see `dr.detach`. Block as `shutdown` does."""
         limit = DETACH.get() if timeout is None else checked(timeout)
         self.require_open()
         if not self.lasting:
@@ -553,20 +560,39 @@ class Session:
             )
         late: list[Node] = []
         try:
-            for callback in self.before_end:
-                callback()
+            deadline = self._prepare_end(limit)
             for node in self.logs:
                 node.flush()
-            late = self._part(Detach("the master leaves"), None if limit is None else time.monotonic() + limit)
+            late = self._part(Detach("the master leaves"), deadline)
         finally:
-            self._leave("it was detached; resume=True attaches to it again")
-            for worker in self.local_workers:
-                if worker is not None:
-                    worker.leave()
-            for callback in self.on_close:
-                callback()
+            with shield:
+                self._leave("it was detached; resume=True attaches to it again")
+                for worker in self.local_workers:
+                    if worker is not None:
+                        worker.leave()
+                for callback in self.on_close:
+                    callback()
         if late:
             raise WaitTimeout(f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost")
+
+    def _prepare_end(self, limit: float | None) -> float | None:
+        """Let what must be over before the end come to its own; return until when (monotonic) what else is in flight is waited for.
+
+        Workers that cannot be reached are waited for once, not once for each thing that is waited for.
+        """
+        deadline = None if limit is None else time.monotonic() + limit
+        for callback in self.before_end:
+            callback(deadline)
+        if limit is None or any(node.failed is None and node.absence is not None for node in self.nodes):
+            return deadline
+        return time.monotonic() + limit
+
+    def _stop_workers(self, deadline: float) -> None:
+        there = [worker for worker in self.local_workers if worker is not None]
+        for worker in there:
+            worker.terminate()
+        for worker in there:
+            worker.stop(max(0.0, deadline - time.monotonic()))
 
     def _part(self, word: Message, deadline: float | None) -> list[Node]:
         """Say the last word to each worker, which answers it by what has arrived, and wait for that; return whose answer has not come."""
@@ -582,11 +608,11 @@ class Session:
     def _leave(self, why: str) -> None:
         self.closed = why
         self._stop = True
-        self._wake.set()
+        self.stir()
         self.places.forget()
         self.requests.lose(None, "shutdown")
         if self._pump.is_alive() and self._pump is not threading.current_thread():
-            self._pump.join(2.0)
+            self._pump.join(_LAST_STEPS)
         self.channel.close()
         self.strangers.finish()
         self.shared.close()

@@ -121,7 +121,7 @@ MASTER = {
     "map_location": "session",
     "install": "autocast composite context device_module dispatch errors first handle map_location opaque session tensor uninitialized",
     "connect": "begin errors group install registry session table wire.deadlines wire.descriptors wire.shared",
-    "saving": "errors failure handle node requests session wait",
+    "saving": "errors failure handle node requests session wait wire.shield",
     "checkpoint": "errors functions handle line node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "loading": "checkpoint errors fetch functions handle node saving session shards spec stall tensor transfer tree wire.codec wrap",
     "restarts": "checkpoint errors handle loading random restart saving session",

@@ -25,6 +25,9 @@ from .wire.messages import PROTOCOL, Join, Refused, Welcome
 
 log = logging.getLogger("distruntime")
 
+_ANSWER = 5.0  # seconds for a worker to answer on its first connection; each further one gets twice as long
+_PAUSE, _REFUSALS = 0.1, 5  # seconds after the first handshake that fails, twice as many after each further one, and how many of them
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -267,48 +270,104 @@ def _is(node: Node, join: Join) -> bool:
     return node.welcome is not None and node.welcome.incarnation == join.incarnation
 
 
+class _Dialled:
+    """A worker that is dialled until it has welcomed the session, on one connection after the other."""
+
+    def __init__(self, number: int, address: str, mode: str) -> None:
+        self.number, self.address, self.mode = number, address, mode
+        self.peer = b""  # its connection now
+        self.seen: list[PeerEvent] = []
+        self.greeted_at = 0.0
+        self.patience = _ANSWER  # on the connection now
+        self.anew_at = 0.0  # when it is dialled again
+        self._refusals, self._hang_ups, self._dials = 0, 0, 0
+
+    def dial(self, session: Session) -> None:
+        """Give the connection up that there is, and make another."""
+        self.give_up(session)
+        # Not as the keeper calls those that it makes later.
+        self.peer = f"node-{self.number}-{self._dials}".encode()
+        self._dials += 1
+        self.anew_at = time.monotonic() + self.patience
+        self.patience *= 2
+        session.channel.connect(self.address, self.peer)
+
+    def give_up(self, session: Session) -> None:
+        """Let nothing count any more that comes on the connection that there is."""
+        if self.peer:
+            session.retired.append(self.peer)
+            session.channel.hang_up(self.peer)
+            self.peer = b""
+
+    def refused(self, session: Session) -> bool:
+        """Note a handshake that failed, and dial again in a moment; return False if that has happened too often."""
+        self.give_up(session)
+        self.anew_at = time.monotonic() + _PAUSE * 2**self._refusals
+        self._refusals += 1
+        return self._refusals <= _REFUSALS
+
+    def hung_up(self) -> bool:
+        """Note that the other side hung up in the handshake, after which libzmq dials again by itself; return False if too often."""
+        self._hang_ups += 1
+        return self._hang_ups < HANG_UPS
+
+    def ended(self) -> bool:
+        """Whether this is a worker of this machine that was there, and is no more."""
+        return self._refusals > 0 and self.address.startswith("ipc://") and refuses(self.address)
+
+
 def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str]) -> None:
-    """Dial workers, and wait until each has welcomed the session; `modes` are those of its greetings."""
+    """Dial workers, and wait until each has welcomed the session; `modes` are those of its greetings.
+
+    A greeting may be lost with its connection, or on one that seems to live: what has changed the length of a message on the way has left
+    the worker waiting for the rest of it. So who does not answer is dialled again, and greeted there.
+    """
     channel = session.channel
-    peers = {f"node-{k}".encode(): k for k in range(len(addresses))}
     deadline, started = time.monotonic() + plan.timeout, time.monotonic()
     tick = started + 0.5
+    dialled = [_Dialled(k, address, mode) for k, (address, mode) in enumerate(zip(addresses, modes))]
     welcomed: dict[int, Node] = {}
-    seen: dict[int, list[PeerEvent]] = {k: [] for k in range(len(addresses))}
-    greeted: dict[int, float] = {}
-    for peer, k in peers.items():
-        channel.connect(addresses[k], peer)
+    for one in dialled:
+        one.dial(session)
     while len(welcomed) < len(addresses):
         for event in channel.events():
-            number = peers.get(event.peer or b"")
-            if number is None:
-                number = next((k for k, a in enumerate(addresses) if a == event.address), None)
-            if number is None:
+            found = next((one for one in dialled if event.peer == one.peer or (event.peer is None and event.address == one.address)), None)
+            if found is None:
                 continue
-            seen[number].append(event)
-            if event.kind == "connected" and number not in welcomed:
-                greeted[number] = time.monotonic()
-                session.greet(f"node-{number}".encode(), session.keeper_to_be.hello(modes[number]))
-            elif event.kind == "disconnected" and number in welcomed:
-                session.parted.add(f"node-{number}".encode())
-            refusals = [e for e in seen[number] if e.kind in ("auth_failed", "handshake_failed")]
-            if len(refusals) >= HANG_UPS or any(event.final for event in refusals):
-                raise ConnectionFailed(_unanswered(addresses[number], seen[number], time.monotonic() - started))
+            found.seen.append(event)
+            there = found.number in welcomed
+            if event.kind == "connected" and not there:
+                found.greeted_at = time.monotonic()
+                session.greet(found.peer, session.keeper_to_be.hello(found.mode))
+            elif event.kind == "disconnected" and there:
+                session.parted.add(found.peer)
+            elif event.kind in ("auth_failed", "handshake_failed") and not there:
+                # Another key fails in the same way as a connection that is reset in its first moments, or as one at a flooded worker.
+                if event.kind == "auth_failed" or not (found.refused(session) if event.final else found.hung_up()):
+                    raise ConnectionFailed(_unanswered(found.address, found.seen, time.monotonic() - started))
         _ended(session, welcomed)
+        late = [one for one in dialled if one.number not in welcomed]
         if time.monotonic() > deadline:
-            late = [k for k in range(len(addresses)) if k not in welcomed]
-            raise ConnectionFailed("\n".join(_unanswered(addresses[k], seen[k], plan.timeout) for k in late))
+            raise ConnectionFailed("\n".join(_unanswered(one.address, one.seen, plan.timeout) for one in late))
+        for one in late:
+            if time.monotonic() > one.anew_at:
+                if one.ended():
+                    raise ConnectionFailed(_unanswered(one.address, one.seen, time.monotonic() - started))
+                one.dial(session)
         if time.monotonic() > tick:
             plan.say(".")
             tick += 0.25
         for peer, frames in channel.receive(0.02):
             session.take(peer, frames)
         for peer, message in session.greetings:
-            number = peers[peer]
+            answered = next((one for one in late if one.peer == peer), None)
+            if answered is None:  # on a connection that has been given up
+                continue
             if isinstance(message, Refused):
-                raise ConnectionFailed(f"the worker at {addresses[number]} refused: {message.reason}")
+                raise ConnectionFailed(f"the worker at {answered.address} refused: {message.reason}")
             if isinstance(message, Welcome):
-                welcomed[number] = node_of(session, number, peer, addresses[number], message, time.monotonic() - greeted[number])
+                round_trip = time.monotonic() - answered.greeted_at
+                welcomed[answered.number] = node_of(session, answered.number, peer, answered.address, message, round_trip)
                 if not session.local_workers:
                     plan.say(f"{message.host} ({time.monotonic() - started:.1f} s) ")
         session.greetings.clear()

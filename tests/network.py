@@ -91,6 +91,13 @@ class Network:
         """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way."""
         self._say(f"flip {where}")
 
+    def deafen(self, after: int) -> None:
+        """Once: let the target hear so many bytes of the next connection and no more, while all goes on the other way.
+
+        So a connection looks, to both ends, on which a message's length was changed: its receiver waits for the rest of it.
+        """
+        self._say(f"deafen {after}")
+
     def retarget(self, target: str) -> None:
         """Forward new connections to another address."""
         self._say(f"to {target.removeprefix('tcp://')}")
@@ -117,6 +124,8 @@ class _Forwarder:
         self.ended: set[socket.socket] = set()  # who has sent all that it will
         self.new: list[socket.socket] = []  # accepted while the network was cut
         self.lost: set[str] = set()  # the ways on which nothing gets through
+        self.heard: dict[socket.socket, int] = {}  # by sender: how many bytes of it are still handed over; those not here have no limit
+        self.deafens: int | None = None  # the limit of the next connection
         self.once: tuple[str, float] | None = None  # what happens to the next longer piece, and where in it
         self.calm()
 
@@ -192,6 +201,8 @@ class _Forwarder:
                 self.dribbles = True
             case ["truncate" | "flip" as what, where]:
                 self.once = what, float(where)
+            case ["deafen", after]:
+                self.deafens = int(after)
             case ["to", target]:
                 self.target = self._parsed(target)
             case _:
@@ -202,7 +213,7 @@ class _Forwarder:
     def tear(self) -> None:
         for end in [*self.other, *self.new]:
             self.reset(end)
-        for table in (self.other, self.way, self.waiting, self.free_at):
+        for table in (self.other, self.way, self.waiting, self.free_at, self.heard):
             table.clear()
         self.ended.clear()
         self.new.clear()
@@ -226,6 +237,8 @@ class _Forwarder:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 one.setblocking(False)
                 self.other[one], self.way[one], self.waiting[one], self.free_at[one] = two, way, deque(), 0.0
+            if self.deafens is not None:
+                self.heard[end], self.deafens = self.deafens, None
         self.new.clear()
 
     def read(self, source: socket.socket) -> None:
@@ -242,6 +255,11 @@ class _Forwarder:
             self.waiting[receiver].append((self.free_at[receiver], b""))
             self.deliver(receiver)
             return
+        if source in self.heard:
+            data = data[: self.heard[source]]
+            self.heard[source] -= len(data)
+            if not data:
+                return
         if self.once is not None and len(data) > _LEAST:
             (what, where), self.once = self.once, None
             k = int(where * (len(data) - 1))
@@ -291,7 +309,7 @@ class _Forwarder:
     def hang_up(self, end: socket.socket, close: Callable[[socket.socket], None] = socket.socket.close) -> None:
         for one in (end, self.other.get(end)):
             if one is not None:
-                for table in (self.other, self.way, self.waiting, self.free_at):
+                for table in (self.other, self.way, self.waiting, self.free_at, self.heard):
                     table.pop(one, None)
                 self.ended.discard(one)
                 with suppress(OSError):

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,40 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
         thread.join()
     assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
+
+
+def test_a_greeting_that_does_not_arrive_whole_is_said_again(daemon: ListeningWorker) -> None:
+    """The worker has the beginning of it, and waits for the rest; its own beats tell the master that the connection lives."""
+    with Network(daemon.address) as network:
+        for options in ({}, {"resume": True}, {"resume": True, "force": True}):
+            network.deafen(130)  # the handshake, and the beginning of the greeting
+            began = time.monotonic()
+            dr.init_master_worker(session="deaf", workers=[network.address], timeout=120, **options)
+            assert torch.ones(3, device=REMOTE).sum().item() == 3
+            assert time.monotonic() - began < 60
+            dr.detach()
+
+
+def test_a_session_begins_through_a_network_that_resets_connections_for_a_while(daemon: ListeningWorker) -> None:
+    with Network(daemon.address) as network:
+        network.refuse()
+        mending = threading.Timer(0.5, network.mend)
+        mending.start()
+        dr.init_master_worker(workers=[network.address])
+        mending.join()
+        assert torch.ones(3, device=REMOTE).sum().item() == 3
+        dr.shutdown()
+
+
+def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(daemon: ListeningWorker) -> None:
+    """The answer to the first was lost, and its connection lives on, as far as the worker knows."""
+    session = dr.init_master_worker(session="twice", workers=[daemon.address])
+    with closing(Channel(keys=choose(daemon.address))) as second:
+        second.connect(daemon.address, b"again")
+        second.send(b"again", [encode(session.keeper.hello("resume"))])
+        answers: deque[Any] = deque()
+        until(lambda: second.receive(0.1, into=answers) or answers)
+        assert isinstance(decode(answers[0][1][0]), Welcome)
 
 
 def test_the_end_of_a_session_is_heard_when_the_network_is_torn_just_then(daemon: ListeningWorker) -> None:

@@ -398,8 +398,8 @@ class Daemon:
                 return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
             case "again":
                 return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
-            case "new" if found is not None and compare_digest(found.token, hello.token):
-                return ""  # its own master has given it up, and begins anew
+            case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
+                return ""  # its own master has given it up, and begins anew: the connection, or all of it
             case "new" | "resume" if found is not None and found.link.peer is not None:
                 pid = ", ".join(map(str, found.process[1:2]))
                 return (

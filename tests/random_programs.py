@@ -848,7 +848,7 @@ class OnMeshes(Base):
         ]
         b = self.random.choice(alike)
         sources = [self.random.choice((a, b)) for _ in a.locals]
-        shared = all(w is sources[0] for w in sources)
+        shared = all(w.memories[k] is sources[0].memories[k] for k, w in enumerate(sources))
         self.say(*sources)
         with self.where_mesh(a.mesh):
             remote = dr.from_shards([w.remote.member(k) for k, w in enumerate(sources)], self.world.meshes[a.mesh])

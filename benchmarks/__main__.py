@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, gpu, groups, latency, mesh, streams, survival, training_step
+from . import bandwidth, distance, floor, gpu, groups, latency, mesh, strangers, streams, survival, training_step
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "mesh": mesh.measure,
     "distance": distance.measure,
     "survival": survival.measure,
+    "strangers": strangers.measure,
     "gpu": gpu.measure,
 }
 

@@ -96,10 +96,10 @@ def test_a_worker_with_few_descriptors_serves_its_masters_under_a_flood(
         assert worker.process.poll() is None
     until(lambda: descriptors(worker.process.pid) < before + 5)
     lines = [line for line in worker.text().splitlines() if "refused" in line]
-    assert 0 < len(lines) < 20, "\n".join(lines)
+    assert len(lines) < 20, "\n".join(lines)
     dr.shutdown()
     worker.stop()
-    assert "more lines of this kind" in worker.text()
+    assert "more lines of this kind" in worker.text() or not kind.get("half_open")
 
 
 def test_the_frames_of_strangers_take_little_memory(worker: ListeningWorker, key: Path, fresh_session: Callable[..., Any]) -> None:
@@ -173,7 +173,9 @@ def test_garbage_at_every_port_of_a_worker_harms_nothing(tmp_path: Path, key: Pa
         group, rng = dr.new_group([0, 1]), random.Random(seed)
 
         def works() -> bool:
-            a, b = torch.full((100,), 1.0, device="remote"), torch.full((100,), 2.0, device=dr.place(1).device)
+            a = torch.full((100,), 1.0, device="remote")
+            with dr.on(1):
+                b = torch.full((100,), 2.0, device="remote")
             dr.all_reduce([a, b], group=group)
             return bool(a.cpu().eq(3).all()) and torch.equal(a.to(node=1).cpu(), b.cpu())
 
@@ -341,7 +343,7 @@ def test_until_a_listener_is_known_nobody_is_hung_up_on(ends: Ends) -> None:
 
 
 def test_an_eighth_of_the_descriptors_is_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, most in ((64, 16), (140, 17), (256, 32), (1024, 96), (1 << 20, 96), (resource.RLIM_INFINITY, 96)):
+    for limit, most in ((64, 16), (140, 17), (256, 32), (1024, 64), (1 << 20, 64), (resource.RLIM_INFINITY, 64)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert wire_descriptors.most_strangers() == most
 

@@ -7,6 +7,8 @@ import socket
 
 from distruntime.errors import ConfigurationError
 
+_SILENT = 5  # seconds that the kernel keeps a connection to itself through which nothing has come, about
+
 
 def resolve(address: str) -> list[str]:
     """Return the endpoints that a tcp address stands for; none where its host is a wildcard, an interface or unknown yet."""
@@ -51,6 +53,10 @@ def listener(address: str, backlog: int) -> socket.socket | None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((name, 0 if port == "*" else int(port)))
             made.listen(backlog)
+            if hasattr(
+                socket, "TCP_DEFER_ACCEPT"
+            ):  # who says nothing waits with the kernel, and not with libzmq, whose peers speak at once
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
             made.setblocking(False)  # else libzmq's thread would wait for a connection that has gone before it was accepted
         except BaseException:
             made.close()

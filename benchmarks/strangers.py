@@ -1,7 +1,7 @@
 """How fast a session goes on under a flood of strangers at its worker's port, who hold no key.
 
-The flood takes processor time by itself, which on two cores is the session's. So it is compared with the same flood at the port of another
-worker.
+The flood takes processor time by itself, which on two cores is the session's. So it is compared with the same flood at the port of
+another worker.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def test_until_a_listener_is_known_nobody_is_hung_up_on(ends: Ends) -> None:
 
 
 def test_an_eighth_of_the_descriptors_is_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, most in ((64, 16), (140, 17), (256, 32), (1024, 64), (1 << 20, 64), (resource.RLIM_INFINITY, 64)):
+    for limit, most in ((64, 16), (140, 17), (256, 32), (1024, 48), (1 << 20, 48), (resource.RLIM_INFINITY, 48)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert wire_descriptors.most_strangers() == most
 

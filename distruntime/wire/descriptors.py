@@ -15,7 +15,7 @@ from distruntime.errors import ConfigurationError
 # A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for one, and something to live on.
 ENOUGH = 24
 _MUCH = 1 << 20  # descriptors; some systems allow a thousand times as many, which programs that are started from here may walk through
-_FEW, _MANY = 16, 64  # strangers, at least and at most
+_FEW, _MANY = 16, 48  # strangers, at least and at most
 
 
 def raise_limit() -> None:
@@ -33,9 +33,9 @@ def _limit() -> int:
 
 
 def most_strangers() -> int:
-    """Return how many connections through which nothing has come one listener keeps: an eighth of all descriptors, from 16 to 64.
+    """Return how many connections through which nothing has come one listener keeps: an eighth of all descriptors, from 16 to 48.
 
-    Each may hold a frame of libzmq's, half a MiB: 33 MiB together.
+    Each may hold a frame of libzmq's, half a MiB: 25 MiB together.
     """
     return max(_FEW, min(_MANY, _limit() // 8))
 

@@ -31,6 +31,7 @@ log = logging.getLogger("distruntime")
 
 _SOON = 0.3  # seconds that a connection usually takes; later, somebody has a look whether anyone listens there at all
 _ATTEMPT = 5.0  # seconds for an attempt to connect, after which the next one looks the address up anew
+_LONGEST = 20.0  # seconds for an attempt at most: each one is given twice as long as the one before that nobody answered in time
 _PAUSE = 2.0  # seconds between attempts at most
 _BRIEF = 1.0  # seconds of an absence of which nobody need hear
 _MOST_RESTARTS, _SPELL = 5, 60.0  # how often within how many seconds dead workers are started again: one that dies at once would for ever
@@ -246,10 +247,13 @@ class Keeper:
 
     def _dial(self, node: Node) -> None:
         """Dial a worker until it answers (a thread of its own): as the one that it was, and once that is lost, as whoever comes."""
-        pause = 0.1
+        pause, patience = 0.1, _ATTEMPT
         try:
             while self._wanted(node, mode := "again" if node.failed is None else "new"):
-                if not self._try(node, mode):
+                attempt = self._try(node, mode, patience)
+                if not attempt.answered.is_set():
+                    patience = min(_LONGEST, patience * 2)
+                if not attempt.taken:
                     time.sleep(pause)
                     pause = min(_PAUSE, pause * 2)
         except ChannelClosed:
@@ -262,7 +266,7 @@ class Keeper:
         if asked:  # perhaps in just the moment when this thread had done what it was asked before
             self._search(node)
 
-    def _try(self, node: Node, mode: str) -> bool:
+    def _try(self, node: Node, mode: str, patience: float) -> _Attempt:
         channel, absence = self.session.channel, node.absence
         peer, attempt = f"node-{node.index}.{self._numbers()}".encode(), _Attempt(node, mode)
         self._attempts[peer] = attempt
@@ -271,15 +275,14 @@ class Keeper:
         started = time.monotonic()
         if not attempt.connected.wait(_SOON) and absence is not None:
             absence.refusals = absence.refusals + 1 if refuses(address) else 0
-        while not attempt.answered.wait(0.05) and self._wanted(node, mode) and time.monotonic() < started + _ATTEMPT:
+        while not attempt.answered.wait(0.05) and self._wanted(node, mode) and time.monotonic() < started + patience:
             pass
         if self._attempts.pop(peer, None) is None:  # whoever took it out answers it just now
             attempt.answered.wait()
-        if attempt.taken:
-            return True
-        self.session.retired.append(peer)
-        channel.hang_up(peer)
-        return False
+        if not attempt.taken:
+            self.session.retired.append(peer)
+            channel.hang_up(peer)
+        return attempt
 
     def look(self) -> None:
         """Give up who has been away for too long, and who has died."""

@@ -20,6 +20,7 @@ import torch
 
 import distruntime as dr
 from cut_training import Trouble, counted, same, train, whole_words
+from distruntime import keeper
 from distruntime.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
@@ -75,6 +76,18 @@ def undisturbed(daemon: ListeningWorker) -> list[torch.Tensor]:
     result = train(STEPS)
     dr.shutdown()
     return result
+
+
+def test_a_worker_that_answers_later_than_an_attempt_takes_is_found_again(
+    attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_ATTEMPT", 1.0)
+    attach(unreachable=20)
+    x = torch.ones(3, device="remote")
+    assert x.sum().item() == 3
+    network.slow(0.25)  # eight ways for a handshake and a greeting
+    network.tear()
+    assert dr.fetch(x.sum(), timeout=60).item() == 3
 
 
 def unreachable(node: int = 0) -> None:

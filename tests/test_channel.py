@@ -25,6 +25,7 @@ from distruntime.wire.frames import FRAME, ROOM, Joined
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Delivery, Link
 from distruntime.wire.shield import shield
+from network import Network
 from processes import Child, pause
 
 DEADLINE = 20.0
@@ -785,3 +786,17 @@ def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, addre
         diallers.tell()
         diallers.finish()
         wait_for(lambda: ("disconnected", peers[b"l"]) in [(e.kind, e.peer) for e in server.events()])
+
+
+def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connection_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message whose length was changed on the way looks so. The patient side waits as long as a slow network takes for one frame."""
+    monkeypatch.setattr("distruntime.wire.channel._SLOWEST", 1 << 30)
+    listener, dialler = make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True), make(None, KEYS, silence=60.0)
+    with Network(listener.address) as network:
+        network.deafen(100_000)
+        dialler.connect(network.address, b"listener")
+        dialler.send(b"listener", [b"whole"])
+        [(peer, frames)] = receive(listener)
+        dialler.send(b"listener", [bytes(1 << 18)])
+        assert frames == [b"whole"] and event(listener, "disconnected").peer == peer
+        assert event(dialler, "disconnected").peer == b"listener"

@@ -50,6 +50,9 @@ _BACKLOG = 1024  # connections that the kernel holds until they are accepted
 HANDSHAKE = 2.0
 # How often in a row the other side hangs up in the handshake before it is taken to hold another key: one that is flooded hangs up, too.
 HANG_UPS = 8
+# Bytes a second: a network that brings fewer is as good as none. A frame takes 16 s on it, and who has waited that long for the rest of one
+# waits for what does not come: its length was changed on the way, or the other side has gone.
+_SLOWEST = 1 << 15
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
 
@@ -84,7 +87,7 @@ class Channel:
         name: what listening peers know this channel by; None: they choose.
         silence: seconds after which a peer that says nothing is disconnected; both sides then say something all the time, in libzmq's own
             thread, so that neither a long kernel nor a debugger keeps them from it. 0: never.
-        patient: never mind the silence of the other side, whose thread may have gigabytes to send; only that the network takes no bytes.
+        patient: give the other side, whose thread may have gigabytes to send, longer: the time that a slow network takes for one frame.
     """
 
     def __init__(
@@ -383,7 +386,8 @@ class Channel:
         router, beat = self._socket, max(1, round(silence * 1000 / 5))
         router.heartbeat_ivl = beat
         # A frame counts when it is whole. The side that gets the large ones must not take them for silence; the other hears its beats.
-        router.heartbeat_timeout = 0 if patient else max(1, round(silence * 1000) - beat)
+        longest = (FRAME + ROOM) / _SLOWEST if patient else 0.0
+        router.heartbeat_timeout = max(1, round((silence + longest) * 1000) - beat)
         router.tcp_maxrt = max(1, round(silence * 1000))
 
     def _bind(self, address: str) -> None:

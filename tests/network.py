@@ -17,6 +17,7 @@ from pathlib import Path
 _CHUNK = 1 << 16
 _MOST = 4 << 20  # bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real network
 _BITE, _BITTEN = 7, 400  # bytes: dribble hands over the first of what comes in pieces as small as this
+_TAIL = 15  # bytes at the end of a piece that are within a message: each ends with what proves it genuine
 _LEAST = 60  # bytes of a piece that a flip or a truncation may strike: a shorter one may be no message at all
 
 
@@ -88,7 +89,10 @@ class Network:
         self._say(f"truncate {where}")
 
     def flip(self, where: float) -> None:
-        """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way."""
+        """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way; on the way up one of its last bytes.
+
+        Elsewhere it may be a message's length: a worker whose master still beats waits for the rest of it for ever. See docs/limits.md.
+        """
         self._say(f"flip {where}")
 
     def deafen(self, after: int) -> None:
@@ -268,6 +272,8 @@ class _Forwarder:
                     receiver.send(data[: k + 1])
                 self.hang_up(source, self.reset)
                 return
+            if self.way[source] == "up":
+                k = len(data) - 1 - int(where * _TAIL)
             data = data[:k] + bytes([data[k] ^ 1 << (k % 8)]) + data[k + 1 :]
         self.hand(receiver, data)
 

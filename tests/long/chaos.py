@@ -53,8 +53,9 @@ CONNECT = 60.0
 GRACE = 120.0
 STARTING = 120.0  # seconds for a process to start, which imports torch, beside others that do
 
-# What the bounds are made of. An attempt to connect may begin just before the fault ends, and be lost in it; the next one is not.
-DIAL = SILENCE + 2 * (keeper._ATTEMPT + keeper._PAUSE)
+# What the bounds are made of. An attempt to connect may begin just before the fault ends, and be lost in it; the next one, which is given
+# twice as long, is not.
+DIAL = SILENCE + 3 * keeper._ATTEMPT + 2 * keeper._PAUSE
 AGAIN = DIAL + MEET  # another worker, or another master: connections, then groups, are made anew
 ENDING = DETACH + 6.0  # for a master that is interrupted; a second for last words, two for each of its threads
 BUSY = 20.0  # more, since a machine with more to do than cores may hold any of them up
@@ -71,7 +72,7 @@ NEVER = 1 << 40
 def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
     """Train with dropout and shuffled data on two nodes, with an upload that is checked in each step; say each step's loss."""
     torch.manual_seed(7)
-    data = torch.randn(256, 64)
+    data, wanted = torch.randn(256, 64), torch.randn(256, 1)  # noise: what could be learned to the end would hide what differs
     body = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Dropout(0.3), torch.nn.Tanh()).to(dr.place(0))
     head = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Dropout(0.3), torch.nn.LayerNorm(64), torch.nn.Linear(64, 1)).to(
         dr.place(1)
@@ -89,9 +90,10 @@ def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
         for thing, state in zip(things, found["things"]):
             thing.load_state_dict(state)
     for step in range(first, steps):
-        batch = data[torch.randperm(256)[:64]].to(ends[0])
+        chosen = torch.randperm(256)[:64]
+        batch, target = data[chosen].to(ends[0]), wanted[chosen].to(ends[1])
         optimizer.zero_grad()
-        loss = head(body(batch).to(dr.place(1))).square().mean()
+        loss = (head(body(batch).to(dr.place(1))) - target).square().mean()
         loss.backward()
         optimizer.step()
         for count in counts:
@@ -430,9 +432,9 @@ class World:
     def storm(self, fault: Fault) -> tuple[str, float]:
         cut = self._behind_a_cut(fault)
         count = 1 + fault.many % 8
-        for _ in range(count):
+        for _ in range(count):  # in a row, or so that the later ones strike while it ends
             self.child.interrupt()
-            pause(0.1 * fault.part)
+            pause((0.05 if fault.seconds < 0.5 else 2.0) * fault.gap)
         began = time.monotonic()
         deadline = began + ENDING + BUSY
         while not self.child.gone(1.0):
@@ -486,12 +488,10 @@ class World:
 
     def describe(self) -> None:
         """Print the stacks of all processes, which end by it, and the ends of their logs."""
-        for child in self.children:
-            os.kill(child.pid, signal.SIGCONT)
-            os.kill(child.pid, signal.SIGABRT)
-        for worker in self.workers:
-            worker.process.send_signal(signal.SIGCONT)
-            worker.process.send_signal(signal.SIGABRT)
+        for pid in [child.pid for child in self.children] + [worker.process.pid for worker in self.workers]:
+            for number in (signal.SIGCONT, signal.SIGABRT):  # by which faulthandler writes the stacks of all threads
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         for worker in self.workers:
             worker.process.wait(20)
             print(f"\n-- {worker.log.parent.name} (pid {worker.process.pid}):", *worker.text().splitlines()[-150:], sep="\n   ")

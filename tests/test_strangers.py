@@ -14,7 +14,8 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ import distruntime as dr
 from distruntime.errors import ConfigurationError
 from distruntime.wire import descriptors as wire_descriptors
 from distruntime.wire.channel import Channel
+from distruntime.wire.codec import encode
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.strangers import Strangers
 from distruntime.wire.tally import Tally
 from flooding import GREETING, descriptors, flooded, frame, listening
+from greeting_samples import JOIN
 from processes import Child, ListeningWorker, free_port, limited, resident, until
 from test_security import dial_in
 
@@ -131,10 +134,10 @@ def test_a_listening_master_goes_on_under_a_flood(
                     goes_on(3)
                     assert resident(os.getpid()) - before < 64 * MIB
                 until(lambda: descriptors(os.getpid()) < held + wire_descriptors.most_strangers() + 10)
-                late = dial_in(tmp_path, address, 1, "--key", str(key))  # a worker that is not wanted hears so
-                until(lambda: "the session has all its workers" in (tmp_path / "worker-1.log").read_text() or late.poll() is not None)
-                late.terminate()
-                late.wait(20)
+                with closing(Channel(keys=KeyPair.load(key))) as late:  # a worker that is not wanted hears so
+                    late.connect(address, b"master")
+                    late.send(b"master", [encode(replace(JOIN, node=None))])
+                    until(lambda: late.receive(0.05))
             goes_on(3)
             until(lambda: descriptors(os.getpid()) < held + 5)
         finally:

@@ -29,11 +29,13 @@ def frame(size: int) -> bytes:
 
 class Flood:
     """Strangers at one port, in one thread: so many silent connections, made again as they are closed, and so many half-open handshakes a
-    second; `holders` send greetings and all but the last byte of the largest frame that is taken, `bombs` announce 8 GiB.
+    second; `holders` send greetings and all but the last byte of the largest frame that is taken, `bombs` announce 8 GiB. These two are
+    dialled again so many seconds after they were hung up on: `again`.
     """
 
-    def __init__(self, port: int, silent: int, half_open: float, bombs: int = 0, holders: int = 0) -> None:
-        self._port = port
+    def __init__(self, port: int, silent: int, half_open: float, bombs: int = 0, holders: int = 0, again: float = 0.0) -> None:
+        self._port, self._again = port, again
+        self._resting: list[tuple[float, str]] = []  # until when, and of what kind
         self._wanted = {"silent": silent, "bomb": bombs, "holder": holders}
         self._rate = half_open
         self._open: dict[int, tuple[socket.socket, str, int]] = {}  # by fd: the socket, its kind, bytes that are still to be sent
@@ -45,7 +47,8 @@ class Flood:
         """Do what is to be done now, for about so many seconds."""
         end = time.monotonic() + budget
         counts = dict.fromkeys((*self._wanted, "half"), 0)
-        for _, kind, _ in self._open.values():
+        self._resting = [(until, kind) for until, kind in self._resting if until > time.monotonic()]
+        for kind in (*(kind for _, kind, _ in self._open.values()), *(kind for _, kind in self._resting)):
             counts[kind] += 1
         for kind, wanted in self._wanted.items():
             for _ in range(min(wanted - counts[kind], 200)):
@@ -94,6 +97,8 @@ class Flood:
             self._poll.unregister(made)
             made.close()
             del self._open[fd]
+            if self._again and kind in ("bomb", "holder"):
+                self._resting.append((time.monotonic() + self._again, kind))
 
     @property
     def held(self) -> int:
@@ -107,11 +112,11 @@ class Flood:
         self._open.clear()
 
 
-def run(port: str, silent: str, half_open: str, bombs: str, holders: str) -> None:
+def run(port: str, silent: str, half_open: str, bombs: str, holders: str, again: str = "0") -> None:
     """Flood until stdin ends; say once that the flood is there. A process of its own."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    flood = Flood(int(port), int(silent), float(half_open), int(bombs), int(holders))
+    flood = Flood(int(port), int(silent), float(half_open), int(bombs), int(holders), float(again))
     os.set_blocking(0, False)
     told = False
     while True:

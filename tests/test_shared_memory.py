@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,3 +184,23 @@ def test_large_tensors_go_through_shared_memory_still(daemon: ListeningWorker) -
         x = torch.ones(1 << 22).to("remote")
         assert (x * 2).cpu().sum().item() == 2 << 22
         assert active_session().channel.sent_bytes - before < 1 << 16
+
+
+def without_descriptors(address: str) -> None:
+    """Upload what takes a new segment to a worker that has no descriptors left; say what came."""
+    dr.init_master_worker(workers=[address], timeout=STARTING, quiet=True)
+    torch.ones(1 << 17).to("remote").sum().item()
+    pid = dr.nodes()[0].pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), limits[1]))
+    try:
+        x = torch.arange(1 << 20).to("remote")
+        print(torch.equal((x * 2).cpu(), torch.arange(1 << 20) * 2))
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_an_upload_to_a_worker_without_descriptors_comes(daemon: ListeningWorker) -> None:
+    with Child(without_descriptors, daemon.address) as child:
+        assert child.line(60) == "True"
+    assert daemon.process.poll() is None

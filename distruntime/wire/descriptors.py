@@ -6,9 +6,12 @@ loop where it cannot accept. torch's and gloo's sockets fail in the midst. So it
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from distruntime.errors import ConfigurationError
 
@@ -55,3 +58,36 @@ def require(what: str, count: int = ENOUGH) -> None:
     finally:
         for descriptor in held:
             os.close(descriptor)
+
+
+class Spare:
+    """Descriptors that are kept for what must not fail where there are none: to map the memory that a tensor comes in takes two."""
+
+    def __init__(self, count: int = 4) -> None:
+        self._count, self._kept = count, list[int]()
+        self._lock = threading.Lock()
+
+    def keep(self) -> None:
+        """Take as many as are kept, as far as there are any."""
+        with self._lock, suppress(OSError):
+            while len(self._kept) < self._count:
+                self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Free what is kept for the length of a `with` block."""
+        with self._lock:
+            while self._kept:
+                os.close(self._kept.pop())
+        try:
+            yield
+        finally:
+            self.keep()
+
+
+spare = Spare()  # of this process: the worker keeps them from its start
+
+
+def are_out(error: OSError) -> bool:
+    """Whether an error says that there are no descriptors left, here or in the whole system."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)

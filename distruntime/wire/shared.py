@@ -21,6 +21,7 @@ from hmac import compare_digest
 from typing import Any
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.descriptors import are_out, spare
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
 _MARK, _NONCE = b"distruntime mine", 16  # what the segment of a challenge begins with; bytes of a secret and of a nonce
@@ -192,14 +193,25 @@ class Attached:
             raise ProtocolError(f"{name} is a segment of process {named[1]}, and this session's master is process {self._pid}")
         found = self._mapped.get(name)
         if found is None:
-            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if not _sealed(descriptor):
-                    raise ProtocolError(f"{name} may shrink while it is read: expected memory that is sealed against it")
-                found = self._mapped[name] = mmap.mmap(descriptor, 0)
-            finally:
-                os.close(descriptor)
+                found = _opened(name)
+            except OSError as error:
+                if not are_out(error):
+                    raise
+                with spare.lent():  # else an upload would fail that the socket could have brought
+                    found = _opened(name)
+            self._mapped[name] = found
         return found
+
+
+def _opened(name: str) -> mmap.mmap:
+    descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if not _sealed(descriptor):
+            raise ProtocolError(f"{name} may shrink while it is read: expected memory that is sealed against it")
+        return mmap.mmap(descriptor, 0)  # which has a descriptor of its own from here on
+    finally:
+        os.close(descriptor)
 
 
 def _sealed(descriptor: int) -> bool:

@@ -25,7 +25,7 @@ from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolErr
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
 from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
-from distruntime.wire.descriptors import raise_limit
+from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
     PROTOCOL,
@@ -481,6 +481,7 @@ class Daemon:
 def serve(config: WorkerConfig, stop: threading.Event) -> None:
     """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
     raise_limit()
+    spare.keep()
     sys.setswitchinterval(_SWITCH)
     keep_pages()
     if config.threads:

@@ -546,7 +546,7 @@ def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
             world.begin("undisturbed", [worker.address for worker in world.workers], steps=steps, pace=0.0)
             world.stop_file.unlink()
             world.until_done(60.0 + 0.5 * steps)
-        except BaseException:
+        except Exception:
             traceback.print_exc(file=sys.stdout)
             world.describe()
             raise
@@ -575,6 +575,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.0, help="for how long")
     parser.add_argument("--kinds", default="", help=f"only these, with commas between: {', '.join(DECK)}")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # by way of what stops the workers and takes the small disk away
     only = [kind for kind in options.kinds.split(",") if kind]
     if unknown := set(only) - set(DECK):
         parser.error(f"no such kinds of faults: {', '.join(sorted(unknown))}")

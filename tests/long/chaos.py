@@ -110,10 +110,18 @@ def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
             except OSError as error:  # the one before is there still
                 _say(f"not saved: {str(error).partition(chr(10))[0]}")
         sys.stdout.write(words)
-        if os.path.exists(stop):
+        if _last(stop) <= step:
             break
         pause(pace)
     return {"steps": step + 1, "counts": [int(c) for c in counts], "weights": [p.detach().cpu() for p in parameters]}
+
+
+def _last(stop: str) -> int:
+    """Return the step that is to be the last one, as far as that is known."""
+    try:
+        return int(Path(stop).read_text())
+    except FileNotFoundError:
+        return NEVER
 
 
 def _say(words: str) -> None:
@@ -336,6 +344,12 @@ class World:
             self._take(line)
         self.child.finish()
 
+    def stop(self) -> None:
+        """Let the training end after the last of all steps that any master has done: another may just be doing some of them again."""
+        written = self.stop_file.with_suffix(".new")
+        written.write_text(str(max(self.losses)))
+        written.rename(self.stop_file)
+
     # -- faults: each returns what it was, and what the bound of it is
 
     def _for_a_while(self, fault: Fault, begin: Callable[[], None]) -> None:
@@ -539,7 +553,7 @@ def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
                     break
                 waits.setdefault(fault.kind, []).append(strike(world, number, fault))
             in_faults = time.monotonic() - began
-            world.stop_file.touch()
+            world.stop()
             world.until_done(AGAIN + BUSY)
             got = torch.load(place / "chaos.pt")
             steps = got["steps"]

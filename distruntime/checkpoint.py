@@ -114,7 +114,7 @@ def _begin(session: Session, saving: Saving, save_id: str, parts: list[tuple[Nod
 
 def _over(session: str, folder: str, saving: Saving) -> None:
     if under_way.get((session, folder)) is saving:
-        del under_way[session, folder]
+        under_way.pop((session, folder), None)  # the end of the session may come between
 
 
 def _finish_saves(session: str, deadline: float | None) -> None:
@@ -123,7 +123,7 @@ def _finish_saves(session: str, deadline: float | None) -> None:
             log.info("the session waits for the checkpoint in %s", folder)
             if not saving.await_end(deadline):
                 log.warning("the session ends before the checkpoint in %s is complete; the one before it is as it was", folder)
-                del under_way[name, folder]
+                under_way.pop((name, folder), None)  # the pump's thread may have ended it meanwhile
 
 
 def folder_of(path: Any) -> str:

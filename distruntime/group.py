@@ -19,6 +19,7 @@ from .handle import Place, Residence, Storage
 from .issue import issue_joint
 from .line import user_line
 from .meeting import Meeting
+from .moment import at_one_moment
 from .node import Node
 from .requests import Request
 from .session import Session, active_session
@@ -271,16 +272,22 @@ class Groups:
     def close(self, group: ProcessGroup) -> None:
         """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
         ends: dict[Node, int] = {}
-        with self.session.moment:
-            if not group.broken and not group.closed and self.session.closed is None:
-                fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
-                for node, ranks in group.own.items():
-                    with node.lock:
+
+        def issue() -> None:
+            try:
+                if not group.broken and not group.closed and self.session.closed is None:
+                    fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
+                    for node, ranks in group.own.items():
                         words = [node.template(msgpack.packb(fields), fields), 0]
                         issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
                         ends[node] = node.base + len(node.log)
-            group.closed = True
-            group.mail = None  # whoever keeps the closed group need not keep what nobody received
+                group.closed = True
+                group.mail = None  # whoever keeps the closed group need not keep what nobody received
+            except BaseException as error:  # a signal's handler that raises: see joint.py
+                self.end(group, f"it was closed for some of its members only, as {type(error).__name__} came between")
+                raise
+
+        at_one_moment(self.session, issue)
         self._closing = {g: at for g, at in self._closing.items() if any(n.failed is None and n.acknowledged < k for n, k in at.items())}
         if ends:
             self._closing[group] = ends

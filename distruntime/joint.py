@@ -17,6 +17,7 @@ from .group import ProcessGroup, groups_of
 from .handle import Handle, Residence
 from .issue import issue_joint
 from .line import user_line
+from .moment import at_one_moment
 from .read_only import require_writable
 from .spec import Spec, spec
 from .wire.codec import dtype_name
@@ -62,7 +63,8 @@ def issue_operation(
         if len(group.templates) >= _MOST:
             group.templates.clear()
         compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
-    with group.session.moment:
+
+    def issue() -> None:
         group.require()  # again: another thread may have closed it, and after that no worker knows it
         sequence, begun = group.sequence() & 0x3FFFFFFF, False
         try:
@@ -90,6 +92,8 @@ def issue_operation(
                     group, f"{operation} was issued to some of its members only, as {type(error).__name__} came between"
                 )
             raise
+
+    at_one_moment(group.session, issue)
     for node in group.own:
         relieve(node)
 

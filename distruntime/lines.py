@@ -21,6 +21,7 @@ from .issue import issue_joint
 from .joint import contiguous, layout, require_operation
 from .line import user_line
 from .members import require_reduction
+from .moment import at_one_moment
 from .shards import mesh_of
 from .spec import NO_TENSOR, Spec
 from .team import Team
@@ -147,12 +148,15 @@ class Lines:
         fields = [f"group::{operation}", [self.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]], {}, 0]
         line = user_line()
         relieve(team)
-        with team.session.moment:
+
+        def issue() -> None:
             number = team.template(msgpack.packb(fields), fields)
             words = [number, self.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
             written = [h.storage for h in outs] if not made else []
             serial = self.serial if self.capabilities.concurrent else groups_of(team.session).launches(team)
             issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
+
+        at_one_moment(team.session, issue)
         return [wrap(DistributedTensor, handle) for handle in made] if made else list(into)
 
 

@@ -63,7 +63,7 @@ class Meeting:
         Raise `ConfigurationError` if one cannot listen there, `ConnectionFailed` if one does not say so within half a minute.
         """
         patience = MEET.get()
-        for request in [request for request in self._asked if request.done and request.cause is not None]:
+        for request in [r for r in self._asked if r.done and r.cause is not None and r.node.failed is None]:
             self.returned(request.node)  # ask once more: its port may have become free
         deadline = time.monotonic() + patience
         for request in self._asked:

@@ -13,36 +13,36 @@ workers' own logs hold, and would send the first half of an operation whose seco
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from .errors import DistruntimeError
 from .wire.shield import shield
 
+T = TypeVar("T")
 
-class Moment:
-    """A context manager that one thread is in at a time. Ctrl-C waits until its end."""
 
-    def __init__(self, lock: Any) -> None:
-        self._lock: threading.RLock = lock
-        self._inside = False
+class HasMoments(Protocol):
+    """A session, as it is seen from here."""
 
-    def __enter__(self) -> None:
-        shield.__enter__()
-        self._lock.acquire()
-        if self._inside:  # by this thread: the lock keeps every other one out
-            self._leave()
+    lock: Any
+    in_moment: bool  # whether the thread that holds the lock issues such an operation now
+
+
+def at_one_moment(session: HasMoments, issue: Callable[[], T]) -> T:
+    """Call `issue`, which puts one such operation into logs, and return what it returns. Ctrl-C waits until the end.
+
+    No class with `__enter__` and `__exit__`: a signal's handler that raises there would leave the lock taken, or the mark set. Between the
+    statements here Python runs no handler, but within `issue` itself.
+    """
+    with shield, session.lock:
+        if session.in_moment:  # by this thread: the lock keeps every other one out
             raise DistruntimeError(
                 "a finalizer or a signal handler runs while an operation of several workers is being issued, and issues another: their "
                 "order would differ from worker to worker. Expected: it copies nothing from node to node and begins no collective"
             )
-        self._inside = True
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._inside = False
-        self._leave()
-
-    def _leave(self) -> None:
-        self._lock.release()
-        shield.__exit__()
+        session.in_moment = True
+        try:
+            return issue()
+        finally:
+            session.in_moment = False

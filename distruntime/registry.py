@@ -71,6 +71,9 @@ def read(name: str) -> Entry | None:
     """Return the entry of a session, or None."""
     try:
         require_own(_path(name), "the note of a session")
+    except FileNotFoundError:
+        return None
+    try:
         with _path(name).open(encoding="utf-8") as file:
             fields = json.load(file)
     except FileNotFoundError:

@@ -22,7 +22,6 @@ from .handle import Place
 from .holders import lost_lines
 from .launch import LocalWorker
 from .line import user_line
-from .moment import Moment
 from .node import Absence, Cause, Node
 from .places import Places
 from .replies import asked
@@ -61,7 +60,7 @@ class Session:
         self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
         self.patience = CONNECT.seconds  # how long a worker is waited for that is to come, as the user has it
         self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
-        self.moment = Moment(self.lock)  # whoever is in it issues what makes workers wait for each other
+        self.in_moment = False  # see moment.py
         self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
         self.requests = Requests()

@@ -73,7 +73,10 @@ def test_a_segment_that_holds_tensors_is_no_secret(pool: SharedPool) -> None:
     loan = pool.take(SIZE)
     assert loan is not None
     loan.memory[:32] = b"what a user computes, of somebody"[:32]
-    assert Attached(process(), loan.name).secret() == b""
+    worker = Attached(process(), loan.name)
+    assert worker.secret() == b""
+    with pytest.raises(ProtocolError, match="is not the memory of this session's master"):
+        worker[loan.name]  # which the look for a secret has mapped
 
 
 @pytest.mark.parametrize("name", ["", "/proc/self/fd/0", "/proc/1/fd/0", "/proc/1/fd/0/../../../etc/passwd", "/etc/passwd", None, 3, ["x"]])

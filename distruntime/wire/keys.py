@@ -130,10 +130,11 @@ def require_own(path: Path, what: str) -> None:
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigurationError(
                 f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; this process is user "
-                f"{os.geteuid()}'s. Do: chown {os.geteuid()} {place}, or copy the file to where only you can write"
+                f"{os.geteuid()}'s. Copy the file to where only you can write, or do: chown {os.geteuid()} {place}"
             )
-        # Where a group has one's own number it has one member, as many systems set it up; in a sticky folder one replaces one's own files.
-        others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getegid() else 0)
+        # Where a group has the user's own number, that user is its one member, as many systems set it up. In a sticky folder one replaces
+        # one's own files.
+        others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.geteuid() else 0)
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             raise ConfigurationError(f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w {place}")
 

@@ -166,16 +166,13 @@ class Attached:
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: object) -> mmap.mmap:
-        found = self._mapped.get(name) if isinstance(name, str) else None
-        if found is None:
-            if not self._proven:
-                if self._map(self._challenge).find(self.nonce) < 0:
-                    raise ProtocolError(
-                        f"{self._challenge} is not the memory of this session's master: it has not written there what it was told"
-                    )
-                self._proven = True
-            found = self._map(name)
-        return found
+        if not self._proven:  # first: to tell the secret maps the challenge's segment, which may be anybody's until then
+            if self._map(self._challenge).find(self.nonce) < 0:
+                raise ProtocolError(
+                    f"{self._challenge} is not the memory of this session's master: it has not written there what it was told"
+                )
+            self._proven = True
+        return self._map(name)
 
     def secret(self) -> bytes:
         """Return the secret in the master's segment, or nothing where this process cannot read it."""

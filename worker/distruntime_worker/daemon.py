@@ -117,7 +117,7 @@ class Daemon:
         self._gone: deque[bytes] = deque(maxlen=4096)  # of them, those that have ended, whose greeting may still lie unread
         self._turns = Turns()
         self._dials = count().__next__
-        self._hang_ups = 0  # of the dialled master, in the handshake
+        self._hang_ups = 0  # of the dialled master, in the handshake, in a row
         self._strangers = Tally(log.warning)  # what those without a session here make this worker say
         self._master = b""  # the connection to the dialled master
         self._dial_at = math.inf  # when to dial the master again
@@ -173,6 +173,7 @@ class Daemon:
     def _watch(self) -> None:
         for event in self._channel.events():
             if event.kind == "connected" and event.peer is not None:
+                self._hang_ups = 0
                 with suppress(ValueError):
                     self._gone.remove(event.peer)
             elif event.kind == "disconnected" and event.peer is not None:

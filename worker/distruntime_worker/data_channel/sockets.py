@@ -337,6 +337,11 @@ class SocketChannel(DataChannel):
         sock.sendall(listener.answer(_read(sock, HELLO_SIZE, deadline)))
         listener.check(_read(sock, PROOF_SIZE, deadline))
         self._cover.check(sock, listener.source)
+        with self._changed:
+            # Before it hears that it is in: from then on it does not dial again, and nobody may hang up on it.
+            if sock not in self._strangers:
+                raise ConnectionError("its place was given to another stranger in the last moment")
+            self._strangers.remove(sock)
         sock.sendall(ACCEPTED)
         return listener.source
 

@@ -59,10 +59,13 @@ class LocalWorker:
         return "\n".join(lines[-count:])
 
     def last_words(self) -> list[str]:
-        """Return what the worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines."""
+        """Return what the worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines.
+
+        What a library in C++ says before it ends the process stands in front of that.
+        """
         lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
         fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        return lines[fatal[-1] :][:_MOST_WORDS] if fatal else lines[-5:]
+        return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
 
     def terminate(self) -> None:
         """Ask the process to end. Return at once; to stop many workers, ask all of them before you `stop` each."""

@@ -37,7 +37,8 @@ def _is_left(folder: Path) -> bool:
         status = folder.lstat()
         if status.st_uid != os.getuid() or time.time() - status.st_mtime < _LEAST_AGE:
             return False
-        owner = json.loads((folder / _OWNER).read_text(encoding="ascii"))
+        with (folder / _OWNER).open(encoding="ascii") as file:
+            owner = json.load(file)
         return isinstance(owner, list) and has_died(owner) and not any(_listens(path) for path in folder.iterdir() if path.is_socket())
     except (OSError, ValueError):  # no folder of a master's, or one that is just going
         return False

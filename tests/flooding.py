@@ -133,10 +133,10 @@ def run(port: str, silent: str, half_open: str, bombs: str, holders: str, again:
 
 
 @contextmanager
-def flooded(port: int, silent: int = 0, half_open: float = 0, bombs: int = 0, holders: int = 0) -> Iterator[None]:
+def flooded(port: int, silent: int = 0, half_open: float = 0, bombs: int = 0, holders: int = 0, again: float = 0.1) -> Iterator[None]:
     """Flood a port for the length of a `with` block, from a process of its own; it begins once all have connected."""
     process = subprocess.Popen(
-        [sys.executable, __file__, *map(str, (port, silent, half_open, bombs, holders))],
+        [sys.executable, __file__, *map(str, (port, silent, half_open, bombs, holders, again))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -41,9 +41,13 @@ def peer_address(config: WorkerConfig, proposed: str, session: int) -> str:
 
 
 def unusable_for_workers(address: str, error: ConfigurationError) -> ConfigurationError:
-    """Return the error of an address that this worker cannot listen on for other workers."""
+    """Return the error of an address that this worker cannot listen on for other workers; one that is not about the address stays."""
+    cause = error.__cause__
+    if cause is None:
+        return error
+    why = getattr(cause, "strerror", "") or cause
     return ConfigurationError(
-        f"cannot listen at {address.removeprefix('tcp://')} for other workers: {error.__cause__ or error}. Expected a host of this "
+        f"cannot listen at {address.removeprefix('tcp://')} for other workers: {why}. Expected a host of this "
         "machine and a free port, and one session at a time where the port is named: start the worker with another "
         "--data-address HOST:PORT, or leave the port out"
     )

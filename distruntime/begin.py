@@ -20,7 +20,7 @@ from .replies import is_devices
 from .scratch import scratch_folder
 from .session import Session
 from .wire.channel import HANG_UPS, Channel, PeerEvent
-from .wire.keys import KeyPair, choose
+from .wire.keys import KeyPair, choose, warn_of_strangers
 from .wire.messages import PROTOCOL, Join, Refused, Welcome
 
 log = logging.getLogger("distruntime")
@@ -147,6 +147,8 @@ def _threads(count: int) -> int:
 
 def gather_at(plan: Plan, address: str, count: int) -> Session:
     """Wait for workers that dial this process."""
+    if plan.insecure:
+        warn_of_strangers([address])
     session = _session(plan, Channel(listen=address, keys=choose(address, path=plan.key, insecure=plan.insecure), silence=plan.unreachable))
     listening = session.channel.address
     plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
@@ -207,6 +209,8 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
 
 def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
     keys = {choose(address, path=plan.key, insecure=plan.insecure) for address in addresses}
+    if plan.insecure:
+        warn_of_strangers(addresses)
     if len(keys) > 1:
         raise ConfigurationError("some of these addresses need a key and some do not: name the key file for all of them with key=")
     return keys.pop()

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
+import distruntime as dr
 from distruntime import registry, signing
 from distruntime.errors import ConfigurationError
-from distruntime.wire.keys import KeyPair, choose, default_path, is_local, needs_key
+from distruntime.wire.keys import KeyPair, choose, default_path, is_local, needs_key, warn_of_strangers
+from processes import STARTING, ListeningWorker
 
 
 @pytest.fixture(autouse=True)
@@ -220,14 +222,34 @@ def test_what_is_no_address_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "address, who", [("tcp://127.0.0.1:1", "every user of this machine"), ("tcp://10.0.0.7:1", "whoever reaches that")]
+    ("addresses", "where", "who"),
+    [
+        (["tcp://127.0.0.1:1"], "tcp://127.0.0.1:1", "every user of this machine"),
+        (["tcp://10.0.0.7:1"], "tcp://10.0.0.7:1", "whoever reaches that"),
+        (["tcp://127.0.0.1:1", "tcp://10.0.0.7:1", "tcp://10.0.0.8:1"], "tcp://127.0.0.1:1 and 2 more", "whoever reaches that"),
+    ],
 )
-def test_who_does_without_a_key_reads_what_that_means(caplog: pytest.LogCaptureFixture, address: str, who: str) -> None:
+def test_who_does_without_a_key_reads_once_what_that_means(
+    caplog: pytest.LogCaptureFixture, addresses: list[str], where: str, who: str
+) -> None:
     with caplog.at_level(logging.WARNING, "distruntime"):
-        assert choose(address, insecure=True) is None
-    assert f"insecure: at {address} nobody has to prove who they are" in caplog.text and who in caplog.text
+        warn_of_strangers(addresses)
+    (record,) = caplog.records
+    assert f"insecure: at {where} nobody has to prove who they are" in record.getMessage() and who in record.getMessage()
 
 
 def test_a_private_socket_needs_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    assert choose(f"ipc://{tmp_path}/s", insecure=True) is None and not caplog.text
+    warn_of_strangers([f"ipc://{tmp_path}/s"])
+    assert not caplog.text
+
+
+def test_both_sides_say_it_at_every_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", "--insecure")
+    try:
+        dr.shutdown()
+        with dr.init_master_worker(workers=[worker.address], insecure=True, quiet=True, timeout=STARTING):
+            assert f"insecure: at {worker.address} nobody has to prove" in caplog.text
+        assert "insecure: at tcp://127.0.0.1:0 nobody has to prove" in worker.text()
+    finally:
+        worker.stop()

@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
 
     Args:
         path: the key file the user named, if any.
-        insecure: the user accepts that whoever reaches `address` may run code. The log says so at every start.
+        insecure: the user accepts that whoever reaches `address` may run code: see `warn_of_strangers`.
 
     Raises:
         ConfigurationError: the address needs a key and there is none.
@@ -162,14 +163,6 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
     if path is not None:
         return KeyPair.load(path)
     if insecure or not needs_key(address):
-        if needs_key(address):
-            who = "every user of this machine" if is_local(address) else "whoever reaches that address"
-            log.warning(
-                "insecure: at %s nobody has to prove who they are, and nothing is encrypted: %s may run code as this user, and read and "
-                "change every tensor (docs/security.md)",
-                address,
-                who,
-            )
         return None
     default = default_path()
     if default.exists():
@@ -186,6 +179,20 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
         if not default.exists():  # if it does, another process was faster on its own first use: share its key
             raise
     return KeyPair.load(default)
+
+
+def warn_of_strangers(addresses: Sequence[str]) -> None:
+    """Say in the log, once for all of them, what it means that `choose` was told insecure=True for these addresses."""
+    open_to = [address for address in addresses if needs_key(address)]
+    if open_to:
+        who = "every user of this machine" if all(map(is_local, open_to)) else "whoever reaches that address"
+        log.warning(
+            "insecure: at %s%s nobody has to prove who they are, and nothing is encrypted: %s may run code as this user, and read and "
+            "change every tensor (docs/security.md)",
+            open_to[0],
+            f" and {len(open_to) - 1} more" if len(open_to) > 1 else "",
+            who,
+        )
 
 
 def is_local(address: str) -> bool:

@@ -16,7 +16,7 @@ from types import FrameType
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
-from distruntime.wire.keys import KeyPair, choose, default_path
+from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
 from . import daemon
 from .config import WorkerConfig
@@ -123,6 +123,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         if options.insecure and options.key is not None:
             raise ConfigurationError("got both --key and --insecure: with a key only its holders are let in. Leave one out.")
         keys = choose(address, path=options.key, insecure=options.insecure)
+        if options.insecure:
+            warn_of_strangers([address])
     return WorkerConfig(
         listen=options.listen,
         master=options.master,

@@ -80,7 +80,8 @@ def config(
     there = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
     if not wanted:
         return {n.index: _settings(n) for n in there}
-    with session.lock:  # of two threads that set something at a time, one is the later on every node
+    # Two threads that set something at a time come to every node in one order.
+    with session.lock:
         for n in there:
             issue_function(n, "config", (), wanted)
     return None

@@ -30,7 +30,8 @@ from .wire.messages import ADOPT, PUBLISH
 from .wrap import wrap
 
 _LONGEST = 200  # characters of a name
-_TRIES = 20  # of a lookup: that often somebody has given the name anew while its workers were asked
+# So often a lookup asks the workers again, where somebody has given the name anew while they were asked.
+_TRIES = 20
 _token = count(1).__next__
 
 

@@ -27,7 +27,8 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
         distinct: add the node's number, so that nodes draw different numbers.
     """
     session = active_session()
-    with session.lock:  # of two threads that seed at a time, one is the later on every node
+    # Two threads that seed at a time come to every node in one order.
+    with session.lock:
         for node in session.nodes:
             if node.failed is None:
                 own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)

@@ -36,7 +36,8 @@ from agree import REMOTE
 Method = TypeVar("Method", bound=Callable[..., None])
 Act = Callable[[Any], Any]
 
-LENGTH = 12  # of what collectives take: 2, 3 and 4 members can share it
+# Collectives take tensors of this length: 2, 3 and 4 members can share it.
+LENGTH = 12
 PATIENCE = 60.0  # seconds for one read
 REPORT = 60.0  # seconds between two reports of a long run
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
@@ -683,7 +684,8 @@ class Together(Base):
     @operation(1.2)
     def all_reduce(self) -> None:
         group, members = self.members()
-        if any(m.local.isnan().any() for m in members):  # of which gloo and torch make different maxima
+        # gloo and torch make different maxima where there are NaNs.
+        if any(m.local.isnan().any() for m in members):
             return
         name = self.random.choice(("MIN", "MAX") if members[0].local.dtype == torch.float32 else ("SUM", "MIN", "MAX"))
         self.begun(dr.all_reduce([m.remote for m in members], getattr(dr.ReduceOp, name), **self.options(group)))

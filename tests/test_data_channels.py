@@ -143,7 +143,8 @@ class Odd(Liar):
     [
         ("auto", Liar, 'an identifier other than "auto"'),
         ("two words", Liar, "an identifier"),
-        ("tcp+tls", Liar, "an identifier"),  # which distruntime's own alone need not be
+        # Only names that distruntime itself gives need not be identifiers.
+        ("tcp+tls", Liar, "an identifier"),
         ("mine", dict, "must be a subclass of distruntime.DataChannel, got <class 'dict'>"),
         ("mine", lambda membership: None, "must be a subclass"),
         ("mine", Bare, r"Bare.capabilities must be distruntime.Capabilities\(...\)"),

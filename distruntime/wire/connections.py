@@ -46,7 +46,8 @@ class PeerEvent:
     peer: Peer | None
     address: str
     detail: str = ""
-    final: bool = True  # of a dialled peer that did not get in: whether that is sure, and libzmq does not dial it again by itself
+    # Whether it is sure that a dialled peer did not get in; libzmq then does not dial it again by itself.
+    final: bool = True
 
 
 @final

@@ -85,7 +85,8 @@ class Spare:
             self.keep()
 
 
-spare = Spare()  # of this process: the worker keeps them from its start
+# A worker keeps these from its start; a master keeps none.
+spare = Spare()
 
 
 def are_out(error: OSError) -> bool:

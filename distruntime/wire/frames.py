@@ -20,7 +20,8 @@ FRAME = (1 << 19) + (1 << 12)
 ROOM = 1 << 10
 
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_PLACE = struct.Struct(">IQQ")  # which of the message's frames the piece is of, from where on, and how many bytes that frame has
+# A place says which of the message's frames the piece belongs to, where the piece begins in it, and how many bytes that frame has.
+_PLACE = struct.Struct(">IQQ")
 
 
 def is_large(frame: Any) -> bool:

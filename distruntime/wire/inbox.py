@@ -33,7 +33,8 @@ class Inbox:
         self.received_bytes = 0
         self._partial: list[Any] = []  # read of the next message so far; not empty only within read() or after an interrupt there
         self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
-        self._coming: dict[Peer, Coming] = {}  # of large messages, the pieces that have come; never changed in place
+        # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in place.
+        self._coming: dict[Peer, Coming] = {}
         self._connections = connections
         # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
         self._receive: Callable[..., Any] = zmq.backend.Socket.recv.__get__(router)

@@ -206,7 +206,8 @@ def _opened(name: str) -> mmap.mmap:
     try:
         if not _sealed(descriptor):
             raise ProtocolError(f"{name} may shrink while it is read: expected memory that is sealed against it")
-        return mmap.mmap(descriptor, 0)  # which has a descriptor of its own from here on
+        # The mapping keeps a descriptor of its own from here on.
+        return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
 

@@ -68,7 +68,8 @@ class Strangers:
         for fd, name in self.names.items():
             by_host.setdefault(self._host(name), []).append(fd)
         for fds in by_host.values():
-            fds.sort(key=_likely)  # of equals the oldest is first
+            # The sort is stable: among equals the oldest stays first.
+            fds.sort(key=_likely)
         found: list[int] = []
         while len(self.names) > self.most * 3 // 4:
             fd = max(by_host.values(), key=len).pop(0)

@@ -21,7 +21,7 @@ from distruntime.wire.shared import Attached
 from .look import Look
 from .objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, plain, render, wire_tensor
 from .state import State, Tell
-from .streams import HostCopy, Stream
+from .streams import Action, HostCopy, Stream
 
 MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
 _SENT = 0.0002  # seconds between looks whether a large tensor has arrived
@@ -87,13 +87,25 @@ class Answers:
                 stream.waiting.append(entry)
             if not self._reached(stream, position):
                 return
-            with stream.serving:  # it got there meanwhile: one of the two threads takes the entry out
-                with self._state.gate:
-                    if entry not in stream.waiting:
-                        # And has answered: else what comes next could write the value, on a stream that need not wait any more.
-                        return
-                    stream.waiting.remove(entry)
+            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be sending a large value, and only
+            # the reader hears that one has arrived.
+            take_back = partial(self._take_back, stream, entry)
+            self._state.apart(take_back) if threading.get_ident() == self._state.reader else take_back()
+            return
         self._answer(fetch)
+
+    def _take_back(self, stream: Stream, entry: tuple[int, Action]) -> None:
+        """Do what waits for a stream that is there already, unless its thread does. Block while that thread answers others.
+
+        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on a stream that need not wait
+        any more: so this returns when it has answered.
+        """
+        with stream.serving:
+            with self._state.gate:
+                if entry not in stream.waiting:
+                    return
+                stream.waiting.remove(entry)
+        entry[1]()
 
     def _reached(self, stream: Stream, position: int) -> bool:
         return stream.reached >= position or (stream is self._state.default and self._look.position(stream)[0] >= position)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -800,3 +801,36 @@ def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connecti
         dialler.send(b"listener", [bytes(1 << 18)])
         assert frames == [b"whole"] and event(listener, "disconnected").peer == peer
         assert event(dialler, "disconnected").peer == b"listener"
+
+
+FIRST = """
+import sys, threading, zmq
+from distruntime.wire.channel import Channel
+sys.setswitchinterval(1e-6)
+pushes, real = [], zmq.Context.socket
+def socket(self, kind, *args, **kwargs):
+    made = real(self, kind, *args, **kwargs)
+    if kind == zmq.PUSH:
+        pushes.append(made)  # pyzmq's own
+    return made
+zmq.Context.socket = socket
+channel, together = Channel(listen="tcp://127.0.0.1:0"), threading.Barrier(8)
+def send():
+    together.wait()
+    try:
+        channel.send(b"nobody", [b"head", bytes(100_000)], copy=False)
+    except Exception:
+        pass
+threads = [threading.Thread(target=send) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(pushes))
+"""
+
+
+def test_first_large_frames_of_several_threads_share_one_socket_of_pyzmqs() -> None:
+    """Two would use it side by side, or one of them after its end."""
+    for _ in range(5):
+        assert subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60).stdout == "1\n"

@@ -56,8 +56,23 @@ _SLOWEST = 1 << 15
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
 
+# pyzmq makes one socket and one mutex at a process's first frame that is not copied. Two threads that come first at once would make two of
+# each, and then use one socket side by side. So the first such frame is an empty one, under this lock.
+_first = threading.RLock()  # a finalizer may come in between
+_begun: list[bool] = []  # not empty: it has been made
+
+
+def _begin() -> None:
+    with _first:
+        if not _begun:
+            zmq.Frame(b"", copy=False)
+            _begun.append(True)
+
+
 def _tracked(parts: Any) -> tuple[Any, list[Any]]:
     """Return frames that libzmq reads where they are, if they are large, and what tells for each when it has."""
+    if not _begun:
+        _begin()
     if type(parts) is Long:
         return parts, parts.tracked(LARGE)
     made = [part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts]
@@ -542,6 +557,9 @@ _abandoned: list[Channel] = []
 
 
 def _abandon_in_child() -> None:
+    global _first
+    _first = threading.RLock()
+    _begun.clear()
     for channel in _channels:
         channel._lock = threading.Lock()  # another thread may have held it when the process forked
         channel._closed = True

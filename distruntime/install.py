@@ -96,7 +96,11 @@ def _import_ahead() -> None:
     torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import `torch._dynamo`.
     """
     for name in ("torch.distributed.tensor", "torch._dynamo"):
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except Exception:
+            # An import fails where the process ends meanwhile. Any other failure comes again at the user's line, whose operator imports.
+            return
 
 
 # CPUs and GPUs have kernels for these, other devices a formula; a kernel here keeps C++ from taking them apart above Python's key.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime import install
 
 EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
 PUBLIC = {name: value for name, value in EVERY.items() if not name.startswith("_") and not isinstance(value, ModuleType)}
@@ -53,3 +55,11 @@ def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: st
     cls = getattr(dr, name)
     methods = {key: value for key, value in vars(cls).items() if not key.startswith("_") and inspect.isfunction(value)}
     assert [key for key, method in methods.items() if not method.__doc__ and key not in dir(torch.Tensor)] == []
+
+
+def test_an_import_ahead_that_fails_because_the_process_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise RuntimeError("can't register atexit after shutdown")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    install._import_ahead()

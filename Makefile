@@ -2,6 +2,7 @@
 #   make demo     train a small network on a worker, on this machine
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
 #   make check    format, lint, types, layers: before every commit
+#   make rooms    the rooms of both packages, and which imports which
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
 #   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
@@ -23,7 +24,10 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/test_protocol_doc.py
+	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py
+
+rooms: .venv/.tests
+	PYTHONPATH=tests/help $(BIN)/python -m rooms
 
 bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -34,14 +38,14 @@ gpu: .venv/.tests
 
 long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
-	PYTHONPATH=tests $(BIN)/python tests/long/op_db_dtypes.py
-	PYTHONPATH=tests $(BIN)/python tests/long/transformers_many.py
-	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/fuzz_hour.py
-	PYTHONPATH=.:worker:tests OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200
-	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/soak.py --minutes 30
-	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 20000 --publish
-	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
-	PYTHONPATH=.:worker:tests $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
+	PYTHONPATH=tests/help $(BIN)/python tests/long/op_db_dtypes.py
+	PYTHONPATH=tests/help $(BIN)/python tests/long/transformers_many.py
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/fuzz_hour.py
+	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/soak.py --minutes 30
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 20000 --publish
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
 
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))
@@ -52,4 +56,4 @@ long: .venv/.tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test check bench gpu long
+.PHONY: demo test check rooms bench gpu long

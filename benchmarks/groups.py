@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 import distruntime as dr
-from distruntime.session import active_session
+from distruntime.session.session import active_session
 
 from .harness import ROOT, Figure, in_turn
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.tensor
 
 import distruntime as dr
-from distruntime.session import Session, active_session
+from distruntime.session.session import Session, active_session
 
 from .harness import ROOT, Figure
 from .played import addresses

@@ -28,7 +28,7 @@ STORM = ("1000", "100", "20", "20", "0")  # as fast as one process can: some 2,0
 def _flooded(address: str, work: int, flood_of: tuple[str, ...]) -> float:
     """Return the seconds of a read while the port of `address` is flooded."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}"}
-    command = [sys.executable, str(ROOT / "tests" / "flooding.py"), address.rpartition(":")[2], *flood_of]
+    command = [sys.executable, str(ROOT / "tests" / "help" / "flooding.py"), address.rpartition(":")[2], *flood_of]
     flood = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path)
     assert flood.stdin is not None and flood.stdout is not None
     try:

@@ -6,11 +6,22 @@ Importing changes nothing; `init_master_worker` opens a session.
 from __future__ import annotations
 
 import importlib
+import sys
 import typing
 
-from . import functional, primitives
-from .checkpoint import save
-from .collective import (
+from .backend.random import manual_seed
+from .checkpoint.load import load
+from .checkpoint.save import save
+from .checkpoint.training import run_with_restarts
+from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
+from .cluster.memory import Memory, memory
+from .cluster.nodes import NodeInfo, nodes
+from .cluster.restart import restart
+from .cluster.settings import Settings, config
+from .collectives import functional, primitives
+from .collectives.arguments import ReduceOp, premul_sum
+from .collectives.group import ProcessGroup, new_group
+from .collectives.in_place import (
     all_gather,
     all_gather_into_tensor,
     all_reduce,
@@ -25,8 +36,9 @@ from .collective import (
     reduce_scatter_tensor,
     scatter,
 )
-from .config import Settings, config
-from .connect import detach, init_master_worker, is_initialized, shutdown
+from .collectives.partition import Partition
+from .collectives.point_to_point import irecv, isend, recv, send
+from .collectives.work import Work
 from .errors import (
     CheckpointError,
     ConfigurationError,
@@ -44,8 +56,14 @@ from .errors import (
     UsageError,
     WaitTimeout,
 )
-from .event import Event
-from .factories import (
+from .log.handle import Place
+from .mesh.layout import Layout
+from .session.placing import device, node, on, place, set_place
+from .session.session import Session
+from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+from .streams.event import Event
+from .streams.stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
+from .tensors.factories import (
     BFloat16Tensor,
     BoolTensor,
     ByteTensor,
@@ -70,44 +88,32 @@ from .factories import (
     tensor,
     zeros,
 )
-from .fetch import Fetched, fetch, fetch_async
-from .group import ProcessGroup, new_group
-from .handle import Place
-from .layout import Layout
-from .loading import load
-from .members import ReduceOp, premul_sum
-from .memory import Memory, memory
-from .partition import Partition
-from .placing import device, node, on, place, set_place
-from .point_to_point import irecv, isend, recv, send
-from .random import manual_seed
-from .restart import restart
-from .restarts import run_with_restarts
-from .session import Session
-from .stall import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-from .stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
-from .table import NodeInfo, nodes
-from .tensor import DistributedTensor
+from .tensors.fetch import Fetched, fetch, fetch_async
+from .tensors.tensor import DistributedTensor
 from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
-from .work import Work
 
 if typing.TYPE_CHECKING:
-    from .mesh import DeviceMesh, from_shards, init_device_mesh, shards
-    from .publications import Publication, Publications
-    from .publishing import lookup, names, publish, unpublish
+    from .mesh import lines
+    from .mesh.mesh import DeviceMesh, from_shards, init_device_mesh, shards
+    from .publishing.listing import Publication, Publications
+    from .publishing.publish import lookup, names, publish, unpublish
 
 __version__ = "0.1.0"
 
 # Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
 # Signatures need PyNaCl, which no worker does.
 _LATER = {
-    **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh"),
-    **dict.fromkeys(("Publication", "Publications"), ".publications"),
-    **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing"),
+    **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh.mesh"),
+    **dict.fromkeys(("Publication", "Publications"), ".publishing.listing"),
+    **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing.publish"),
 }
+# `import distruntime.functional` is for users, as `torch.nn.functional` is. The folders are rooms of the house, and for nobody else.
+sys.modules[f"{__name__}.functional"], sys.modules[f"{__name__}.primitives"] = functional, primitives
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name == "lines":
+        return importlib.import_module(".mesh.lines", __name__)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LATER[name], __name__)
@@ -195,6 +201,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "lines",
     "linspace",
     "load",
     "logspace",

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 def _key() -> int:
     try:
         # Not imported at the top: nobody else needs signatures.
-        print(importlib.import_module("distruntime.signing").public_line())
+        print(importlib.import_module("distruntime.publishing.signing").public_line())
     except distruntime.ConfigurationError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 
 import distruntime as dr
-from distruntime.group import groups_of
-from distruntime.session import active_session
-from distruntime.wire.data_channel import MOVES, REDUCES
+
+from .collectives.group import groups_of
+from .session.session import active_session
+from .wire.data_channel import MOVES, REDUCES
 
 _KINDS = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

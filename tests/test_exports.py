@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime import install
+from distruntime.backend import install
 
 EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
 PUBLIC = {name: value for name, value in EVERY.items() if not name.startswith("_") and not isinstance(value, ModuleType)}
@@ -20,7 +21,18 @@ PUBLIC = {name: value for name, value in EVERY.items() if not name.startswith("_
 
 def test_all_is_complete_and_has_no_strangers() -> None:
     assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "primitives"}
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "lines", "primitives"}
+
+
+def test_no_public_name_hides_a_module() -> None:
+    assert [module.name for module in pkgutil.iter_modules(dr.__path__) if module.name in dr.__all__] == []
+
+
+def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
+    code = "import distruntime.functional as F, distruntime.primitives; from distruntime import lines"
+    code += "; print(F.__name__, lines.all_reduce.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+    assert done.stdout == "distruntime.collectives.functional all_reduce\n"
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
@@ -29,7 +41,8 @@ def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
 
 
 def test_workers_do_not_import_what_only_meshes_need() -> None:
-    code = "import sys, distruntime_worker.daemon as _; print({'torch.distributed.tensor', 'torch._dynamo', 'sympy'} & set(sys.modules))"
+    meshes = "{'torch.distributed.tensor', 'torch._dynamo', 'sympy'}"
+    code = f"import sys, distruntime_worker.session.daemon as _; print({meshes} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90).stdout == "set()\n"
 
 

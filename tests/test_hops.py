@@ -16,8 +16,8 @@ import torch
 
 import distruntime as dr
 import distruntime_worker
-from distruntime_worker.config import WorkerConfig
-from distruntime_worker.daemon import serve
+from distruntime_worker.session.config import WorkerConfig
+from distruntime_worker.session.daemon import serve
 
 ROOT = Path(__file__).parent.parent
 MOST_FUNCTIONS, MOST_FILES = 9, 7

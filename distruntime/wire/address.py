@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from distruntime.errors import ConfigurationError
+from ..errors import ConfigurationError
 
 _SILENT = 5  # seconds that the kernel keeps a connection to itself through which nothing has come, about
 

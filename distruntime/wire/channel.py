@@ -25,18 +25,18 @@ import zmq
 import zmq.auth.thread
 import zmq.backend
 
-from distruntime.errors import ConfigurationError, DistruntimeError
-from distruntime.wire.address import listener, resolve, unusable, wants_ipv6
-from distruntime.wire.connections import Connections, Peer
-from distruntime.wire.connections import PeerEvent as PeerEvent
-from distruntime.wire.descriptors import require
-from distruntime.wire.frames import FRAME, ROOM, Long, is_large
-from distruntime.wire.inbox import LARGE as LARGE
-from distruntime.wire.inbox import Frames, Inbox
-from distruntime.wire.keys import KeyPair
-from distruntime.wire.link import Buffer, Delivery, Link
-from distruntime.wire.shield import shield
-from distruntime.wire.wake import Wake
+from ..errors import ConfigurationError, DistruntimeError
+from .address import listener, resolve, unusable, wants_ipv6
+from .connections import Connections, Peer
+from .connections import PeerEvent as PeerEvent
+from .descriptors import require
+from .frames import FRAME, ROOM, Long, is_large
+from .inbox import LARGE as LARGE
+from .inbox import Frames, Inbox
+from .keys import KeyPair
+from .link import Buffer, Delivery, Link
+from .shield import shield
+from .wake import Wake
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _ZAP_DOMAIN = "distruntime"

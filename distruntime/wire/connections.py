@@ -16,8 +16,8 @@ import zmq
 import zmq.backend
 import zmq.utils.monitor
 
-from distruntime.wire.descriptors import most_strangers
-from distruntime.wire.strangers import Strangers
+from .descriptors import most_strangers
+from .strangers import Strangers
 
 Peer = bytes
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from distruntime.errors import ConfigurationError, NotSupportedError
+from ..errors import ConfigurationError, NotSupportedError
 
 ENTRY_POINTS = "distruntime.data_channels"
 MOVES = ("send", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier")  # "send" stands for `receive` too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from distruntime.errors import ConfigurationError
+from ..errors import ConfigurationError
 
 
 @dataclass(frozen=True)

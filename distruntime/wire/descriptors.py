@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from distruntime.errors import ConfigurationError
+from ..errors import ConfigurationError
 
 # A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for one, and something to live on.
 ENOUGH = 24

@@ -9,8 +9,8 @@ from typing import Any, final
 import zmq
 import zmq.backend
 
-from distruntime.wire.connections import Connections, Peer
-from distruntime.wire.frames import Coming, Joined, Nonsense
+from .connections import Connections, Peer
+from .frames import Coming, Joined, Nonsense
 
 Frames = list["bytes | zmq.Frame | Joined"]
 

@@ -19,8 +19,7 @@ import zmq
 import zmq.auth
 import zmq.utils.z85
 
-from distruntime.errors import ConfigurationError
-
+from ..errors import ConfigurationError
 from .address import host_of
 
 log = logging.getLogger("distruntime")

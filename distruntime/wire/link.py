@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
-from distruntime.errors import ProtocolError
+from ..errors import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Any
 
-from distruntime.errors import ProtocolError
-from distruntime.wire.descriptors import are_out, spare
+from ..errors import ProtocolError
+from .descriptors import are_out, spare
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
 _MARK, _NONCE = b"distruntime mine", 16  # what the segment of a challenge begins with; bytes of a secret and of a nonce

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime.restarts import Checkpoint
+from distruntime.checkpoint.training import Checkpoint
 
 
 @pytest.mark.parametrize("async_op", [False, True])

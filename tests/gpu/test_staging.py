@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from distruntime_worker.staging import Staging
+from distruntime_worker.values.staging import Staging
 
 SIZES = [0, 1, 3, 1000, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 20, (1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 26) + 5]
 GPU = torch.device("cuda:0")

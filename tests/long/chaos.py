@@ -36,12 +36,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "help"))
 
 import torch
 
 import distruntime as dr
-from distruntime import keeper
+from distruntime.cluster import keeper
 from distruntime.wire.keys import KeyPair
 from network import Network
 from processes import Child, ListeningWorker, pause, stopped

@@ -1,6 +1,6 @@
 """Every float32 entry of PyTorch's operator database on DTensors over a mesh of two workers, and on torch's own in one process.
 
-    PYTHONPATH=.:worker:tests python tests/long/dtensor_op_db.py [--samples N] [--layouts N] [entry ...]
+    PYTHONPATH=.:worker:tests/help python tests/long/dtensor_op_db.py [--samples N] [--layouts N] [entry ...]
 
 Each entry's sample inputs are laid out in every combination that `DTensorConverter` of torch's tests knows, forward and backward, and
 compared with the plain operator. What does not come out right is compared with what DTensor itself makes of it: on torch's `LocalTensor`,

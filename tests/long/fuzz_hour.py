@@ -1,6 +1,6 @@
 """The fuzzer for an hour, with seeds of its own each time: against a worker, as a stranger, and against a master, in turns.
 
-    PYTHONPATH=.:worker:tests python tests/long/fuzz_hour.py [seconds] [seed]
+    PYTHONPATH=.:worker:tests/help python tests/long/fuzz_hour.py [seconds] [seed]
 
 Ends with 1 where something was found, which it prints with the command that repeats it.
 """

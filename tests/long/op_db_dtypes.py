@@ -1,6 +1,6 @@
 """Every entry of PyTorch's operator database in every other dtype, here and on a worker, with the count. Half an hour; not in `make test`.
 
-    PYTHONPATH=.:worker:tests python tests/long/op_db_dtypes.py [dtype ...]
+    PYTHONPATH=.:worker:tests/help python tests/long/op_db_dtypes.py [dtype ...]
 
 Of what works locally, at least 98 % must agree: the exit code says whether it does.
 """

@@ -18,13 +18,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "help"))
 
 import numpy
 import torch
 
 import distruntime as dr
-from distruntime.session import active_session
+from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
 from network import Network
 from processes import ListeningWorker, free_port, pause

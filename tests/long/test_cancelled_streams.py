@@ -1,4 +1,4 @@
-"""Cancelled streams at length; `PYTHONPATH=.:worker:tests python tests/long/test_cancelled_streams.py 600` goes on for ten minutes."""
+"""Cancelled streams at length; `PYTHONPATH=.:worker:tests/help python tests/long/test_cancelled_streams.py 600` goes on for ten minutes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 
 import distruntime as dr
-from test_stream_cancel import _two_nodes as _two_nodes
-from test_stream_cancel import run
+from tests.streams.test_stream_cancel import _two_nodes as _two_nodes
+from tests.streams.test_stream_cancel import run
 
 PROGRAMS = 12
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test_examples import EXAMPLES, run
+from tests.test_examples import EXAMPLES, run
 
 MESHES = [example for example in EXAMPLES if example.stem in ("09_mesh", "10_tensor_parallel", "11_fsdp")]
 

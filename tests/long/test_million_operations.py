@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from test_leaks import many_operations_leave_nothing
+from tests.tensors.test_leaks import many_operations_leave_nothing
 
 
 @pytest.mark.timeout(1800)

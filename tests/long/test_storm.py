@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from test_threads import survives_interrupts
+from tests.session.test_threads import survives_interrupts
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,6 +1,6 @@
 """As many architectures of `transformers` as build from a small config: loss and every gradient here and on a worker, with the count.
 
-    PYTHONPATH=.:worker:tests python tests/long/transformers_many.py [--part 1/4] [model type ...]
+    PYTHONPATH=.:worker:tests/help python tests/long/transformers_many.py [--part 1/4] [model type ...]
 
 About two hours; not in `make test`. Nothing is downloaded. An architecture counts if it builds small and its forward runs locally on
 one of the batches below; what then differs on the worker makes the exit code 1. What differs in float32 is compared again in float64:

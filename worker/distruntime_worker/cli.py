@@ -18,8 +18,8 @@ from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
-from . import daemon
-from .config import WorkerConfig
+from .session import daemon
+from .session.config import WorkerConfig
 
 log = logging.getLogger("distruntime.worker")
 

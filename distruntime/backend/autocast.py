@@ -1,0 +1,259 @@
+"""`torch.autocast("remote")`: on a place, what torch's own autocast does on a CPU or on a GPU.
+
+Proxies carry the key AutocastPrivateUse1, which torch looks at only while autocast of "remote" is on. Which operators are listed is asked
+of torch's dispatcher, where the kernels of every device's autocast are registered; what each of them does cannot be asked, and stands in
+the table below. As in torch, what is not listed runs in the dtypes that it is given, and an operator that is runs its parts unlisted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..log.handle import Residence
+from ..operators.new_calls import common_place
+from ..operators.propagate import tensors_of
+from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
+from ..tensors.tensor import DistributedTensor
+from .fused import KERNELS, whole
+
+_aten = torch.ops.aten
+_BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
+_BANNED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+Policy = Callable[[Any, Any], Any]
+
+# -- what torch does with the operators that it lists -------------------------------------------------------------------------------
+
+CPU, GPU = "AutocastCPU", "AutocastCUDA"
+
+_LOWERED = frozenset(  # run in autocast's dtype, on CPUs and GPUs
+    """
+    _addmm_activation _convolution _cudnn_rnn _native_multi_head_attention _scaled_dot_product_flash_attention _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot
+    linalg_vecdot linear lstm_cell matmul mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+    """.split()
+)
+_PROMOTED = {  # run in the widest dtype among their operands
+    CPU: frozenset("cat index_copy stack".split()),
+    GPU: frozenset("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()),
+}
+
+
+def policy(backend: str, op: Any) -> Callable[[Any], Policy]:
+    """Return what a listed operator is given: by the table, or float32, which is what torch lists most operators for."""
+    name = op._schema.name.removeprefix("aten::")
+    if name in _LOWERED:
+        return lowered
+    if name in _PROMOTED[backend]:
+        return promoted
+    if backend == GPU and name == "binary_cross_entropy":
+        return banned
+    if backend == GPU and name == "norm":
+        return appended
+    if backend == GPU and any(a.name == "dtype" for a in op._schema.arguments):
+        return with_float32_result
+    return in_float32
+
+
+def listed(backend: str) -> dict[Any, Callable[[Any], Policy]]:
+    """Return the operators that torch's autocast changes on CPUs or GPUs, each with its policy."""
+    found = {}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(backend):
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten":
+            base, _, overload = rest.partition(".")
+            op = getattr(getattr(_aten, base), overload or "default")
+            found[op] = policy(backend, op)
+    return found
+
+
+# -- policies -----------------------------------------------------------------------------------------------------------------------
+
+
+def lowered(op: Any) -> Policy:
+    """Cast what can be cast to autocast's dtype."""
+
+    def run(args: Any, kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("remote")
+        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
+
+    return run
+
+
+def in_float32(op: Any) -> Policy:
+    """Cast what can be cast to float32."""
+
+    def run(args: Any, kwargs: Any) -> Any:
+        return _call(op, [_cast(a, torch.float32) for a in args], {k: _cast(a, torch.float32) for k, a in kwargs.items()})
+
+    return run
+
+
+def promoted(op: Any) -> Policy:
+    """Cast what can be cast to float32 if one operand has it, else to autocast's dtype. Optional operands have no say, as in torch."""
+    counted = [str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments]
+
+    def run(args: Any, kwargs: Any) -> Any:
+        dtype = lower = torch.get_autocast_dtype("remote")
+        for t in _proxies(a for a, counts in zip(args, counted) if counts):
+            have = t.dtype
+            if not have.is_floating_point or have is torch.float64:
+                continue
+            if dtype is torch.float32 or have is torch.float32:
+                dtype = torch.float32
+            elif have is not lower:
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
+
+    return run
+
+
+def with_float32_result(op: Any) -> Policy:
+    """Have the result in float32, unless the caller gives a dtype."""
+    position = [a.name for a in op._schema.arguments].index("dtype")
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if _eligible(args[0]):
+            if len(args) <= position:
+                if kwargs.get("dtype") is None:
+                    kwargs = {**kwargs, "dtype": torch.float32}
+            elif args[position] is None:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+        return _call(op, args, kwargs)
+
+    return run
+
+
+def appended(op: Any) -> Policy:
+    """Call the overload that takes the result's dtype: `norm` has overloads with it and without."""
+    packet = getattr(_aten, op._schema.name.removeprefix("aten::"))
+    typed = getattr(packet, "ScalarOpt_dtype" if op._overloadname == "Scalar" else op._overloadname + "_dtype")
+    defaults = [a.default_value for a in op._schema.arguments]
+
+    def run(args: Any, kwargs: Any) -> Any:
+        dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
+        return _call(typed, (*args, *defaults[len(args) :]), {"dtype": dtype})
+
+    return run
+
+
+def banned(op: Any) -> Policy:
+    """Let torch's own kernel refuse, which does not look at its operands."""
+    return lambda args, kwargs: op.redispatch(_BANNED, *args, **kwargs)
+
+
+def by_worker(op: Any) -> Policy:
+    """Have a kernel that calls listed operators from within run under the worker's own autocast. For code without gradients."""
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or any(type(t) is not DistributedTensor for t in tensors_of(args, kwargs)):
+            return _call(op, args, kwargs)
+        return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
+
+    return run
+
+
+def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        return op(*args, **kwargs)
+
+
+# -- casts --------------------------------------------------------------------------------------------------------------------------
+
+# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch. Unlike torch's cache it knows
+# the dtype: there an inner region with another one gets the outer region's casts.
+_casts: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
+_to: Any = torch.Tensor.to  # proxies' own looks for places first: 2.6 us
+
+
+def _eligible(value: Any) -> bool:
+    if type(value) is not DistributedTensor:
+        return False
+    dtype = value.dtype
+    return dtype.is_floating_point and dtype is not torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return [_cast(item, dtype) for item in value]
+    if kind is not DistributedTensor:
+        return value
+    have = value.dtype
+    if have is dtype or have is torch.float64 or not have.is_floating_point:
+        return value
+    if (
+        have is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and torch.is_autocast_cache_enabled()
+        and not value._is_view()
+        and not torch.is_inference_mode_enabled()
+    ):
+        return _cast_once(value, dtype)
+    return _to(value, dtype)
+
+
+def _cast_once(leaf: Any, dtype: torch.dtype) -> Any:
+    known = _casts.get((id(leaf), dtype))
+    if known is None:
+        with torch.enable_grad():  # a cast that `no_grad` code makes may be met by code that wants gradients
+            known = _casts[id(leaf), dtype] = leaf, _to(leaf, dtype)  # the leaf is held: its id must not be given away
+    return known[1]
+
+
+_clear: Any = torch.clear_autocast_cache
+
+
+def clear_autocast_cache() -> None:
+    """As torch's, which `torch.autocast` calls at the end of an outermost region; drops what was cast of remote parameters too."""
+    _casts.clear()
+    _clear()
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------------------------
+
+
+def _proxies(values: Any) -> Iterator[Any]:
+    for value in values:
+        if type(value) is DistributedTensor:
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _proxies(value)
+
+
+def _place(args: Sequence[Any]) -> Residence | None:
+    for proxy in _proxies(args):
+        place: Residence = proxy._handle.place
+        return place
+    return None
+
+
+def _kernel(op: Any, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[..., Any]:
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        place = _place(args)
+        apply = None if place is None else on_cpu if place.on_cpu else on_gpu
+        if apply is None:  # not listed for this device: its parts may be
+            return op.redispatch(keys & _BELOW, *args, **kwargs)
+        return apply(args, kwargs)
+
+    return run
+
+
+def install_autocast(library: torch.library.Library, fallback: torch.library.Library) -> None:
+    """Register the kernels of "remote" for every operator that torch lists for CPUs or GPUs; everything else falls through."""
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    cpu, gpu = listed(CPU), listed(GPU)
+    # On a GPU recurrent layers are lowered as a whole (cuDNN's kernel is listed); on a CPU they run under the worker's own autocast.
+    gpu.update({op: lowered for op in KERNELS if op not in gpu})
+    # Where autocast is on, torch's Python takes these fused kernels on CPUs only; on proxies it cannot tell (up to torch 2.13).
+    gpu[_aten._native_multi_head_attention.default] = lowered
+    cpu[_aten._transformer_encoder_layer_fwd.default] = by_worker
+    for op in dict.fromkeys((*cpu, *gpu)):
+        kernel = _kernel(op, cpu[op](op) if op in cpu else None, gpu[op](op) if op in gpu else None)
+        library.impl(op, kernel, "AutocastPrivateUse1", with_keyset=True)
+    torch.clear_autocast_cache = clear_autocast_cache

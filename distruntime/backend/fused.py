@@ -1,0 +1,268 @@
+"""Composites that decompose differently by device travel whole: attention and recurrent layers.
+
+Left alone, torch would take a proxy for a device it knows nothing of: attention becomes a T x T product, and two LSTM layers over 20
+steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves: see install.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.issue import issue
+from ..log.line import user_line
+from ..log.node import relieve
+from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+from ..operators.ask_worker import PENDING, ask_specs, await_specs
+from ..operators.dispatch import dispatch
+from ..operators.new_calls import common_place
+from ..operators.proxies import AUTOCAST_KEY, wrap
+from ..operators.signatures import template
+from ..operators.transfer import upload
+from ..session.stalls import before_wait
+from ..tensors.tensor import DistributedTensor
+
+_aten = torch.ops.aten
+of_dtensors: list[Callable[..., Any]] = []  # what attention over DTensors goes to; see dtensor.py
+_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+
+# -- attention -------------------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Compute attention as the worker's device would: its fused kernel where torch would choose that there, else the formula."""
+    op = _aten.scaled_dot_product_attention.default
+    given = [t for t in (query, key, value, attn_mask) if t is not None]
+    if not all(type(t) is DistributedTensor for t in given):
+        for compute in of_dtensors:
+            found = compute(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if found is not NotImplemented:
+                return found
+        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    place = common_place(DistributedTensor, op, (query, key, value), {})
+    if place.has_cpu_kernels:
+        grad = torch.is_grad_enabled()
+        flags = tuple(grad and t.requires_grad for t in given)
+        enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        specs = tuple(t._handle.spec for t in given)
+        if _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled) == _FLASH:
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            single = query.dim() == 3  # from torch 2.15: the kernel takes it as a batch of one
+            if single:
+                query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+                while attn_mask is not None and attn_mask.dim() < 4:
+                    attn_mask = attn_mask.unsqueeze(0)
+            result = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+            return result.squeeze(0) if single else result
+        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
+
+
+@lru_cache(maxsize=1 << 12)
+def _choice(
+    specs: tuple[Spec, ...],
+    grads: tuple[bool, ...],
+    masked: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    enabled: tuple[bool, bool],
+) -> int:
+    """Return which kernel torch chooses on a CPU. It looks at metadata only: the local twins' memory is never touched."""
+    twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype) for s in specs]
+    for twin, grad in zip(twins, grads):
+        twin.requires_grad_(grad)
+    mask = twins[3] if masked else None
+    choose: Any = torch._fused_sdp_choice  # its stub lacks the mask
+    return int(choose(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
+
+
+# -- recurrent layers ------------------------------------------------------------------------------------------------------------
+
+
+def recurrent(op: Any) -> Callable[..., Any]:
+    """Return the kernel of one recurrent operator: one instruction forward, one backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        proxies = [t for t in tensors if type(t) is DistributedTensor]
+        place = common_place(DistributedTensor, op, args, kwargs)
+        if op._overloadname == "data" and type(args[1]) is not DistributedTensor:
+            # the batch sizes of a packed sequence stay on the CPU in torch: they are sent along
+            args = (args[0], wrap(DistributedTensor, upload(args[1], place, stay_on_cpu=True)), *args[2:])
+            proxies.append(args[1])
+        if len(proxies) != len(tensors):
+            return op.decompose(*args, **kwargs)  # which says what is mixed
+        return whole(op, args, kwargs, place)
+
+    return run
+
+
+def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
+    """Issue a composite as one instruction, recorded on its worker if gradients are wanted or autocast is on."""
+    tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
+    if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
+        return op.decompose(*args, **kwargs)
+    lower = None if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY) else torch.get_autocast_dtype("remote")
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            if lower is None:
+                return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
+            handles = _record(op, args, kwargs, place, [False] * len(tensors), lower)[:-1]
+            out: Sequence[Any] = [wrap(DistributedTensor, h) for h in handles]
+    else:
+        out = _Whole.apply(op, _rebuilder(args, kwargs), place, lower, *tensors)  # type: ignore[no-untyped-call]
+    return out[0] if len(op._schema.returns) == 1 else tuple(out)
+
+
+def _record(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, flags: list[bool], lower: torch.dtype | None
+) -> list[Handle]:
+    """Have a worker run a composite with autograd on; return the handles of its results and, last, of the tape.
+
+    `flags` says which tensors will want gradients; `lower` is autocast's dtype, for the worker's autocast of its own CPU.
+    """
+    node = place.node
+    relieve(node)
+    name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+    packed = [name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
+    if lower is None:
+        specs: list[Spec] | None = _specs(op, args, kwargs)
+        function = "distruntime::record"
+    else:
+        flat, shape = tree_flatten((list(args), kwargs))
+        key = (op, lower, *flags, str(shape), *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+        specs = place.known.get(key)
+        packed, function = [lower, *packed], "distruntime::record_autocast"
+        if specs is None:
+            before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
+    count = len(op._schema.returns) + 1
+    handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
+    operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
+    random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
+    with node.lock:
+        number, words = template(None, DistributedTensor, packed, {}, [1] * count, node, name=function)
+        words = [number, *words, *(h.ref for h in handles)]
+        if specs is not None:
+            issue(words, handles, operands, (), place, user_line(), random)
+            return handles
+        request = ask_specs(words, handles, operands, (), place, user_line(), random)
+    tensors = [*[True] * (count - 1), False]
+    # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
+    place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]]
+    for handle, described in zip(handles, found):
+        handle.spec = described
+    return handles
+
+
+def _rebuilder(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+    """Return what puts other tensors in the place of those in the arguments; it holds none of them."""
+    hollow = tree_map_only(torch.Tensor, lambda _: _HOLE, (list(args), dict(kwargs)))
+
+    def rebuild(tensors: Sequence[Any]) -> tuple[Any, Any]:
+        rest = iter(tensors)
+        filled: tuple[Any, Any] = tree_map_only(_Hole, lambda _: next(rest), hollow)
+        return filled
+
+    return rebuild
+
+
+class _Hole:
+    """Stands for a tensor in a remembered argument list."""
+
+
+_HOLE = _Hole()
+_outputs: dict[Any, list[Spec]] = {}
+
+
+class _Whole(torch.autograd.Function):
+    """A composite recorded on its worker: autograd runs there, and this process holds the tape's ref."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, rebuild: Any, place: Residence, lower: torch.dtype | None, *tensors: Any) -> Any:
+        ctx.op, ctx.rebuild, ctx.place, ctx.lower = op, rebuild, place, lower
+        ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
+        ctx.set_materialize_grads(False)
+        ctx.wanted = list(ctx.needs_input_grad[4:])
+        args, kwargs = rebuild(tensors)
+        handles = _record(op, args, kwargs, place, ctx.wanted, lower)
+        ctx.tape = handles.pop()
+        return tuple(wrap(DistributedTensor, h) for h in handles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: differentiate the formula, as the recorded backward has no graph here
+            with torch.enable_grad(), _autocast(ctx.lower):
+                args, kwargs = ctx.rebuild(tensors)
+                out = ctx.op.decompose(*args, **kwargs)
+            outs = [out] if isinstance(out, torch.Tensor) else list(out)
+            pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
+            wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
+            back = iter(found)
+            return None, None, None, None, *(next(back) if want else None for want in ctx.wanted)
+        place: Residence = ctx.place
+        tape = wrap(DistributedTensor, ctx.tape)
+        wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
+        number, words = template(
+            None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
+        )
+        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
+        # The tape shares the memory of the forward's operands, which nobody may write, on whatever stream, before this has read it.
+        operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]
+        issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
+        made = iter(handles)
+        return None, None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
+
+
+def _autocast(lower: torch.dtype | None) -> Any:
+    return nullcontext() if lower is None else torch.autocast("remote", dtype=lower)
+
+
+def _dense(given: Spec) -> Spec:
+    """Return the metadata that a gradient is given: dense, in the order of its tensor's strides."""
+    return spec_of(torch.empty_like(given.meta()))
+
+
+def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
+    """Return the metadata of a composite's results, from its formula on `meta`, once per signature."""
+    flat, shape = tree_flatten((list(args), kwargs))
+    key = (op, str(shape), tuple(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+    found = _outputs.get(key)
+    if found is None:
+        if len(_outputs) > 1 << 12:
+            _outputs.clear()
+        margs, mkwargs = tree_map_only(DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs)))
+        if op._overloadname == "data":  # the formula reads the batch sizes
+            margs[1] = args[1].cpu()
+        out = op(*margs, **mkwargs)
+        found = _outputs[key] = [spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)]
+    return found
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    _aten.scaled_dot_product_attention.default: attention,
+    **{op: recurrent(op) for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu) for op in (packet.input, packet.data)},
+}

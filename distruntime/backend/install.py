@@ -1,0 +1,228 @@
+"""What a session changes in torch, once per process and never at import: the device type "remote" and what crosses to it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import rename_privateuse1_backend
+
+from ..collectives.copies import COPIES
+from ..errors import NotSupportedError
+from ..log.current import device_name
+from ..log.handle import Place
+from ..operators.dispatch import dispatch
+from ..operators.new_calls import create
+from ..operators.special import SPECIAL
+from ..session.session import active, active_session
+from ..tensors.tensor import DistributedTensor
+from .autocast import install_autocast
+from .device_module import RemoteModule
+from .fused import KERNELS
+from .lazy_modules import install_materialize, set_aside
+from .no_dynamo import hide
+from .torch_load import load
+
+_aten = torch.ops.aten
+_library: list[torch.library.Library] = []
+_kept: list[Any] = []
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """Only answers "which index has a bare 'remote'": C++ asks in `.to("remote")`.
+
+    Tensors never claim this device type (proxies claim lazy), so autograd never enters the guard, whose calls into Python from
+    backward would end the process if anything raised there (tried: see docs/design.md).
+    """
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def install() -> None:
+    """Make "remote" a device of torch. Does its work once; nothing changes for local tensors."""
+    if _library:
+        return
+    key = torch._C._get_privateuse1_backend_name()
+    if key == "privateuseone":
+        rename_privateuse1_backend("remote")
+        torch._register_device_module("remote", RemoteModule())
+        # Autograd counts devices at its first backward, for threads of its own, with which no forked child could run backward. The guard
+        # below would count as one, so that first time is now.
+        torch.ones(1, requires_grad=True).sum().backward()
+        _kept.append(_Guard())
+        torch._C._acc.register_python_privateuseone_device_guard(_kept[0])
+    _library.append(torch.library.Library("aten", "IMPL"))
+    for backend in ("Lazy", "PrivateUse1"):
+        for op in (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default):
+            _implement(op, _factory(op), backend)
+        _implement(_aten._copy_from.default, _copy_from, backend)
+        _implement(_aten._local_scalar_dense.default, _read, backend)
+        for op in _WHOLE:
+            _implement(op, functools.partial(_fallback, op), backend)
+    for op, kernel in KERNELS.items():
+        _implement(op, kernel, "AutogradLazy")
+    for backend in ("Lazy", "PrivateUse1"):
+        _library.append(torch.library.Library("_", "IMPL"))
+        _library[-1].fallback(_fallback, backend)
+    if key == "privateuseone":  # else that device's own autocast has the key
+        _library.append(torch.library.Library("_", "IMPL"))
+        install_autocast(_library[0], _library[-1])
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]  # make_fx records them
+    _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
+    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):  # which has imported it by name
+        module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
+    _optimizer._foreach_supported_types.append(DistributedTensor)
+    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
+    torch.nn.Module.to = _to_place  # type: ignore[method-assign]
+    torch.load = load
+    install_materialize()
+    SPECIAL.update(COPIES)
+    threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
+    torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+    hide(__name__.partition(".")[0])
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _import_ahead() -> None:
+    """Import what the first operator would import anyway: a second that the start of the workers hides.
+
+    torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import `torch._dynamo`.
+    """
+    for name in ("torch.distributed.tensor", "torch._dynamo"):
+        try:
+            importlib.import_module(name)
+        except Exception:
+            # An import fails where the process ends meanwhile. Any other failure comes again at the user's line, whose operator imports.
+            return
+
+
+# CPUs and GPUs have kernels for these, other devices a formula; a kernel here keeps C++ from taking them apart above Python's key.
+_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default)
+
+
+def _implement(op: Any, function: Any, backend: str) -> None:
+    name = op._schema.name.removeprefix("aten::") + ("" if op._overloadname == "default" else "." + op._overloadname)
+    _library[0].impl(name, function, backend)
+
+
+def _factory(op: Any) -> Any:
+    # Its special key is lost below dispatch: a ZeroTensor travels as zeros.
+    target = _aten.zeros.default if op is _aten._efficientzerotensor.default else op
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if target is _aten.zeros.default:
+            return target(*args, **kwargs)
+        return create(DistributedTensor, target, args, kwargs)
+
+    return make
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take an operator that reached a backend key: a factory without tensors, or C++ code that runs with Python dispatch off."""
+    if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
+        return dispatch(DistributedTensor, op, (), args, kwargs)
+    return create(DistributedTensor, op, args, kwargs)
+
+
+_foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
+
+
+def _foreach_devices() -> list[str]:
+    # What C++ groups tensors by is the wrappers' own device.
+    return [*_foreach_devices_here(), "lazy"]
+
+
+_fused_devices_here = _foreach_utils._get_fused_kernels_supported_devices
+
+
+def _fused_devices() -> list[str]:
+    # A DTensor of proxies says so.
+    return [*_fused_devices_here(), "lazy"]
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
+
+
+def _read(proxy: torch.Tensor) -> Any:
+    return dispatch(DistributedTensor, _aten._local_scalar_dense.default, (), (proxy,), {})
+
+
+def dist_send(self: torch.Tensor) -> DistributedTensor:
+    """Send a copy of a local tensor to the current node's CPU, or to the current device. Return when its memory may be written again."""
+    place = active_session().places.current(like_torch=False)
+    return self.detach().to(place.device)  # type: ignore[return-value]
+
+
+# Module.to() must swap parameters in place when it crosses the border: then tied weights stay tied and optimizers keep theirs, in both
+# directions. The flag for that is process-wide and makes conversions of local modules fail where something holds a weak reference to a
+# parameter, so it is on only while a conversion crosses.
+_apply: Any = torch.nn.Module._apply
+_to: Any = torch.nn.Module.to
+
+
+def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+    future = torch.__future__
+    if not active or future.get_swap_module_params_on_conversion():
+        return _apply(self, fn, recurse)
+    with set_aside(self, fn):
+        return _convert(self, fn, recurse)
+
+
+def _convert(self: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+    if not _crosses(self, fn):
+        return _apply(self, fn, recurse)
+    if isinstance(self, torch.jit.ScriptModule):
+        raise NotSupportedError("a scripted module keeps its parameters in C++ and stays where it is; send the original: module.to(...)")
+    future = torch.__future__
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        return _apply(self, fn, recurse)
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+
+
+def _crosses(module: torch.nn.Module, fn: Any) -> bool:
+    """Whether a conversion turns local parameters into remote ones or back, tried on an empty tensor of each kind."""
+    samples: dict[bool, torch.Tensor] = {}
+    for p in module.parameters():
+        remote = isinstance(p, DistributedTensor)
+        if remote not in samples:
+            samples[remote] = torch.empty(0, dtype=p.dtype, device=p.device)
+    with torch.no_grad():
+        return any(isinstance(fn(sample), DistributedTensor) is not remote for remote, sample in samples.items())
+
+
+def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
+    """As `Module.to`, which also takes a `Place` or `node=`."""
+    target = args[0] if args else kwargs.get("device")
+    if node is None and not isinstance(target, Place):
+        return _to(self, *args, **kwargs)
+    if isinstance(target, Place):
+        place = target
+    else:
+        assert node is not None
+        first = next((p for p in self.parameters() if isinstance(p, DistributedTensor)), None)
+        if target is not None:
+            place = Place(node, device_name(target))
+        else:
+            place = first._destination(None, node) if first is not None else Place(node, "cpu")  # type: ignore[assignment]
+    residence = active_session().places.residence(place)
+    rest = args[1:] if args else ()
+    return _to(self, residence.device, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
+
+
+def _forked() -> None:
+    """In a forked child the session is the parent's: proxies refuse, local work goes on."""
+    for session in active:
+        session.abandon()

@@ -1,0 +1,63 @@
+"""Random numbers of the workers: seeds and states, per place, without waiting for anyone.
+
+A worker's CPU draws exactly what this process's CPU would draw after the same seed. Every place has a generator of its own, so after
+one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(seed, distinct=True)` gives each node another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.spec import spec
+from ..operators.proxies import wrap
+from ..operators.transfer import upload
+from ..session.session import Session, active_session
+from ..tensors.tensor import DistributedTensor
+from ..tensors.worker_functions import issue_function
+
+_CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
+
+
+def manual_seed(seed: int, distinct: bool = False) -> None:
+    """Seed every place of the session. Return at once; also called by `torch.manual_seed`.
+
+    Args:
+        seed: as for `torch.manual_seed`; negative seeds count from 2**64.
+        distinct: add the node's number, so that nodes draw different numbers.
+    """
+    session = active_session()
+    # Two threads that seed at a time come to every node in one order.
+    with session.lock:
+        for node in session.nodes:
+            if node.failed is None:
+                own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
+                for name in session.places.devices(node.index):
+                    issue_function(node, "manual_seed", [torch.device(name), str(own)])
+
+
+def _state_bytes(place: Residence) -> int:
+    return torch.get_rng_state().numel() if place.has_cpu_kernels else _CUDA_STATE_BYTES
+
+
+def get_rng_state(place: Residence) -> DistributedTensor:
+    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node, or on all members. Return at once."""
+    session: Session = place.node.session
+    session.require_open()
+    place.node.require_alive()
+    size = _state_bytes(place)
+    home = place
+    if not place.node.members and "cpu" in session.places.devices(place.place.node):
+        home = session.places.residence(Place(place.place.node, "cpu"))
+    state = spec((size,), (1,), 0, torch.uint8)
+    handle = Handle(next_ref(), state, home, Storage(state))
+    issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)
+    return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
+
+
+def set_rng_state(state: torch.Tensor, place: Residence) -> None:
+    """Set a place's random state from a snapshot, remote or local. Return at once."""
+    if not isinstance(state, DistributedTensor) or state.get_node() != place.place.node:
+        local = state.cpu()
+        state = wrap(DistributedTensor, upload(local, place))
+    issue_function(place.node, "set_rng_state", [place.lazy, state])

@@ -1,0 +1,41 @@
+"""`torch.load(..., map_location="remote")`: tensors of a file at a place of the session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..session.session import active_session
+
+_load = torch.load
+
+
+def _is_remote(location: Any) -> bool:
+    return isinstance(location, (str, torch.device)) and str(location).partition(":")[0] == "remote"
+
+
+def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As `torch.load`, where "remote" is a place too: the file is read here and its tensors are sent there, tied ones tied."""
+    if not _is_remote(map_location):
+        return _load(f, map_location, *args, **kwargs)
+    place = active_session().places.numbered(torch.device(map_location).index)
+    sent: dict[int, Any] = {}
+
+    def send(leaf: Any) -> Any:
+        if isinstance(leaf, torch.nn.Module):
+            return leaf.to(place.device)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in sent:
+            moved = leaf.detach().to(place.device)
+            sent[id(leaf)] = (
+                torch.nn.Parameter(moved, leaf.requires_grad)
+                if isinstance(leaf, torch.nn.Parameter)
+                else moved.requires_grad_(leaf.requires_grad)
+            )
+        return sent[id(leaf)]
+
+    loaded = _load(f, "cpu", *args, **kwargs)
+    return tree_map(send, loaded)

@@ -1,0 +1,167 @@
+"""Workers on this machine: subprocesses that live no longer than this process, or than the named session that they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import final
+
+from ..wire.deadlines import UNREACHABLE
+from ..wire.keys import KeyPair
+
+_MOST_WORDS = 12  # lines of a crash
+# Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
+_MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
+
+_left: list[subprocess.Popen[bytes]] = []
+
+
+@final
+class LocalWorker:
+    """A worker process that this process started. Its output goes to `log`."""
+
+    def __init__(self, node: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.node = node
+        self.log = log
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def poll(self) -> str | None:
+        """Return how the process ended ("killed by signal 9 (SIGKILL)"), or None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            return f"killed by signal {-code} ({signal.Signals(-code).name})"
+        except ValueError:  # a real-time signal
+            return f"killed by signal {-code}"
+
+    def last_lines(self, count: int = 20) -> str:
+        """Return the end of what the worker wrote."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * count))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError as error:
+            return f"({self.log} cannot be read: {error.strerror})"
+        return "\n".join(lines[-count:])
+
+    def last_words(self) -> list[str]:
+        """Return what the worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines.
+
+        What a library in C++ says before it ends the process stands in front of that.
+        """
+        lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
+        fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
+
+    def terminate(self) -> None:
+        """Ask the process to end. Return at once; to stop many workers, ask all of them before you `stop` each."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def leave(self) -> None:
+        """Let the process run on, with the session that it is for."""
+        _left[:] = [process for process in _left if process.poll() is None]
+        _left.append(self._process)  # else Python would warn that nobody waits for it
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
+        self.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker node {self.node}, pid {self.pid}{'' if self._process.returncode is None else ', ended'}>"
+
+
+def start_worker(
+    node: int,
+    *,
+    master: str = "",
+    listen: str = "",
+    key: KeyPair | None = None,
+    threads: int,
+    simulate_cuda: int = 0,
+    directory: Path,
+    unreachable: float | None = None,
+) -> LocalWorker:
+    """Start a worker. Return at once; it takes about two seconds to import torch.
+
+    Args:
+        master: what it dials: then it ends with this process, however that ends.
+        listen: where it waits for masters instead: then it ends with its last session.
+        key: what it proves itself with; it travels over stdin.
+        threads: of torch's kernels.
+        directory: where its output goes, worker-K.log; what was there stays in front of it.
+        unreachable: seconds of silence after which it gives a connection up.
+    """
+    environment = _environment(threads)
+    if unreachable is not None:
+        environment[UNREACHABLE.variable] = str(unreachable)
+    log = directory / f"worker-{node}.log"
+    command = [sys.executable, "-m", "distruntime_worker", "--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
+    if listen:
+        command += ["--listen", listen, "--once"]
+    else:
+        command += ["--master", master, "--node", str(node), "--local", str(os.getpid())]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL if listen else subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+        )
+    worker = LocalWorker(node, process, log)
+    if not listen:
+        _hand_over(key, process)
+    return worker
+
+
+def _hand_over(key: KeyPair | None, process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write((key.public + b" " + key.secret if key else b"") + b"\n")
+    except BrokenPipeError:
+        pass  # it ended already: poll() and last_lines() tell why
+
+
+def _environment(threads: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in a kernel leaves its Python stack in the log
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    paths = [path for path in _import_paths() if path not in installed]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables:  # who has set malloc up already knows better
+        environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC}" if tunables else _MALLOC
+    return environment
+
+
+def _import_paths() -> list[str]:
+    """Return where both packages are found, so that workers run from a checkout as well."""
+    here = Path(__file__).resolve().parents[2]
+    spec = importlib.util.find_spec("distruntime_worker")  # found, not imported: the master's side never runs the worker's
+    found = [Path(folder).parent for folder in spec.submodule_search_locations or ()] if spec else [here / "worker"]
+    return list(dict.fromkeys(map(str, [here, *found])))

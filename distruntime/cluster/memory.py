@@ -1,0 +1,94 @@
+"""`dr.memory()`: what memory the devices have, and which lines of this process hold it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..log.handle import Place
+from ..session.holders import Holder, held
+from ..session.session import active_session
+from ..session.tables import table_html, table_text
+from ..wire.units import size_text
+from .nodes import node_info
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device in bytes; `held` bytes of it are the values, so many, that this process has there.
+
+    `allocated` and `reserved` are what torch's caching allocator has given out on a GPU and holds in all, 0 elsewhere.
+    """
+
+    place: Place
+    total: int
+    free: int
+    allocated: int
+    reserved: int
+    values: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What `dr.memory` found; prints as two tables: the devices, and the lines of this process that hold most, `left_out` others apart."""
+
+    devices: tuple[DeviceMemory, ...]
+    lines: tuple[Holder, ...]
+    left_out: int
+
+    def _device_rows(self) -> list[list[str]]:
+        cached = any(d.reserved for d in self.devices)
+        rows = [["node", "device", "total", "free", *(["allocated", "reserved"] if cached else []), "values", "held"]]
+        for d in self.devices:
+            cache = [size_text(d.allocated), size_text(d.reserved)] if cached else []
+            sizes = [size_text(d.total), size_text(d.free), *cache, str(d.values), size_text(d.held)]
+            rows.append([str(d.place.node), d.place.device, *sizes])
+        return rows
+
+    def _line_rows(self) -> list[list[str]]:
+        rows = [[size_text(h.nbytes), str(h.tensors), str(h.place), h.line] for h in self.lines]
+        if self.left_out:
+            rest = sum(d.held for d in self.devices) - sum(h.nbytes for h in self.lines)
+            rows.append([size_text(rest), "", "", f"{self.left_out} more line{'s' if self.left_out > 1 else ''}"])
+        return [["held", "tensors", "where", "made by"], *rows]
+
+    def __repr__(self) -> str:
+        return table_text(self._device_rows()) + ("\n\n" + table_text(self._line_rows()) if self.lines else "")
+
+    def _repr_html_(self) -> str:
+        return table_html(self._device_rows()) + (table_html(self._line_rows()) if self.lines else "")
+
+
+def memory(node: int | None = None, *, top: int = 10) -> Memory:
+    """Return who holds the memory of a node's devices, or of every node's. Block for two round trips, at most 2 s a node.
+
+    Values are counted as this process knows them, those included that are issued and not computed yet: each storage once, views with
+    their base, under the line that made the oldest value in it. What a worker keeps for the backward of attention and recurrent layers
+    is not among them.
+
+    Args:
+        node: a node's number; all nodes if left out, but for lost ones.
+        top: how many lines to name, the biggest first.
+
+    Raises:
+        PlacementError: there is no such node. NodeFailed: it is lost.
+    """
+    session = active_session()
+    if node is not None:
+        session.places.devices(node)
+        session.nodes[node].require_alive()
+    asked = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
+    infos = [node_info(session, n) for n in asked]
+    hollow = frozenset[tuple[int, ...]]().union(*(session.poisoned(n) for n in asked))
+    lines, values = held(asked, poisoned=hollow)
+    there: Counter[Place] = Counter()
+    for line in lines:
+        there[line.place] += line.nbytes
+    devices = [
+        DeviceMemory(place, d.total, d.free, d.allocated, d.reserved, values[place], there[place])
+        for info in infos
+        for d in info.devices
+        for place in [Place(info.index, d.name)]
+    ]
+    return Memory(tuple(devices), tuple(lines[:top]), max(0, len(lines) - top))

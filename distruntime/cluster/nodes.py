@@ -1,0 +1,134 @@
+"""`dr.nodes()`: what workers a session has, as data and as a table."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from ..log.handle import Place
+from ..log.node import Node
+from ..session.session import Session, active_session
+from ..session.tables import table_html, table_text
+from ..wire.deadlines import ASK
+from ..wire.units import size_text
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a node: its name, its number as `remote:k` (0 until a tensor lives there), what it is, memory in bytes.
+
+    Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and holds in all.
+    """
+
+    name: str
+    number: int
+    description: str
+    total: int
+    free: int
+    capability: str
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
+
+    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting" (lost, and another worker has been
+    started or asked for in its place); `why` says how it came to the last four.
+    """
+
+    index: int
+    host: str
+    pid: int
+    address: str
+    devices: tuple[Device, ...]
+    simulated: bool
+    torch: str
+    python: str
+    round_trip: float
+    state: str
+    why: str = ""
+
+
+class Nodes(tuple[NodeInfo, ...]):
+    """The nodes of a session; prints as a table."""
+
+    __slots__ = ()
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["node", "host", "pid", "state", "devices", "memory free", "torch", "python", "round trip"]]
+        for node in self:
+            names = ", ".join(f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8])
+            if len(node.devices) > 8:
+                names += f", … {len(node.devices)} in all"
+            if node.simulated:
+                names += ", GPUs simulated"
+            if node.state in ("ready", "busy"):
+                free = size_text(node.devices[0].free) if node.devices else ""
+                real = [size_text(d.free) for d in node.devices[1:8]] if not node.simulated else []
+                trip = f"{node.round_trip * 1e3:.2f} ms"
+            else:
+                free, real, trip = "", [], ""
+            rows.append(
+                [str(node.index), node.host, str(node.pid), node.state, names, " + ".join([free, *real]), node.torch, node.python, trip]
+            )
+        cards = [_cards(node) for node in self]
+        if any(cards):  # a column that only clusters with GPUs have
+            for row, text in zip(rows, ["GPUs", *cards]):
+                row.insert(5, text)
+        return rows
+
+    def __repr__(self) -> str:
+        why = [f" node {node.index}: {node.why}" for node in self if node.why]
+        return "\n".join([table_text(self._rows()), *why])
+
+    def _repr_html_(self) -> str:
+        return table_html(self._rows())
+
+
+def _cards(node: NodeInfo) -> str:
+    """Return "8 × NVIDIA H200 (9.0, 139.8 GiB)" of a node's GPUs, equal ones together."""
+    kinds = Counter((d.description, d.capability, d.total) for d in node.devices if d.capability)
+    return ", ".join(f"{count} × {name} ({capability}, {size_text(total)})" for (name, capability, total), count in kinds.items())
+
+
+def nodes() -> Nodes:
+    """Return the session's nodes with fresh memory figures and round trips. Block for one round trip, at most 1 s."""
+    session = active_session()
+    return Nodes(node_info(session, node) for node in session.nodes)
+
+
+def nodes_table(session: Session) -> str:
+    """Return the table from what the workers said when they joined."""
+    return repr(Nodes(node_info(session, node, fresh=False) for node in session.nodes))
+
+
+def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
+    """Return what is known of one node, with figures asked for now or from when it joined. Block for one round trip, at most 1 s."""
+    welcome = node.welcome
+    assert welcome is not None
+    devices = welcome.devices
+    if fresh and node.failed is None and node.absence is None:
+        started = time.perf_counter()
+        asked = session.ask(node, "info")
+        if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
+            node.round_trip = time.perf_counter() - started
+            devices = asked.value
+        else:
+            session.requests.forget(asked)
+    rows = tuple(Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
+    return NodeInfo(
+        node.index,
+        welcome.host,
+        welcome.pid,
+        node.address,
+        rows,
+        welcome.simulated,
+        welcome.torch,
+        welcome.python,
+        node.round_trip,
+        node.state,
+        node.failed or (node.absence.text if node.absence is not None else ""),
+    )

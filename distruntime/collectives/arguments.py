@@ -1,0 +1,191 @@
+"""What users say about members, checked: which group, which tensors, which rank, which reduction. Nothing is sent from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..errors import NotSupportedError, PlacementError, UsageError
+from ..log.handle import Place
+from ..log.spec import Spec
+from ..session.session import Session, active_session
+from ..tensors.tensor import DistributedTensor
+from .group import ProcessGroup, groups_of, homes_of
+
+dist: Any = torch.distributed  # whose stubs leave out what is used here
+ReduceOp = torch.distributed.ReduceOp
+
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_LINEAR = ("SUM", "AVG", "PREMUL_SUM")
+
+
+def _group(value: Any) -> ProcessGroup:
+    """Return `value`; raise `UsageError` if it is no group."""
+    if not isinstance(value, ProcessGroup):
+        raise UsageError(f"group must be what distruntime.new_group returned, got {type(value).__name__}")
+    return value
+
+
+def session_of(group: ProcessGroup | None) -> Session:
+    """Return the session that a call is for; raise `UsageError` if `group` is none."""
+    return active_session() if group is None else _group(group).session
+
+
+def tensor(value: Any, what: str) -> DistributedTensor:
+    """Return `value`; raise `UsageError` if it is no remote tensor."""
+    if isinstance(value, DistributedTensor):
+        return value
+    if isinstance(value, torch.Tensor):
+        raise PlacementError(f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)')
+    raise UsageError(f"{what} must be a remote tensor, got {type(value).__name__}")
+
+
+def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) -> ProcessGroup:
+    """Return the group; where none is given, the one of the places of these tensors, in their order."""
+    if group is None:
+        session = tensors[0]._handle.place.node.session
+        session.require_open()
+        homes = homes_of(session, [t.place for t in tensors])
+        return groups_of(session).of(homes)
+    _group(group).require()
+    return group
+
+
+def one_each(group: ProcessGroup | None, value: Any, name: str) -> tuple[ProcessGroup, list[DistributedTensor]]:
+    """Return the group and one tensor per member, by rank; raise what a list that is none raises."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
+        raise UsageError(f"{name} must be a list with one tensor for each member of the group, got {_described(value)}")
+    if not value:
+        raise UsageError(f"{name} must be a list with one tensor for each member of the group, got an empty list")
+    tensors = [tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
+    found = group_for(group, tensors)
+    if len(tensors) != found.size():
+        raise UsageError(f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}")
+    for rank, t in enumerate(tensors):
+        at(found, rank, t, f"{name}[{rank}]")
+    return found, tensors
+
+
+def lists_each(group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]) -> list[list[DistributedTensor]]:
+    """Return one list of tensors per member, each on its member's place, which `like` shows where no group is given."""
+    found = group_for(group, like)
+    if not isinstance(value, Sequence) or isinstance(value, torch.Tensor) or len(value) != found.size():
+        raise UsageError(
+            f"{name} must be a list with one list of tensors for each of the {found.size()} members of {found!r}, got {_described(value)}"
+        )
+    lists = []
+    for rank, row in enumerate(value):
+        if not isinstance(row, Sequence) or isinstance(row, torch.Tensor) or len(row) != found.size():
+            raise UsageError(f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, got {_described(row)}")
+        lists.append([at(found, rank, tensor(t, f"{name}[{rank}][{k}]"), f"{name}[{rank}][{k}]") for k, t in enumerate(row)])
+    return lists
+
+
+def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> DistributedTensor:
+    """Return `t`; raise `PlacementError` unless it lives at the member of that rank."""
+    place = t.place
+    if place != group.places[rank]:
+        where = f"is rank {group.rank(place)} of it" if place in group.ranks else "is not in it"
+        raise PlacementError(
+            f"{what} is on {place}, which {where}, where {group!r} has {group.places[rank]}: "
+            "give the tensors in the order of the ranks, or move it: "
+            f"x.to(dr.place({group.places[rank].node}, {group.places[rank].device!r}))"
+        )
+    return t
+
+
+def same(tensors: Sequence[DistributedTensor], name: str) -> Spec:
+    """Return the spec of the first; raise `UsageError` unless all have its shape and dtype."""
+    first: Spec = tensors[0]._handle.spec
+    for k, t in enumerate(tensors):
+        spec: Spec = t._handle.spec
+        if spec.size != first.size or spec.dtype != first.dtype:
+            raise UsageError(f"{name} must be of one shape and dtype: [0] is {first}, [{k}] is {spec}")
+    return first
+
+
+def expect(t: DistributedTensor, size: Sequence[int], dtype: torch.dtype, what: str) -> None:
+    """Raise `UsageError` unless `t` has this shape and dtype."""
+    if tuple(t.shape) != tuple(size) or t.dtype != dtype:
+        raise UsageError(f"{what} must be {tuple(size)} {str(dtype)[6:]}, got {t._handle.spec}")
+
+
+def rows_of(value: Any, name: str) -> list[DistributedTensor]:
+    """Return the first tensor of each list of a list of lists; raise `UsageError` for what is none."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:
+        raise UsageError(f"{name} must be a list with one list of tensors for each member, got {_described(value)}")
+    for k, row in enumerate(value):
+        if isinstance(row, torch.Tensor) or not isinstance(row, Sequence) or not row:
+            raise UsageError(f"{name}[{k}] must be a list of tensors, one for each member, got {_described(row)}")
+    return [tensor(row[0], f"{name}[{k}][0]") for k, row in enumerate(value)]
+
+
+def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, str]) -> int:
+    """Return the rank of a root: given as a node number or place (torch's global rank), or as a rank of the group; the first by default."""
+    plain, ranked = names
+    if node is not None and rank is not None:
+        raise UsageError(f"{plain}= names a node or place and {ranked}= a rank of the group: give one of the two")
+    if rank is not None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.size():
+            raise UsageError(f"{ranked} must be a rank of the group, 0 to {group.size() - 1}, got {rank!r}")
+        return rank
+    if node is None:
+        return 0
+    if isinstance(node, Place):
+        if node not in group.ranks:
+            raise PlacementError(f"{plain}={node} is not in {group!r}")
+        return group.ranks[node]
+    if isinstance(node, bool) or not isinstance(node, int):
+        raise UsageError(f"{plain} must be a node number or a place of the group, got {node!r}")
+    found = [k for k, place in enumerate(group.places) if place.node == node]
+    if not found:
+        raise PlacementError(f"{plain}={node}: no member of {group!r} is on node {node}")
+    if len(found) > 1:
+        raise UsageError(f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}=")
+    return found[0]
+
+
+def reduction(group: ProcessGroup, op: Any, dtype: torch.dtype) -> tuple[str, float | None]:
+    """Return an operation's name and factor; raise `NotSupportedError` where the group's data channel lacks it for this dtype."""
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        name, factor = op.name, None
+    elif isinstance(op, dist.ReduceOp):  # as torch.distributed._make_nccl_premul_sum gives it
+        kind, factor = op.__getstate__()
+        name, factor = kind.name, None if factor is None else float(factor)
+    else:
+        raise UsageError(f"op must be a distruntime.ReduceOp, got {op!r}")
+    if (name == "PREMUL_SUM") != (factor is not None):
+        raise UsageError(f"ReduceOp.{name} needs its factor: distruntime.premul_sum(0.5)")
+    require_reduction(group, name, dtype)
+    return name, factor
+
+
+def require_reduction(group: ProcessGroup, name: str, dtype: torch.dtype) -> None:
+    """Raise `NotSupportedError` where a group's data channel lacks a reduction for this dtype."""
+    real = _REAL.get(dtype) if name in _LINEAR else None
+    have = group.capabilities.reductions.get(name, frozenset())
+    if (real or dtype) not in have:
+        if have:
+            raise NotSupportedError(
+                f"the data channel {group.backend!r} reduces {', '.join(sorted(str(d)[6:] for d in have))} by {name}, not {str(dtype)[6:]}"
+            )
+        others = ", ".join(sorted(group.capabilities.reductions)) or "nothing"
+        raise NotSupportedError(
+            f"the data channel {group.backend!r} has no ReduceOp.{name}, only {others}: make a group with another backend="
+        )
+
+
+def premul_sum(factor: float) -> Any:
+    """Return the reduction that multiplies each input by `factor` and sums, which NCCL has."""
+    return dist._make_nccl_premul_sum(factor)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"one tensor, {tuple(value.shape)}"
+    if isinstance(value, Sequence):
+        return f"a list of {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,139 @@
+"""Copies between places, and between a place and this process: which way the bytes take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import PlacementError
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.shards import member_of, mesh_of
+from ..log.spec import spec_of
+from ..operators.new_calls import call
+from ..operators.proxies import wrap
+from ..operators.special import Special
+from ..operators.transfer import download, upload
+from ..session.session import active_session
+from .group import groups_of
+from .operation import Part, issue_operation, require_operation
+
+
+def move(proxy: Any, place: Residence) -> Any:
+    """Return a copy of a proxy at another place: by the worker within a node, else from worker to worker. Return at once."""
+    handle = proxy._handle
+    cls = type(proxy)
+    if handle.place.node.members or place.node.members:
+        return _move_members(cls, handle, place)
+    if handle.place.node is place.node:
+        func = torch.ops.aten._to_copy.default
+        handle.place.node.session.require_open()
+        handle.place.node.require_alive()
+        return call(cls, func, [proxy], {"device": place.lazy}, place, None)
+    spec = spec_of(torch.empty_like(handle.spec.meta()))
+    copy = Handle(next_ref(), spec, place, Storage(spec))
+    _across(handle, copy)
+    return wrap(cls, copy)
+
+
+def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
+    """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
+    team: Any = place.node
+    if not team.members or (handle.place.node.members and len(handle.place.node.members) != len(team.members)):
+        into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
+        raise PlacementError(
+            f"{handle.place.place} have a shard each, which does not fit {place.place}: "
+            + (into if team.members else "take a member's, x.member(k), and move that")
+        )
+    moved = []
+    for k, member in enumerate(team.members):
+        source = member_of(handle, k) if handle.place.node.members else handle
+        home = team.session.places.residence(member, numbered=False)
+        value = wrap(cls, source)
+        moved.append(value.clone() if source.place is home else move(value, home))
+    return wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
+
+
+def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
+    """Issue a copy from one node to another: into a new value, or over one that is there."""
+    session = source.place.node.session
+    session.require_open()
+    group = groups_of(session).between(source.place, target.place)
+    require_operation(group, "send")
+    sends: Part = (source,), ()
+    receives: Part = (), (target,)
+    issue_operation(group, "copy", (sends, receives) if group.homes[0].node is source.place.node else (receives, sends), inplace=inplace)
+
+
+def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    source, target = args[0], kwargs.get("device")
+    if type(source) is not cls:
+        return NotImplemented
+    here: Residence = source._handle.place
+    rest = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
+    if target is not None and target.type not in ("remote", "lazy"):
+        if target.type == "meta":
+            return func(source._handle.spec.meta(), **{**rest, "device": target})
+        local = download(source._handle)
+        same = all(
+            v is None or (k == "dtype" and v == local.dtype) or (k == "memory_format" and v == torch.preserve_format)
+            for k, v in rest.items()
+            if k != "layout"
+        )
+        return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
+    # A bare "remote" is the current place; of what is on a mesh already, DTensor means by it that it stays there.
+    stays = target is None or (target.index is None and bool(here.node.members))
+    there = here if stays else active_session().places.numbered(target.index)  # type: ignore[union-attr]
+    if there is here:
+        return NotImplemented if target is None else func(source, **rest)
+    moved = move(source, there)
+    return func(moved, **rest) if any(v is not None for k, v in rest.items() if k != "layout") else moved
+
+
+def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not cls:
+        return target.copy_(download(source._handle))
+    place: Residence = target._handle.place
+    place.node.session.require_open()
+    place.node.require_alive()
+    if type(source) is cls:
+        here: Residence = source._handle.place
+        here.node.session.require_open()
+        if here is place:
+            return NotImplemented
+        if here.node is place.node:
+            return call(cls, func, args, kwargs, place, None)
+        if here.node.members or place.node.members:
+            return func(target, move(source, place))
+        if source.shape != target.shape or source.dtype != target.dtype or target._handle.spec.expanded:
+            return func(target, move(source, place))
+        _across(source._handle, target._handle, inplace=True)
+        return target
+    source = source if source.device.type == "cpu" else source.cpu()
+    handle = target._handle
+    if (
+        source.dtype == target.dtype
+        and source.shape == target.shape
+        and _owns_whole(target)
+        and not source.is_conj()
+        and not source.is_neg()
+    ):
+        upload(source, place, into=handle, non_blocking=len(args) > 2 and bool(args[2]))
+        return target
+    return func(target, wrap(cls, upload(source, place)))
+
+
+def _owns_whole(proxy: Any) -> bool:
+    """Whether nobody else can see a proxy's storage, so that its slot may take a new tensor instead of new bytes."""
+    handle = proxy._handle
+    if handle.storage.parts or handle.storage.whole:  # a mesh's tensor and its members' are one memory
+        return False
+    # Of a storage with one handle: the handle's slot and getrefcount's argument.
+    return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
+
+
+# What `operators/special.py` has of these: copies between nodes are operations of groups, which are built on operators.
+COPIES: dict[str, Special] = {"aten::_to_copy": _to_copy, "aten::copy_": _copy}

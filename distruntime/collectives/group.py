@@ -1,0 +1,368 @@
+"""Groups: places whose tensors take part in collectives together. How workers are brought together, and what breaks a group.
+
+The master hands out groups' numbers and has each worker join; how members find each other, and their bytes, never pass through here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import cloudpickle
+import msgpack
+
+from ..errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError
+from ..log.handle import Place, Residence, Storage
+from ..log.issue import issue_joint
+from ..log.line import user_line
+from ..log.moment import at_one_moment
+from ..log.node import Node
+from ..log.spec import NO_TENSOR
+from ..session.meeting import Meeting
+from ..session.requests import Request
+from ..session.session import Session, active_session
+from ..session.timeouts import is_timeout
+from ..wire.data_channel import Capabilities, registered
+from ..wire.deadlines import GROUP, MEET
+from ..wire.messages import BreakGroup, OpenGroup
+
+Choice = str | Mapping[str, str]
+
+
+class ProcessGroup:
+    """Places, in the order of their ranks, that take part in collectives together: what `new_group` returns.
+
+    `places` has each member's, `backend` the name of its data channel. Closed by `close()` or with the session.
+    """
+
+    def __init__(
+        self, session: Session, number: int, homes: Sequence[Residence], backend: str, capabilities: Capabilities, timeout: float
+    ) -> None:
+        self.session, self.number, self.homes, self.backend = session, number, list(homes), backend
+        self.capabilities, self.timeout = capabilities, timeout
+        self.places: tuple[Place, ...] = tuple(home.place for home in homes)
+        self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
+        self.sequence = count(1).__next__
+        self.mail: Any = None  # what has been sent in it and not received, two layers up
+        self.broken = ""
+        self.closed = False
+        self.templates: dict[Any, Any] = {}  # what joint.py has compiled
+        self.streams: dict[Place, Any] = {}  # of operations that the caller does not wait for
+        # By node, its own ranks in order: one instruction there covers all of them.
+        self.own: dict[Node, list[int]] = {}
+        for rank, home in enumerate(homes):
+            self.own.setdefault(home.node, []).append(rank)
+        self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.places)
+
+    def rank(self, place: Place) -> int:
+        """Return the rank of a place; -1 if it is no member, as in torch."""
+        return self.ranks.get(place, -1)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The members' nodes, by rank."""
+        return [place.node for place in self.places]
+
+    def __repr__(self) -> str:
+        state = "closed, " if self.closed else "broken, " if self.broken else ""
+        shown = ", ".join(map(str, self.places[:4])) + (f", and {self.size() - 4} more" if self.size() > 4 else "")
+        return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
+
+    def close(self) -> None:
+        """Close the group, after what has been issued to it. Return at once; `dr.destroy_process_group(group)` does the same."""
+        self.session.groups.close(self)
+
+    def require(self) -> None:
+        """Raise what using the group raises, if it cannot be used."""
+        self.session.require_open()
+        if self.closed:
+            raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
+        if self.broken:
+            left = [place for place in self.places if self.session.nodes[place.node].failed is None]
+            plain = all(place == default_place(self.session, place.node) for place in left)
+            shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
+            members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
+            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])")
+
+
+class Groups:
+    """All groups of a session."""
+
+    def __init__(self, session: Session, choice: Choice) -> None:
+        self.session, self.choice = session, choice
+        self._numbers = count(1).__next__
+        self._opening = threading.RLock()
+        self._groups: dict[int, ProcessGroup] = {}
+        self._closing: dict[ProcessGroup, dict[Node, int]] = {}  # those whose members may still be at work, and until where
+        self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
+        self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
+        self._offers: dict[tuple[Node, str], Capabilities] = {}
+        self._launches: dict[Node, Storage] = {}
+        self.meeting = session.meeting = Meeting(session)
+        self.mail: Any = None  # as a group's, of what was sent without one
+        session.on_loss.append(self._lost)
+        session.on_broken = self._broken
+
+    def _lost(self, node: Node) -> None:
+        for group in [*self._groups.values(), *self._closing]:
+            if node in group.own:
+                self.end(group, f"{node} {node.failed}")
+
+    def require_choice(self) -> None:
+        """Raise `ConfigurationError` where a worker does not have the data channel that the user has named. Block for a round trip."""
+        named = {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
+        for kind, name in named.items():
+            users = [node for node in self.session.nodes if kind == "cpu" or node.asynchronous]
+            if name != "auto" and users:
+                self._capabilities(name, users)
+
+    def backend_for(self, homes: Sequence[Residence], backend: str | None) -> str:
+        """Return the name of the data channel that a group of these places uses."""
+        if backend is not None:
+            return backend
+        gpus = all(home.place.device != "cpu" and home.node.asynchronous for home in homes)
+        if isinstance(self.choice, str):
+            if self.choice != "auto":
+                return self.choice
+            return "nccl" if gpus else "gloo"
+        return self.choice.get("cuda" if gpus else "cpu", "nccl" if gpus else "gloo")
+
+    def open(self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
+        """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
+        session, limit = self.session, GROUP.get() if timeout is None else timeout
+        session.require_open()
+        for home in homes:
+            if home.node.members:
+                raise PlacementError(
+                    f"{home.place} are a mesh, which is no member of a group: what its members do together runs along its lines, "
+                    "dr.lines.all_reduce(mesh.lines(), x)"
+                )
+            home.node.require_alive()
+        name = self.backend_for(homes, backend)
+        capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))
+        for home in homes:
+            if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
+                raise NotSupportedError(f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}")
+        self.meeting.require()
+        with self._opening:
+            group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
+            self._groups[group.number] = group
+            session.joined = True
+            try:
+                self._join(group)
+            except BaseException as error:
+                self.end(group, f"it was never joined: {error}")
+                raise
+        return group
+
+    def _join(self, group: ProcessGroup) -> None:
+        session = self.session
+        factory = _pickled(group.backend)
+        requests = []
+        for node, ranks in group.own.items():
+            request = session.requests.new(node, "done")
+            members = [[rank, group.places[rank].device] for rank in ranks]
+            nodes, limit = group.nodes, float(min(group.timeout, 1e9))
+            message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
+            session.post(node, message)
+            requests.append(request)
+        try:
+            session.results(requests, MEET.get())
+            # First who says why not, or is lost: the others only wait for it.
+            for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
+                self._answer(request, f"join {group!r}", 0.0)
+        finally:
+            for request in requests:
+                session.requests.forget(request)
+
+    def _answer(self, request: Request, what: str, limit: float | None = None) -> Any:
+        """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
+        session, patience = self.session, MEET.get()
+        if not session.result(request, patience if limit is None else limit):
+            session.requests.forget(request)
+            raise ConnectionFailed(f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?")
+        if request.lost is not None:
+            session.raise_for(request)
+        if request.cause is not None:
+            failure = request.cause.failure
+            error = ConfigurationError if failure.kind.endswith("ConfigurationError") else ConnectionFailed
+            raise error(f"{request.node} could not {what}: {failure.text}")
+        return request.value
+
+    def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
+        """Return what all of some workers can do with a data channel; raise `ConfigurationError` where one does not have it."""
+        found = registered(name)
+        asked = {node: self.session.ask(node, "channel", [name]) for node in nodes if (node, name) not in self._offers or found is not None}
+        for node, request in asked.items():
+            why, fields, python = self._answer(request, f"say whether it has the data channel {name!r}")
+            if found is not None:
+                if tuple(python) != sys.version_info[:2]:
+                    raise ConfigurationError(
+                        f"the data channel {name!r} was registered here, in Python {sys.version_info[0]}.{sys.version_info[1]}, and cannot "
+                        f"travel to {node}, which runs {python[0]}.{python[1]}: offer it there as an entry point (see docs/data_channel.md)"
+                    )
+                self._offers[node, name] = found.capabilities  # type: ignore[attr-defined]
+            elif why:
+                raise ConfigurationError(f"{node}: {why}")
+            else:
+                try:
+                    self._offers[node, name] = Capabilities.from_wire(fields)
+                except (TypeError, ValueError, AttributeError) as error:
+                    raise ProtocolError(f"{node} describes the data channel {name!r} as {fields!r}: {error}") from None
+        offers = [self._offers[node, name] for node in nodes]
+        reductions = {
+            op: frozenset.intersection(*(o.reductions.get(op, frozenset()) for o in offers)) for offer in offers for op in offer.reductions
+        }
+        return Capabilities(
+            frozenset.intersection(*(o.operations for o in offers)),
+            {op: dtypes for op, dtypes in reductions.items() if dtypes},
+            frozenset.intersection(*(o.devices for o in offers)),
+            all(o.tags for o in offers),
+            all(o.concurrent for o in offers),
+        )
+
+    def between(self, one: Residence, two: Residence) -> ProcessGroup:
+        """Return the group of two places that copies between them use, made at the first."""
+        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
+        if self.backend_for([here, there], None) != "nccl":
+            # One for each pair of nodes, whatever devices: it needs no place numbers, of which there are few.
+            here, there = (Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there))
+        return self._kept(self._links, (here, there))
+
+    def of(self, homes: Sequence[Residence]) -> ProcessGroup:
+        """Return the group that is used where none is named: of just these places, made at the first use, again after it has broken."""
+        return self._kept(self._by_places, homes)
+
+    def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
+        places = tuple(home.place for home in homes)
+        found = kept.get(places)
+        if found is None or found.closed or (found.broken and all(home.node.failed is None for home in homes)):
+            with self._opening:
+                found = kept.get(places)
+                if found is None or found.closed or found.broken:
+                    found = kept[places] = self.open(homes)
+        return found
+
+    def _broken(self, node: Node, number: int, reason: str) -> None:
+        group = self._groups.get(number)
+        if group is not None:
+            if node not in group.own:
+                raise ProtocolError(f"a worker breaks group {number}, which it is not in")
+            self.end(group, f"{node}: {reason}")
+
+    def end(self, group: ProcessGroup, reason: str) -> None:
+        """Break a group: whoever waits in it fails now, with this reason."""
+        if not group.broken:
+            group.broken = reason
+            for node in group.own:
+                if node.failed is None and self.session.closed is None:
+                    self.session.post(node, BreakGroup(group.number, reason))
+
+    def launches(self, node: Node) -> Storage:
+        """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""
+        return self._launches.setdefault(node, Storage(NO_TENSOR))
+
+    def close(self, group: ProcessGroup) -> None:
+        """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
+        ends: dict[Node, int] = {}
+
+        def issue() -> None:
+            try:
+                if not group.broken and not group.closed and self.session.closed is None:
+                    fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
+                    for node, ranks in group.own.items():
+                        words = [node.template(msgpack.packb(fields), fields), 0]
+                        issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
+                        ends[node] = node.base + len(node.log)
+                group.closed = True
+                group.mail = None  # whoever keeps the closed group need not keep what nobody received
+            except BaseException as error:  # a signal's handler that raises: see joint.py
+                self.end(group, f"it was closed for some of its members only, as {type(error).__name__} came between")
+                raise
+
+        at_one_moment(self.session, issue)
+        self._closing = {g: at for g, at in self._closing.items() if any(n.failed is None and n.acknowledged < k for n, k in at.items())}
+        if ends:
+            self._closing[group] = ends
+        self._groups.pop(group.number, None)
+
+
+def _pickled(name: str) -> bytes:
+    """Return a data channel that was registered here, for workers that do not have its module; nothing if it was not."""
+    found = registered(name)
+    if found is None:
+        return b""
+    module = sys.modules[found.__module__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        packed: bytes = cloudpickle.dumps(found)
+        return packed
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _unnumbered(number: int) -> None:
+    """Take back the number of what stands for a node's CPU in a group of copies: it has none."""
+
+
+def _list(names: frozenset[str]) -> str:
+    return " and ".join(sorted(names)) or "nothing"
+
+
+def groups_of(session: Session) -> Groups:
+    """Return the groups of a session."""
+    found: Groups = session.groups
+    return found
+
+
+Where = int | Place
+
+
+def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group") -> list[Residence]:
+    """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
+    if nodes_or_places is None:
+        nodes_or_places = [node.index for node in session.nodes]
+    listed = isinstance(nodes_or_places, Iterable) and not isinstance(nodes_or_places, str)
+    if not listed or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
+        raise UsageError(
+            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
+        )
+    homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
+    if not homes:
+        raise UsageError(f"{what} has at least one member, got an empty list")
+    for k, home in enumerate(homes):
+        if home in homes[:k]:
+            raise UsageError(f"{home.place} was given twice: each member of {what} is another place")
+    return homes
+
+
+def default_place(session: Session, node: int) -> Place:
+    """Return where a node's number alone points: its first GPU, if it has one, else its CPU."""
+    return Place(node, "cuda:0" if "cuda:0" in session.places.devices(node) else "cpu")
+
+
+def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
+    """Make a group whose members' tensors take part in collectives together. Block until all have joined, at most half a minute.
+
+    Args:
+        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the order of ranks; None: all nodes.
+        backend: the data channel, "gloo", "nccl", "tcp", "tcp+tls", "mpi" or a registered one; None: as
+            `init_master_worker(data_channel=)` says.
+        timeout: seconds that one operation may take, waiting for late members included; None: half an hour, as in torch.
+
+    Raises:
+        UsageError: a member given twice, or none. PlacementError: no such place. NodeFailed: a member is lost.
+        ConfigurationError: a worker does not have the data channel, or a port is in use. ConnectionFailed: members do not find each other.
+    """
+    session = active_session()
+    if timeout is not None and not (is_timeout(timeout) and timeout > 0):
+        raise UsageError(f"timeout is a number of seconds above 0, or None for {GROUP.get():g}; got {timeout!r}")
+    return groups_of(session).open(homes_of(session, nodes_or_places), backend, timeout)

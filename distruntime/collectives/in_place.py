@@ -1,0 +1,393 @@
+"""Collectives with torch.distributed's names, arguments and meaning, given one tensor for each member of a group.
+
+The tensors are written, as in torch.distributed. Where a gradient is wanted, the functional form does the work, and is copied over them.
+Each returns at once: None, or with `async_op` a `Work`, and runs on the members' current streams, or with `async_op` beside them. Roots
+are node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `group_dst=`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError, WaitTimeout
+from ..log.line import line_text, user_line
+from ..session.timeouts import checked
+from ..streams.event import Event
+from ..streams.stream import current_stream
+from ..tensors.tensor import DistributedTensor
+from ..wire.deadlines import ASK
+from . import functional
+from .arguments import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor
+from .group import ProcessGroup, groups_of, homes_of
+from .operation import Part, issue_operation, require_operation
+from .work import Work, aside
+
+Tensors = Sequence[torch.Tensor]
+Lists = Sequence[Sequence[torch.Tensor]]
+
+
+def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], **options: Any) -> None:
+    """Issue an operation that writes its outputs."""
+    parts: list[Part] = [([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)]
+    issue_operation(group, operation, parts, inplace=True, **options)
+    for row in outputs:
+        for t in row:
+            torch.autograd.graph.increment_version(t)
+
+
+def _wanted(outputs: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]]) -> bool:
+    """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then, before anything is issued."""
+    if not torch.is_grad_enabled():
+        return False
+    written = [t for row in outputs for t in row if t.requires_grad]
+    if any(t.is_leaf for t in written):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    return bool(written) or any(t.requires_grad for row in inputs for t in row)
+
+
+def _copy(outputs: Sequence[Any], values: Sequence[Any]) -> None:
+    for out, value in zip(outputs, values):
+        out.copy_(value)
+
+
+def _begin(group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None], everything: bool = False) -> Work | None:
+    """Run an operation now; with `async_op` on streams of the group's own, and return what waits for them."""
+    if not async_op:
+        run()
+        return None
+    return Work(repr(group), aside(group.streams, group.homes, everything, run), outputs)
+
+
+def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Make every member's tensor the reduction of all."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "all_reduce")
+    name, factor = reduction(found, op, same(given, "tensors").dtype)
+
+    def run() -> None:
+        if _wanted([given], []):
+            _copy(given, functional.all_reduce(given, op, found))
+        else:
+            rows = [[t] for t in given]
+            _write(found, "all_reduce", rows, rows, op=name, factor=factor)
+
+    return _begin(found, async_op, given, run)
+
+
+def broadcast(
+    tensors: Tensors, src: Any = None, group: ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None
+) -> Work | None:
+    """Make every member's tensor the root's."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "broadcast")
+    same(given, "tensors")
+    root = root_of(found, src, group_src, ("src", "group_src"))
+
+    def run() -> None:
+        if _wanted([[t for k, t in enumerate(given) if k != root]], [given]):
+            values = functional.broadcast(given[root], found)
+            _copy([t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root])
+        else:
+            rows = [[t] for t in given]
+            ins = [row if k == root else [] for k, row in enumerate(rows)]
+            _write(found, "broadcast", ins, [[] if k == root else row for k, row in enumerate(rows)], root=root)
+
+    return _begin(found, async_op, given, run)
+
+
+def reduce(
+    tensors: Tensors,
+    dst: Any = None,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Make the root's tensor the reduction of all; the others stay as they are."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "reduce")
+    name, factor = reduction(found, op, same(given, "tensors").dtype)
+    root = root_of(found, dst, group_dst, ("dst", "group_dst"))
+
+    def run() -> None:
+        if _wanted([[given[root]]], [given]):
+            given[root].copy_(functional.reduce(given, op=op, group=found, group_dst=root))
+        else:
+            outs = [[t] if k == root else [] for k, t in enumerate(given)]
+            _write(found, "reduce", [[t] for t in given], outs, root=root, op=name, factor=factor)
+
+    return _begin(found, async_op, given, run)
+
+
+def all_gather(tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Fill each member's list with all members' tensors, in the order of ranks."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "all_gather")
+    spec = same(given, "tensors")
+    lists = lists_each(found, tensor_lists, "tensor_lists", given)
+    _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
+
+    def run() -> None:
+        if _wanted(lists, [given]):
+            for row, whole in zip(lists, functional.all_gather([t.reshape(-1) for t in given], found)):
+                _copy(row, [part.view(spec.size) for part in whole.chunk(found.size())])
+        else:
+            _write(found, "all_gather", [[t] for t in given], lists)
+
+    return _begin(found, async_op, lists, run)
+
+
+def all_gather_into_tensor(
+    output_tensors: Tensors, input_tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Fill each member's output with all members' inputs: one after the other along the first dimension, or stacked along a new one."""
+    found, given = one_each(group, input_tensors, "input_tensors")
+    require_operation(found, "all_gather")
+    spec = same(given, "input_tensors")
+    _, outs = one_each(found, output_tensors, "output_tensors")
+    _expect_whole(outs, spec, found.size(), "output_tensors")
+
+    def run() -> None:
+        if _wanted([outs], [given]):
+            _copy(outs, [v.view(o.shape) for o, v in zip(outs, functional.all_gather([t.reshape(-1) for t in given], found))])
+        else:
+            _write(found, "all_gather", [[t] for t in given], [[t] for t in outs])
+
+    return _begin(found, async_op, outs, run)
+
+
+def gather(
+    tensors: Tensors,
+    gather_list: Tensors | None = None,
+    dst: Any = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Fill `gather_list`, tensors of the root, with all members' tensors, in the order of ranks."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "gather")
+    spec = same(given, "tensors")
+    root = root_of(found, dst, group_dst, ("dst", "group_dst"))
+    outs = _at_root(found, root, gather_list, "gather_list")
+    _all_expect([outs], spec.size, spec.dtype, "gather_list")
+
+    def run() -> None:
+        if _wanted([outs], [given]):
+            _copy(outs, functional.gather(given, group=found, group_dst=root))
+        else:
+            _write(found, "gather", [[t] for t in given], [outs if k == root else [] for k in range(found.size())], root=root)
+
+    return _begin(found, async_op, outs, run)
+
+
+def scatter(
+    tensors: Tensors,
+    scatter_list: Tensors | None = None,
+    src: Any = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Fill each member's tensor with its own of `scatter_list`, tensors of the root."""
+    found, given = one_each(group, tensors, "tensors")
+    require_operation(found, "scatter")
+    spec = same(given, "tensors")
+    root = root_of(found, src, group_src, ("src", "group_src"))
+    parts = _at_root(found, root, scatter_list, "scatter_list")
+    _all_expect([parts], spec.size, spec.dtype, "scatter_list")
+
+    def run() -> None:
+        if _wanted([given], [parts]):
+            _copy(given, functional.scatter(parts, found))
+        else:
+            _write(found, "scatter", [parts if k == root else [] for k in range(found.size())], [[t] for t in given], root=root)
+
+    return _begin(found, async_op, given, run)
+
+
+def reduce_scatter(
+    outputs: Tensors, input_lists: Lists, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Reduce the members' lists place by place, and give member k the k-th result."""
+    found, outs = one_each(group, outputs, "outputs")
+    require_operation(found, "reduce_scatter")
+    spec = same(outs, "outputs")
+    name, factor = reduction(found, op, spec.dtype)
+    lists = lists_each(found, input_lists, "input_lists", outs)
+    _all_expect(lists, spec.size, spec.dtype, "input_lists")
+
+    def run() -> None:
+        if _wanted([outs], lists):
+            _copy(
+                outs,
+                [
+                    v.view(spec.size)
+                    for v in functional.reduce_scatter([torch.cat([t.reshape(-1) for t in row]) for row in lists], op, found)
+                ],
+            )
+        else:
+            _write(found, "reduce_scatter", lists, [[t] for t in outs], op=name, factor=factor)
+
+    return _begin(found, async_op, outs, run)
+
+
+def reduce_scatter_tensor(
+    outputs: Tensors, inputs: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Reduce the members' inputs, and give each member its part: cut along the first dimension, or along a new one that is stacked."""
+    found, outs = one_each(group, outputs, "outputs")
+    require_operation(found, "reduce_scatter")
+    spec = same(outs, "outputs")
+    name, factor = reduction(found, op, spec.dtype)
+    _, given = one_each(found, inputs, "inputs")
+    same(given, "inputs")
+    _expect_whole(given, spec, found.size(), "inputs")
+
+    def run() -> None:
+        if _wanted([outs], [given]):
+            _copy(outs, [v.view(spec.size) for v in functional.reduce_scatter([t.reshape(-1) for t in given], op, found)])
+        else:
+            _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], op=name, factor=factor)
+
+    return _begin(found, async_op, outs, run)
+
+
+def all_to_all(
+    output_tensor_lists: Lists, input_tensor_lists: Lists, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Give member j the j-th tensor of every member's list: `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`."""
+    first = rows_of(input_tensor_lists, "input_tensor_lists")
+    ins = lists_each(group, input_tensor_lists, "input_tensor_lists", first)
+    found, _ = one_each(group, first, "input_tensor_lists")
+    outs = lists_each(found, output_tensor_lists, "output_tensor_lists", first)
+    require_operation(found, "all_to_all")
+    dtype = ins[0][0].dtype
+    for i, row in enumerate(ins):
+        for j, t in enumerate(row):
+            expect(t, t.shape, dtype, f"input_tensor_lists[{i}][{j}]")
+            expect(outs[j][i], t.shape, dtype, f"output_tensor_lists[{j}][{i}]")
+
+    def run() -> None:
+        if _wanted(outs, ins):
+            for row, values in zip(outs, functional.all_to_all(ins, found)):
+                _copy(row, values)
+        else:
+            sizes = tuple(tuple(t.numel() * dtype.itemsize for t in row) for row in ins)
+            _write(found, "all_to_all", ins, outs, splits=(sizes, tuple(zip(*sizes))))
+
+    return _begin(found, async_op, outs, run)
+
+
+def all_to_all_single(
+    outputs: Tensors,
+    inputs: Tensors,
+    output_split_sizes: Sequence[Sequence[int]] | None = None,
+    input_split_sizes: Sequence[Sequence[int]] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Give member j its part of every member's input, one after the other along the first dimension.
+
+    The split sizes have a row for each member: `input_split_sizes[i][j]` rows go from i to j, `output_split_sizes[j][i]` are the same;
+    one of the two is enough, and without them the parts are equal.
+    """
+    found, given = one_each(group, inputs, "inputs")
+    require_operation(found, "all_to_all")
+    _, outs = one_each(found, outputs, "outputs")
+    if output_split_sizes is not None:
+        functional.require_splits(found, output_split_sizes, "output_split_sizes")
+        if input_split_sizes is None:
+            input_split_sizes = [list(column) for column in zip(*output_split_sizes)]
+    splits = functional.splits_of(found, given, input_split_sizes, "input_split_sizes")
+    if output_split_sizes is not None and [list(row) for row in output_split_sizes] != [list(column) for column in zip(*splits)]:
+        raise UsageError(f"output_split_sizes {output_split_sizes!r} do not say the same as input_split_sizes {splits!r}: rows are members")
+    for j, out in enumerate(outs):
+        expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
+
+    def run() -> None:
+        if _wanted([outs], [given]):
+            _copy(outs, functional.all_to_all_single(given, splits, group=found))
+        else:
+            sizes = functional.byte_splits(splits, given[0]._handle.spec)
+            _write(found, "all_to_all", [[t] for t in given], [[t] for t in outs], splits=sizes)
+
+    return _begin(found, async_op, outs, run)
+
+
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: float | None = None) -> Work | None:
+    """Block until every member has got to this point of the program: its current stream, and the streams with it.
+
+    Raises `WaitTimeout` after `timeout` seconds (default: the group's), naming the members that are late and what they are doing. With
+    `async_op` return at once: what follows on each member's current stream waits for all members when the `Work` says so.
+    """
+    session, timeout = session_of(group), checked(timeout)
+    found = groups_of(session).of(homes_of(session, None)) if group is None else group
+    require_operation(found, "barrier")
+    before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}
+    nothing: list[list[Any]] = [[]] * found.size()
+    work = _begin(found, async_op, [], lambda: _write(found, "barrier", nothing, nothing), everything=True)
+    if work is not None:
+        return work
+    limit = found.timeout if timeout is None else timeout
+    deadline = time.monotonic() + limit
+    events = [current_stream(p.node, p.device).record_event() for p in found.places]
+    for event in events:
+        try:
+            event.synchronize(max(0.0, deadline - time.monotonic()))
+        except WaitTimeout:
+            break
+    else:
+        return None
+    late = [text for rank, event in before.items() if (text := _late(found, rank, event))]
+    raise WaitTimeout(
+        f"barrier of {found!r}: not all have come within {limit:g} s\n"
+        + "".join(f"  {text}\n" for text in late or ["all have come, but not left yet"])
+        + f"  waited for at {line_text(user_line())}\n  it goes on; wait again with another barrier, or see dr.nodes()"
+    )
+
+
+def _late(group: ProcessGroup, rank: int, event: Event) -> str:
+    """Return what a member is doing that has not come to a barrier, where `event` is; nothing of one that has."""
+    home = group.homes[rank]
+    node, session = home.node, group.session
+    asked = session.ask(node, "status")
+    if not session.result(asked, ASK.get()) or asked.lost is not None:
+        session.requests.forget(asked)
+        return f"rank {rank}, {home.place}, is late: {node} does not answer"
+    if event.query():
+        return ""
+    position, name, seconds = asked.value
+    doing = f"has run {name} for {seconds:.1f} s" if name is not None else "runs nothing just now"
+    where = node.issued_at(position)
+    return f"rank {rank}, {home.place}, is late: {node} {doing}" + (f", issued at {where}" if where else "")
+
+
+def destroy_process_group(group: ProcessGroup) -> None:
+    """Close a group, after what has been issued to it. Return at once."""
+    group.close()
+
+
+def _all_expect(lists: Sequence[Sequence[DistributedTensor]], size: Sequence[int], dtype: torch.dtype, name: str) -> None:
+    for i, row in enumerate(lists):
+        for j, t in enumerate(row):
+            expect(t, size, dtype, f"{name}[{i}][{j}]" if len(lists) > 1 else f"{name}[{j}]")
+
+
+def _expect_whole(tensors: Sequence[DistributedTensor], part: Any, size: int, name: str) -> None:
+    """Raise `UsageError` unless each is what `size` tensors like `part` give, put one after the other or stacked."""
+    stacked = (size, *part.size)
+    joined = (part.size[0] * size, *part.size[1:]) if part.size else (size,)
+    for k, t in enumerate(tensors):
+        if tuple(t.shape) not in (stacked, joined) or t.dtype != part.dtype:
+            raise UsageError(f"{name}[{k}] must be {joined} or {stacked} {str(part.dtype)[6:]}, got {t._handle.spec}")
+
+
+def _at_root(group: ProcessGroup, root: int, tensors: Any, name: str) -> list[DistributedTensor]:
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or len(tensors) != group.size():
+        raise UsageError(f"{name} must be a list of {group.size()} tensors, one for each member, on {group.places[root]}")
+    return [at(group, root, tensor(t, f"{name}[{k}]"), f"{name}[{k}]") for k, t in enumerate(tensors)]

@@ -1,0 +1,362 @@
+"""Linear maps of partitioned tensors, each with its adjoint as its gradient: what layers that span several workers are made of.
+
+    broadcast       sum_reduce              all_gather      reduce_scatter
+    all_sum_reduce  all_sum_reduce          repartition     repartition, the other way
+    halo_exchange   halos are sent back and added to where they came from
+
+A partitioned tensor is a list of shards, in the order of its partition's places. All return at once, but for the first time that places
+have to do with each other, which waits until their workers are connected. The results are new tensors, except where nothing moves at all.
+docs/primitives.md has pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..log.handle import Residence
+from ..tensors.tensor import DistributedTensor
+from . import functional, plans
+from .copies import move
+from .group import groups_of
+from .operation import Part, issue_operation
+from .partition import Partition
+from .plans import AllSum, Box, Exchange, Join, Moves, Plan, Size, Spread, Step, Widths
+
+Shards = Sequence[torch.Tensor]
+Tensors = list[Any]
+Width = int | tuple[int, int] | Sequence[tuple[int, int]]
+
+
+# -- steps: shards in, new shards out, below autograd -----------------------------------------------------------------------------
+
+
+def _home(t: Any) -> Residence:
+    home: Residence = t._handle.place
+    return home
+
+
+def _at(t: Any, home: Residence) -> Any:
+    """Return a copy of `t` at a place."""
+    return t.clone(memory_format=torch.contiguous_format) if _home(t) is home else move(t, home)
+
+
+def _cut(t: Any, box: Box) -> Any:
+    for dim, start, length in box:
+        t = t.narrow(dim, start, length)
+    return t
+
+
+def _spread(step: Spread, xs: Tensors, to: Partition) -> Tensors:
+    outs: Tensors = [None] * len(to)
+    for one, many, with_it in step.rows:
+        homes = [to.homes[k] for k in many]
+        value = xs[one] if with_it >= 0 else _at(xs[one], homes[0])
+        if len(many) > 1:
+            values = functional.broadcast(value, groups_of(to.session).of(homes))
+        else:
+            values = [value if value is not xs[one] else _at(value, homes[0])]
+        for k, value in zip(many, values):
+            outs[k] = value
+    return outs
+
+
+def _collect(step: Spread, xs: Tensors, to: Partition) -> Tensors:
+    outs: Tensors = [None] * len(to)
+    for one, many, with_it in step.rows:
+        total = xs[many[0]]
+        if len(many) > 1:
+            total = functional.reduce([xs[k] for k in many], group_dst=max(with_it, 0))
+        outs[one] = total if len(many) > 1 and with_it >= 0 else _at(total, to.homes[one])
+    return outs
+
+
+def _all_sum(step: AllSum, xs: Tensors) -> Tensors:
+    outs: Tensors = [None] * len(xs)
+    for row in step.rows:
+        given = [xs[k] for k in row]
+        for k, out in zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]):
+            outs[k] = out
+    return outs
+
+
+def _join(step: Join, xs: Tensors) -> Tensors:
+    """Put together; members' tensors of unequal length are padded, as data channels take equal ones only."""
+    outs: Tensors = [None] * len(xs)
+    for row, lengths in step.rows:
+        longest = max(lengths)
+        values: Tensors
+        if len(row) == 1:
+            values = [xs[row[0]].clone()]
+        elif step.axis == 0 and min(lengths) == longest:
+            values = functional.all_gather([xs[k] for k in row])
+        else:
+            padded = [_padded(xs[k], step.axis, n, longest).unsqueeze(0) for k, n in zip(row, lengths)]
+            rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
+            values = [torch.cat([part.narrow(step.axis, 0, n) for part, n in zip(parts, lengths)], step.axis) for parts in rows]
+        for k, value in zip(row, values):
+            outs[k] = value
+    return outs
+
+
+def _share(step: Join, xs: Tensors) -> Tensors:
+    """Sum and cut up, padded as in `_join`."""
+    outs: Tensors = [None] * len(xs)
+    for row, lengths in step.rows:
+        longest = max(lengths)
+        values: Tensors
+        if len(row) == 1:
+            values = [xs[row[0]].clone()]
+        elif step.axis == 0 and min(lengths) == longest:
+            values = functional.reduce_scatter([xs[k] for k in row])
+        else:
+            cut = [xs[k].split(list(lengths), step.axis) for k in row]
+            stacks = [torch.stack([_padded(part, step.axis, n, longest) for part, n in zip(parts, lengths)]) for parts in cut]
+            sums = functional.reduce_scatter(stacks)
+            values = [total.squeeze(0).narrow(step.axis, 0, n).contiguous() for total, n in zip(sums, lengths)]
+        for k, value in zip(row, values):
+            outs[k] = value
+    return outs
+
+
+def _padded(t: Any, axis: int, length: int, to: int) -> Any:
+    if length == to:
+        return t
+    return torch.cat([t, t.new_zeros([*t.shape[:axis], to - length, *t.shape[axis + 1 :]])], axis)
+
+
+def _move(step: Moves, xs: Tensors, to: Partition) -> Tensors:
+    if step.exchange is not None:
+        outs = [torch.empty(size, dtype=xs[0].dtype, device=home.device) for size, home in zip(step.sizes, to.homes)]
+        if _exchanged(step.exchange, xs, outs, to):
+            return outs
+    outs = []
+    for size, home, pieces in zip(step.sizes, to.homes, step.arriving):
+        if pieces and not pieces[0].put:
+            out, pieces = _at(_cut(xs[pieces[0].source], pieces[0].taken), home), pieces[1:]
+        else:
+            out = torch.empty(size, dtype=xs[0].dtype, device=home.device)
+        for piece in pieces:
+            part, into = _cut(xs[piece.source], piece.taken), _cut(out, piece.put)
+            if step.sums:
+                into.add_(part if _home(part) is home else move(part, home))
+            else:
+                into.copy_(part)
+        outs.append(out)
+    return outs
+
+
+def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> bool:
+    """Issue one all_to_all, from parts of the shards right into parts of the new ones; return False if the data channel has none."""
+    rows = [([_cut(xs[p.source], p.taken) for p in m.leaving], [_cut(outs[p.target], p.put) for p in m.arriving]) for m in plan.members]
+    group = groups_of(to.session).of([_home((leaving or arriving)[0]) for leaving, arriving in rows])
+    if "all_to_all" not in group.capabilities.operations:
+        return False
+    # Who sends nothing puts in nothing: no rows of what it gets.
+    rows = [(leaving or [arriving[0].narrow(0, 0, 0)], arriving) for leaving, arriving in rows]
+    parts: list[Part] = [([t._handle for t in leaving], [t._handle for t in arriving]) for leaving, arriving in rows]
+    issue_operation(group, "all_to_all", parts, inplace=True, splits=plan.splits)
+    return True
+
+
+def _run(step: Step, xs: Tensors, to: Partition) -> Tensors:
+    match step:
+        case Moves():
+            return _move(step, xs, to)
+        case Spread():
+            return _collect(step, xs, to) if step.sums else _spread(step, xs, to)
+        case Join():
+            return _share(step, xs) if step.sums else _join(step, xs)
+        case AllSum():
+            return _all_sum(step, xs)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, source: Partition, target: Partition, *xs: Any) -> Any:
+        ctx.plan, ctx.source, ctx.target = plan, source, target
+        values = list(xs)
+        for step in plan.steps:
+            values = _run(step, values, target)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, *_applied(ctx.plan.adjoint, ctx.target, ctx.source, grads)
+
+
+def _applied(plan: Plan, source: Partition, target: Partition, xs: Sequence[Any]) -> list[torch.Tensor]:
+    return list(_Linear.apply(plan, source, target, *xs)) if plan.steps else list(xs)  # type: ignore[no-untyped-call]
+
+
+# -- what users say, checked -----------------------------------------------------------------------------------------------------
+
+
+def _partition(value: Any, name: str) -> Partition:
+    if not isinstance(value, Partition):
+        raise UsageError(f"{name} must be a distruntime.Partition, got {type(value).__name__}")
+    return value
+
+
+def _two(first: Any, second: Any, names: tuple[str, str]) -> tuple[Partition, Partition]:
+    one, two = _partition(first, names[0]), _partition(second, names[1])
+    if one.session is not two.session:
+        raise UsageError(f"{names[0]} and {names[1]} are of different sessions: make them in the same one")
+    return one, two
+
+
+def _sizes(shards: Sequence[DistributedTensor]) -> tuple[Size, ...]:
+    return tuple(tuple(t.shape) for t in shards)
+
+
+def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) -> int:
+    """Return a dimension of the shards that the partition has."""
+    least = min(t.dim() for t in shards)
+    found = axis + least if type(axis) is int and axis < 0 else axis
+    if type(found) is not int or not 0 <= found < min(partition.dim, least):
+        raise UsageError(f"axis must be a dimension along which {partition!r} and the shards, of {least} dimensions, are cut, got {axis!r}")
+    return found
+
+
+def _widths(widths: Any, partition: Partition) -> Widths:
+    if not isinstance(widths, Sequence) or len(widths) != partition.dim:
+        raise UsageError(f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, got {widths!r}")
+    found = []
+    for d, (entry, parts) in enumerate(zip(widths, partition.shape)):
+        pairs = [(entry, entry)] * parts if isinstance(entry, int) else entry
+        if isinstance(pairs, Sequence) and len(pairs) == 2 and all(isinstance(w, int) for w in pairs):
+            pairs = [pairs] * parts
+        if (
+            not isinstance(pairs, Sequence)
+            or len(pairs) != parts
+            or not all(isinstance(pair, Sequence) and len(pair) == 2 and all(type(w) is int and w >= 0 for w in pair) for pair in pairs)
+        ):
+            raise UsageError(
+                f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the {parts} parts along dimension {d}, none "
+                f"below 0, got {entry!r}"
+            )
+        found.append(tuple((left, right) for left, right in pairs))
+    return tuple(found)
+
+
+# -- the primitives --------------------------------------------------------------------------------------------------------------
+
+
+def broadcast(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
+    """Return a copy of each shard for all places of `P_y` that stand behind it. Its adjoint is `sum_reduce`.
+
+    The dimensions of `P_x`, counted from the last, must be as long as those of `P_y`, or 1, which is repeated. Shards may have any size.
+    Raises `UsageError` for partitions that do not fit, `PlacementError` for a shard on another place.
+    """
+    source, target = _two(P_x, P_y, ("P_x", "P_y"))
+    plan = plans.spread(source.places, source.shape, target.places, target.shape)
+    return _applied(plan, source, target, source.check(xs, "xs"))
+
+
+def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]:
+    """Return, for each place of `P_x`, the sum over the places of `P_y` that `broadcast(…, P_x, P_y)` copies its shard to: its adjoint.
+
+    Raises `UsageError` for partitions that do not fit and for summands of unequal sizes, `PlacementError` for a shard on another place.
+    """
+    source, target = _two(P_y, P_x, ("P_y", "P_x"))
+    plan = plans.spread(target.places, target.shape, source.places, source.shape).adjoint
+    given = source.check(ys, "ys")
+    for step in plan.steps:
+        assert isinstance(step, Spread)
+        for _, many, _ in step.rows:
+            _summands(given, many, "ys")
+    return _applied(plan, source, target, given)
+
+
+def all_sum_reduce(xs: Shards, P: Partition, axes: int | Sequence[int]) -> list[torch.Tensor]:
+    """Return, for each place, the sum over the places that differ from it in the coordinates of `axes` only. Its own adjoint.
+
+    Raises `UsageError` for axes that the partition does not have and for summands of unequal sizes, `PlacementError` for a shard on
+    another place.
+    """
+    partition = _partition(P, "P")
+    given = partition.check(xs, "xs")
+    wanted = [axes] if isinstance(axes, int) else list(axes) if isinstance(axes, Sequence) else [None]
+    if any(type(d) is not int or not -partition.dim <= d < partition.dim for d in wanted):
+        raise UsageError(f"axes must be dimensions of {partition!r}, 0 to {partition.dim - 1}, got {axes!r}")
+    plan = plans.all_sum(partition.shape, tuple(sorted({d % partition.dim for d in wanted if d is not None})))
+    for step in plan.steps:
+        assert isinstance(step, AllSum)
+        for row in step.rows:
+            _summands(given, row, "xs")
+    return _applied(plan, partition, partition, given)
+
+
+def _summands(given: Sequence[DistributedTensor], row: Size, name: str) -> None:
+    for k in row[1:]:
+        if given[k].shape != given[row[0]].shape:
+            one, other = (f"{name}[{i}] (on {given[i].place}) is {tuple(given[i].shape)}" for i in (row[0], k))
+            raise UsageError(f"what is summed must be of one size: {one}, {other}")
+
+
+def all_gather(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
+    """Return, for each place, the shards of those that differ from it in coordinate `axis` only, one after the other along that dimension.
+
+    Their lengths there may differ. Its adjoint is `reduce_scatter`, into those lengths. Raises as the others do.
+    """
+    partition = _partition(P, "P")
+    given = partition.check(xs, "xs")
+    plan = plans.join(_sizes(given), partition.shape, _axis(axis, partition, given))
+    return _applied(plan, partition, partition, given)
+
+
+def reduce_scatter(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
+    """Return, for each place, its balanced part along `axis` of the sum over those that differ from it in that coordinate only.
+
+    Its adjoint is `all_gather`. Raises as the others do.
+    """
+    partition = _partition(P, "P")
+    given = partition.check(xs, "xs")
+    plan = plans.share(_sizes(given), partition.shape, _axis(axis, partition, given))
+    return _applied(plan, partition, partition, given)
+
+
+def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
+    """Return the shards that `P_y` cuts the same tensor into, balanced, however `P_x` has cut it. Its adjoint is the way back.
+
+    From one place it scatters, to one place it gathers: `Partition([0], (1, 1))`. Where all is in its place, the shards themselves are
+    returned. Raises `UsageError` for partitions of unlike dimensions and shards that do not fit each other, `PlacementError` for one on
+    another place.
+    """
+    source, target = _two(P_x, P_y, ("P_x", "P_y"))
+    if source.dim != target.dim:
+        raise UsageError(
+            f"P_x has {source.dim} dimensions, {source.shape}, and P_y {target.dim}, {target.shape}: "
+            "give both as many, of 1 where nothing is cut"
+        )
+    given = source.check(xs, "xs")
+    cuts = source.cuts(given)
+    whole = tuple(sum(lengths) for lengths in cuts)
+    plan = plans.transfer(
+        source.places, cuts, target.places, plans.cuts_of(whole, target.shape), source.shape, target.shape, given[0].dtype.itemsize
+    )
+    return _applied(plan, source, target, given)
+
+
+def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch.Tensor]:
+    """Return each shard grown by the rims of its neighbours: to the left and right of each dimension, corners included.
+
+    The adjoint sends the gradients of the halos back and adds them to where the halos came from. At the edges of the whole nothing is
+    added: padding there is `torch.nn.functional.pad`, on the places that have an edge.
+
+    Args:
+        halo: for each dimension of the partition a number, a pair (left, right), or such a pair for each part along it; what they say
+            beyond an edge does not count.
+
+    Raises `UsageError` for a halo that is wider than the neighbour, `PlacementError` for a shard on another place.
+    """
+    partition = _partition(P, "P")
+    given = partition.check(xs, "xs")
+    plan = plans.halo(_sizes(given), partition.shape, _widths(halo, partition))
+    return _applied(plan, partition, partition, given)
+
+
+__all__ = ["all_gather", "all_sum_reduce", "broadcast", "halo_exchange", "reduce_scatter", "repartition", "sum_reduce"]

@@ -1,0 +1,148 @@
+"""`Work`: what an operation that nobody waits for yet returns, with the methods of torch's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DistruntimeError, NodeFailed, UsageError
+from ..log.current import current_streams
+from ..log.handle import Place, Residence
+from ..operators.transfer import read
+from ..session.timeouts import checked
+from ..streams.event import Event
+from ..streams.stream import Stream, current_stream
+from ..tensors.tensor import DistributedTensor
+
+Tensors = Sequence[DistributedTensor]
+
+
+class Work:
+    """An operation that may still run, on all places that take part. `wait` makes streams wait, not this process."""
+
+    def __init__(self, text: str, events: Mapping[Place, Event] | None, outputs: Any, source: int = -1) -> None:
+        self._text, self._events, self._outputs, self._source = text, events, outputs, source
+        self._settled: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<distruntime.Work of {self._text}{'' if self._events is not None else ', not begun'}>"
+
+    def _begun(self) -> Mapping[Place, Event]:
+        if self._events is None:
+            raise UsageError(f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. Send first")
+        return self._events
+
+    def _begin(self, events: Mapping[Place, Event], source: int) -> None:
+        self._events, self._source = events, source
+        while self._settled:
+            self._settled.pop()()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Make what is issued from now on to the places' current streams wait for the operation. Return True, at once.
+
+        Past `timeout` seconds of its waiting a stream goes on, and the next read or `synchronize` raises `WaitTimeout`.
+        """
+        for place, event in self._begun().items():
+            event.wait(current_stream(place.node, place.device), timeout)
+        return True
+
+    def block_current_stream(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block until every member has done the operation; raise what failed. Raises `WaitTimeout` after `timeout` seconds."""
+        timeout = checked(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for event in self._begun().values():
+            event.synchronize(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        """Return whether every member has done it, or is lost. Asks the workers: a round trip each."""
+        return self._events is not None and all(map(_over, self._events.values()))
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation failed with, once it has completed; None while it runs or if it has not failed."""
+        if not self.is_completed():
+            return None
+        for tensor in _tensors(self._outputs):
+            try:
+                read(tensor._handle, "text", "explicit exception()")
+            except DistruntimeError as error:
+                return error.with_traceback(None)
+        return None
+
+    def is_success(self) -> bool:
+        """Return whether the operation has completed and not failed."""
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Any]:
+        """Return the operation's tensors, one of each member (or a list of them); they may still be on their way."""
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Return the rank that a received tensor came from; -1 for what is no receive, or has not begun."""
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of `result()`, which completes when every member has done the operation."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        outputs = self.result()
+
+        def follow() -> None:
+            events = list(self._begun().values())
+            left = [len(events)]
+
+            def done(_: Any) -> None:
+                left[0] -= 1
+                if left[0] == 0:
+                    future.set_result(outputs)
+
+            if not events:
+                future.set_result(outputs)
+            for event in events:
+                event.when_done(done)
+
+        if self._events is None:
+            self._settled.append(follow)
+        else:
+            follow()
+        return future
+
+
+def aside(streams: dict[Place, Stream], homes: Sequence[Residence], everything: bool, run: Callable[[], None]) -> dict[Place, Event]:
+    """Call `run` with other streams current at these places, `streams`, made at the first use; return an event there for each.
+
+    They come after what the current streams have been given until now: with `everything`, or where nothing else would wait for that.
+    """
+    current = current_streams.get()
+    own = {}
+    for home in homes:
+        place = home.place
+        if place not in streams:
+            streams[place] = Stream(place)
+        own[place.node, place.device] = streams[place]
+        if everything or not home.node.order.implicit:  # as torch's
+            streams[place].wait_stream(current_stream(place.node, place.device))
+    token = current_streams.set({**current, **own})
+    try:
+        run()
+    finally:
+        current_streams.reset(token)
+    return {home.place: streams[home.place].record_event() for home in homes}
+
+
+def _over(event: Event) -> bool:
+    try:
+        return event.query()
+    except NodeFailed:
+        return True  # nothing more happens there
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []

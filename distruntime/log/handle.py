@@ -1,0 +1,120 @@
+"""What a proxy owns: the ref of a value, the place where it lives, and its storage as the log knows it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from .line import Line
+from .node import Node
+from .spec import Spec
+
+next_ref = count(1).__next__  # atomic; the master alone hands out refs, so creating a value needs no reply
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lives: the number of a node and the name of one of its devices ("cpu", "cuda:0")."""
+
+    node: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} {self.device}"
+
+
+class Residence:
+    """A place that is in use: its number as a torch device, and the signatures that have run there.
+
+    Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's signature to its
+    template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path. On a node
+    with several streams it stays empty, and the slow path looks into `known`, which elsewhere is the same dictionary.
+    A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
+    """
+
+    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "known", "lazy", "node", "number", "numbers", "place", "unproven")
+
+    def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
+        self.place, self.node, self.number = place, node, number
+        self.lazy = torch.device("lazy", number)  # what the wrapper's C++ side claims: see docs/design.md
+        self.device = torch.device("remote", number)
+        self.free = node.freed.append
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.cache = self.known if node.order is None else {}
+        self.unproven: dict[tuple[Any, ...], Any] = {}
+        self.numbers: dict[tuple[int, ...], Any] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
+        self._released = released
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
+        return bool((self.node.members or (self.place,))[0].device == "cpu")
+
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
+        node: Any = self.node
+        return self.on_cpu or all(worker.welcome.simulated for worker in (node.ranks if node.members else [node]))
+
+    def forget(self) -> None:
+        """Send every call down the slow path."""
+        self.known.clear()
+        self.unproven.clear()
+
+    def hide(self) -> None:
+        """Send every call down the slow path from now on, which keeps what it knows."""
+        self.cache = {}
+
+    def __del__(self) -> None:
+        self._released(self.number)
+
+    def __repr__(self) -> str:
+        return f"Residence({self.place}, remote:{self.number})"
+
+
+class Storage:
+    """The memory that a tensor and its views share: what it was made for, which says how large it is when only a view is left, and the
+    position in its node's log of the last instruction that changes it.
+
+    `order` says which streams used it, once there are several: see order.py.
+    """
+
+    __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.written = 0
+        self.order: Any = None
+        self.parts: dict[int, Storage] | None = None  # of a mesh's: those of its members that somebody has named
+        # Of a member's: those of the meshes' tensors that it is a shard of, by the mesh's log.
+        self.whole: dict[Any, weakref.ref[Storage]] | None = None
+        self.given: dict[Node, Storage] | None = None  # of a mesh's that was put together: what keeps its names' order on each worker
+        self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
+
+
+class Handle:
+    """Owns a ref: when the last holder lets go, the value is freed in the log's order.
+
+    A proxy's own `__del__` would not do: autograd may resurrect the tensor. And the collector may run this inside any lock, so it
+    only appends.
+    """
+
+    __slots__ = ("born", "place", "ref", "spec", "storage")
+
+    born: Line  # the position in the node's log after the instruction that creates the value, and the line that issued it
+
+    def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
+        self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
+
+    @property
+    def ready_at(self) -> int:
+        """The position in the node's log from which the value is what a read issued now must see."""
+        return max(self.born[0], self.storage.written)
+
+    def __del__(self) -> None:
+        self.place.free(self.ref)

@@ -1,0 +1,126 @@
+"""Putting one instruction into a node's log, on the stream that is current: what every way of calling the worker ends in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..wire.codec import Buffer
+from .current import current_streams
+from .handle import Handle, Residence, Storage
+from .line import Line
+from .node import Node
+from .read_only import require_writable
+from .spec import NO_TENSOR
+
+_DRAWS = torch.Tag.nondeterministic_seeded
+
+
+def stream_at(place: Residence) -> int:
+    """Return the number of the current stream of a place."""
+    entered = current_streams.get().get((place.place.node, place.place.device))
+    return entered.number if entered is not None and entered.residence.node is place.node else 0
+
+
+def issue(
+    words: list[Any],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    place: Residence,
+    line: Line,
+    random: Any = False,
+) -> None:
+    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock.
+
+    `random` is whether it draws random numbers, or the operator, whose tags say so: the generator counts as a storage that it writes.
+    """
+    node = place.node
+    if written:
+        require_writable(written, line)
+    with node.lock:
+        if node.order is None:
+            _append(words, fresh, written, node, line)
+        else:  # here, under the lock, as another thread may just have opened the node's first stream
+            if random and (random is True or _DRAWS in random.tags):
+                written = (*written, node.order.generator)
+            node.order.issue(stream_at(place), words, fresh, operands, written, line)
+
+
+def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line) -> None:
+    """As `issue`, for what concerns a whole worker, its generators or settings: after all before it, and before all after it."""
+    with node.lock:
+        if node.order is None:
+            _append(words, fresh, (), node, line)
+        else:
+            node.order.fence()
+            node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
+            node.order.follow()
+
+
+def issue_bytes(words: list[Any], data: Buffer, fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line) -> Any:
+    """Issue an instruction whose last word is the number of a payload frame; return what tells when the bytes have been read."""
+    node = place.node
+    with node.lock:
+        issue([*words, node.payload(data)], fresh, written, [h.storage for h in written], place, line)
+        node.flush()
+        return node.sent
+
+
+def issue_shared(
+    words: list[Any], release: Callable[[], None], fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line
+) -> None:
+    """Issue an instruction that reads shared memory; call `release` when it has run."""
+    node = place.node
+    with node.lock:
+        node.when_run(release)
+        issue(words, fresh, written, [h.storage for h in written], place, line)
+        node.flush()
+
+
+def _append(words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Node, line: Line) -> None:
+    born = node.append(words, line)
+    for handle in fresh:
+        handle.born = born
+    for storage in written:
+        storage.written = born[0]
+    if not fresh and not written:
+        node.checked = born[0]
+
+
+def issue_joint(
+    words: list[Any],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    homes: Sequence[Residence],
+    serial: Storage | None,
+    line: Line,
+) -> None:
+    """As `issue`, for several places of one node at once: on the first one's current stream, in the order of the others' too.
+
+    What has the same `serial` keeps the order of the program, whatever streams it is on and whatever rules are off. Call under the lock.
+    """
+    node = homes[0].node
+    order = node.order
+    if not fresh and not written:
+        # Else every later read on this stream would wait for the other members. If it fails, their results say so.
+        written = (Storage(NO_TENSOR),)
+    if order is None:
+        _append(words, fresh, written, node, line)
+        if serial is not None:
+            serial.written = node.base + len(node.log)
+        return
+    stream = stream_at(homes[0])
+    others = {stream_at(home) for home in homes[1:]} - {stream}
+    for other in others:
+        order.wait(stream, other, order.last[other])
+    if serial is not None:
+        order.wait(stream, 0 if serial.order is None else serial.order, serial.written)
+    order.issue(stream, words, fresh, operands, written, line)
+    if serial is not None:
+        serial.order, serial.written = stream, order.last[stream]
+    for other in others:
+        order.wait(other, stream, order.last[stream])

@@ -1,0 +1,241 @@
+"""Which stream must wait for which: the rules that keep several streams of a node from racing, on the master. Sends nothing itself.
+
+A node has an `Order` from its second stream on; until then nothing here is called. Streams are numbered per node, and the log's own
+positions are their clocks. Of each storage (views share it) it is known who wrote it last and who has read it since; of each stream, up
+to where in each other stream it is known to come after: a vector clock (Lamport, Fidge, Mattern), so that a wait that follows from
+earlier ones is not issued again. See docs/streams.md for the table of rules.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..wire.messages import RELEASE, WAIT
+from .handle import Handle, Storage
+from .line import Line
+from .node import Node
+from .spec import NO_TENSOR
+from .stretches import StretchedLog, put
+
+_KEPT = 64  # snapshots of a stream's clock: an older position counts as the oldest of them, which only costs a wait too many
+
+
+class Use:
+    """Who wrote a storage last (at `Storage.written`), and up to where each stream has read it since."""
+
+    __slots__ = ("readers", "writer")
+
+    def __init__(self, writer: int, readers: dict[int, int]) -> None:
+        self.writer, self.readers = writer, readers
+
+
+class Order:
+    """The order among the streams of one node. Every method is called under the node's lock."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.implicit = True  # whether reads and writes wait by themselves
+        self.count = 1  # streams so far; their numbers are used again when a Stream object dies
+        self.pools: dict[tuple[str, int], list[int]] = {}  # by device and priority
+        self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
+        self.last: dict[int, int] = {}  # position after each stream's last instruction
+        self.checked = {0: node.checked}  # the same of its last instruction that only checks
+        self.generator = Storage(NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
+        self._clocks: dict[int, dict[int, int]] = {0: {}}
+        self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}  # (position, clock from there on), the newest last
+        self._makers: dict[int, int] = {}  # stream by ref, where it is not 0
+        self._users: dict[int, int] = {}  # by ref, the bits of the streams that use a value besides its maker
+        self._freed: dict[int, list[int]] = {}  # words of frees by stream, which go with its next instruction or the next flush
+        self._since = node.base + len(node.log)
+        self._strays = 0  # position after the last instruction of stream 0 that came past these rules
+        node.log, self.last[0] = StretchedLog(self.free, self._stray, node.log, [[0, 0]]), self._since
+
+    def open(self) -> int:
+        """Return the number of a new stream."""
+        number = self.count
+        self.count += 1
+        self._clocks[number], self._past[number], self.last[number] = {0: self.node.executed}, [], 0
+        return number
+
+    # -- instructions ------------------------------------------------------------------------------------------------------------
+
+    def issue(
+        self,
+        stream: int,
+        words: list[Any],
+        fresh: Sequence[Handle],
+        operands: Iterable[Handle],
+        written: Sequence[Storage],
+        line: Line,
+    ) -> Line:
+        """Append one instruction to a stream's log, after the waits that it needs; note what it makes, reads and writes."""
+        node = self.node
+        if node.freed:
+            self._collect()
+        needs: dict[int, int] = {}
+        uses: list[Use] = []
+        makers, implicit = self._makers, self.implicit
+        for handle in operands:
+            storage = handle.storage
+            use = storage.order or self._use(storage)
+            uses.append(use)
+            maker = makers.get(handle.ref, 0)
+            if maker != stream:
+                # Without implicit waits too: on a worker a value that is not made yet is not there, which a GPU's memory always is.
+                self.note_use(handle, stream)
+                self._need(needs, stream, maker, handle.born[0])
+            if use.writer != stream and implicit:
+                self._need(needs, stream, use.writer, storage.written)
+        if implicit and written:
+            self._need(needs, stream, 0, self._strays)
+            for storage in written:
+                use = storage.order or self._use(storage)
+                self._need(needs, stream, use.writer, storage.written)
+                for reader, position in use.readers.items():
+                    self._need(needs, stream, reader, position)
+        for other, position in needs.items():
+            self.wait(stream, other, position)
+        if stream in self._freed:
+            put(node, stream, self._freed.pop(stream))
+        end = put(node, stream, words)
+        born = (end, line[1], line[2])
+        node.lines.append(born)
+        self.last[stream] = end
+        for use in uses:
+            use.readers[stream] = end
+        for storage in written:
+            storage.written = end
+            storage.order = Use(stream, {})
+        for handle in fresh:
+            handle.born = born
+            if stream:
+                makers[handle.ref] = stream
+                if handle.storage.order is None:  # not the storage of an operand: that one has been used above
+                    handle.storage.order = Use(stream, {})
+        if not fresh and not written:
+            self.checked[stream] = end
+        if len(node.log) > node.enough:
+            node.flush()
+        return born
+
+    def _stray(self) -> None:
+        self._strays = self.last[0] = self.node.base + len(self.node.log)
+
+    def _use(self, storage: Storage) -> Use:
+        use: Use | None = storage.order
+        if use is None:  # only stream 0 has touched it, and who read it before there were streams was not noted
+            use = storage.order = Use(0, {0: self._since})
+        return use
+
+    def note_use(self, handle: Handle, stream: int) -> None:
+        """Let `stream` count as a user of a value: it is freed after what that stream has been given until then."""
+        if self._makers.get(handle.ref, 0) != stream:
+            self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << stream
+
+    def _need(self, needs: dict[int, int], stream: int, other: int, position: int) -> None:
+        if other != stream and not self.known(stream, other, position) and needs.get(other, 0) < position:
+            needs[other] = position
+
+    # -- clocks ------------------------------------------------------------------------------------------------------------------
+
+    def known(self, stream: int, other: int, position: int) -> bool:
+        """Whether `stream` comes after that position of `other` already."""
+        return other == stream or position <= self._clocks[stream].get(other, 0) or position <= self.node.executed
+
+    def wait(self, stream: int, other: int, position: int, text: str = "", seconds: float | None = None, line: Line | None = None) -> None:
+        """Make `stream` wait for a position of `other`, unless it is known to come after it; past `seconds` it fails with `text`."""
+        if self.known(stream, other, position):
+            return
+        self.last[stream] = end = put(self.node, stream, [WAIT, other, position, seconds, text])
+        if line is not None:
+            self.node.lines.append((end, line[1], line[2]))
+        if seconds is not None:  # it may go on without
+            return
+        clock = dict(self._clocks[stream])
+        # What the other stream knew there, this one knows now.
+        past = self._past[other]
+        k = bisect_right(past, position, key=lambda entry: entry[0])
+        for third, reached in (past[k - 1][1] if k else {}).items():
+            if third != stream and clock.get(third, 0) < reached:
+                clock[third] = reached
+        clock[other] = max(position, clock.get(other, 0))
+        self._clocks[stream] = clock
+        self._past[stream].append((end, clock))
+        if len(self._past[stream]) > _KEPT:
+            del self._past[stream][: _KEPT // 2]
+
+    def cancelled(self, stream: int) -> int:
+        """Return up to where a stream is cancelled, and forget what it knows from waits that may be dropped now."""
+        position = self.last[stream]
+        self._clocks[stream] = {}
+        self._past[stream].append((position, {}))
+        return position
+
+    def put(self, stream: int, words: list[Any], line: Line) -> None:
+        """Append what neither makes nor reads a value: a wait for another node."""
+        self.last[stream] = put(self.node, stream, words)
+        self.node.lines.append((self.last[stream], line[1], line[2]))
+
+    def cut(self, stream: int) -> None:
+        """Let a GPU worker mark the place where a stream is now: an event stands there."""
+        if self.node.asynchronous:
+            log: Any = self.node.log
+            log.cut(stream)
+
+    def fence(self) -> None:
+        """Make stream 0 wait for everything issued so far."""
+        for stream, position in list(self.last.items()):
+            if stream:
+                self.wait(0, stream, position)
+
+    def follow(self) -> None:
+        """Make every stream wait for what stream 0 has been given."""
+        for stream in list(self.last):
+            self.wait(stream, 0, self.last[0])
+
+    def ready(self, handle: Handle, *, meshed: bool = False) -> list[int]:
+        """Return [stream, position, ...]: where a value is what a read issued now must see.
+
+        `meshed` is whether stream 0 has a word that tells of a mesh's segments: the read comes after it, too.
+
+        Invariant: the thread of any stream in the result may be the one that reads the value out, and so each of them is noted here as a
+        user and as a reader. Whoever adds a stream to the result later leaves it out of that: a write then overtakes the read.
+        """
+        after = {self._makers.get(handle.ref, 0): handle.born[0]}
+        storage = handle.storage
+        writer = 0 if storage.order is None else storage.order.writer
+        after[writer] = max(after.get(writer, 0), storage.written)
+        if meshed:
+            after.setdefault(0, 0)
+        use, found = self._use(storage), list[int]()
+        for stream, position in after.items():
+            position = max(position, self.checked.get(stream, 0))
+            found += stream, position
+            self.note_use(handle, stream)
+            use.readers[stream] = max(position, use.readers.get(stream, 0))
+        return found
+
+    # -- frees -------------------------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        freed = self.node.freed
+        while freed:
+            self.free(freed.pop())
+
+    def free(self, ref: int) -> None:
+        """Free a value on the stream that made it; if others used it too, when the last of them gets there."""
+        maker, users = self._makers.pop(ref, 0), self._users.pop(ref, 0)
+        if not users:
+            self._freed.setdefault(maker, []).append(-ref)
+            return
+        streams = [maker, *(k for k in range(users.bit_length()) if users >> k & 1)]
+        for stream in streams:
+            self._freed.setdefault(stream, []).extend((RELEASE, ref, len(streams)))
+
+    def settle(self) -> None:
+        """Append the frees that no instruction took along."""
+        self._collect()
+        for stream in list(self._freed):
+            put(self.node, stream, self._freed.pop(stream))

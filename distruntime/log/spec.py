@@ -1,0 +1,111 @@
+"""The metadata of a tensor, interned: two specs are equal exactly if they are the same object, so they hash at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..wire.codec import dtype_name, dtype_named
+
+_CONJ, _NEG = 1, 2
+_MOST = 1 << 16  # a forgotten spec only costs a signature its cache hit
+
+
+class Spec:
+    """Sizes, strides, offset, dtype and the conjugate and negative bits of one tensor."""
+
+    __slots__ = ("bits", "dtype", "offset", "size", "stride")
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, as if contiguous."""
+        return self.size.numel() * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the start of the storage to the end of the last element: what the storage holds at least."""
+        return (self.offset + self._span()) * self.dtype.itemsize if self.size.numel() else 0
+
+    @property
+    def expanded(self) -> bool:
+        """Whether several elements are one, so that the tensor cannot be written."""
+        return any(n > 1 and not s for n, s in zip(self.size, self.stride)) and self.size.numel() > 0
+
+    def _span(self) -> int:
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride)) if self.size.numel() else 0
+
+    def wire(self) -> list[object]:
+        """Return the spec as it travels."""
+        return [list(self.size), list(self.stride), self.offset, dtype_name(self.dtype), self.bits]
+
+    def meta(self) -> torch.Tensor:
+        """Return a `meta` tensor of this metadata."""
+        flat = torch.empty(self.offset + self._span(), dtype=self.dtype, device="meta")
+        meta = (
+            flat
+            if (flat.size(), (1,), 0) == (self.size, self.stride, self.offset)
+            else flat.as_strided(self.size, self.stride, self.offset)
+        )
+        if self.bits & _CONJ:
+            torch._C._set_conj(meta, True)
+        if self.bits & _NEG:
+            torch._C._set_neg(meta, True)
+        return meta
+
+    def __repr__(self) -> str:
+        return f"{tuple(self.size)} {dtype_name(self.dtype)}"
+
+
+_interned: dict[tuple[object, ...], Spec] = {}
+
+
+def spec(size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, bits: int = 0) -> Spec:
+    """Return the one spec of this metadata."""
+    key = (tuple(size), tuple(stride), offset, dtype, bits)
+    found = _interned.get(key)
+    if found is None:
+        if len(_interned) >= _MOST:
+            _interned.clear()
+        found = Spec()
+        found.size, found.stride, found.offset, found.dtype, found.bits = torch.Size(key[0]), key[1], offset, dtype, bits
+        found = _interned.setdefault(key, found)
+    return found
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Return the spec of any strided tensor."""
+    bits = (_CONJ if tensor.is_conj() else 0) | (_NEG if tensor.is_neg() else 0)
+    return spec(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
+
+
+def spec_from_wire(fields: list[object]) -> Spec:
+    """Return the spec that `Spec.wire` packed."""
+    size, stride, offset, dtype, bits = fields
+    return spec(tuple(size), tuple(stride), offset, dtype_named(dtype), bits)  # type: ignore[arg-type]
+
+
+NO_TENSOR = spec((0,), (1,), 0, torch.float32)  # of what a ref names that is no tensor: a tape, a stamp, a generator
+
+
+def layout(spec: Spec) -> list[Any]:
+    """Return a spec as templates of groups say it: dtype, sizes, and strides where it is not contiguous."""
+    strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
+    return [dtype_name(spec.dtype), list(spec.size), strides]
+
+
+def contiguous(like: Spec, size: Sequence[int] | None = None) -> Spec:
+    """Return the spec of a contiguous tensor of this dtype, and of this or another size."""
+    sizes = tuple(like.size if size is None else size)
+    stride, count = [], 1
+    for n in reversed(sizes):
+        stride.append(count)
+        count *= max(n, 1)
+    return spec(sizes, tuple(reversed(stride)), 0, like.dtype)

@@ -1,0 +1,395 @@
+"""Meshes: members in rows and columns that run one program, each on its own shard of every tensor.
+
+A tensor on a mesh is one proxy for as many shards as there are members, all of one shape; an operator on it is one instruction, which
+every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the first member's; `shards(t)` reads all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count, product
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..collectives.group import homes_of
+from ..errors import NotSupportedError, PlacementError, UsageError
+from ..log.current import MeshContext
+from ..log.handle import Place
+from ..log.issue import issue_default
+from ..log.line import user_line
+from ..log.mesh_log import Team, team_of
+from ..log.shards import belongs, member_of, mesh_of, whole_of
+from ..operators.proxies import wrap
+from ..operators.signatures import template
+from ..operators.transfer import upload
+from ..session.session import Session, active_session
+from ..tensors.fetch import fetch
+from ..tensors.tensor import DistributedTensor
+from .layout import Layout
+from .lines import Lines, numbers
+from .torch_dtensor import prepare
+from .torch_process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
+from .varying import varying
+
+Names = tuple[str, ...]
+
+
+class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
+    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names. A torch DeviceMesh, too.
+
+    As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions, `mesh.select(dp=0)` a part of them.
+    Tensors of meshes with the same members combine, whatever their shapes.
+    """
+
+    def __init__(self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None) -> None:
+        self._team: Team = team_of(session, places)
+        self._home = self._team.residence()  # held, so that its number stays its own
+        self._whole = self  # of which this one shows some dimensions
+        self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
+        self._sizes = tuple(shape)
+        self._kept: dict[Any, Any] = {}  # coordinates and slices
+        self._context = MeshContext(self._home)
+        self._layout_of: Layout | None = None  # which other groups of members there are
+        prepare()
+        if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
+            session.on_close.append(end)
+        ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
+        super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
+        groups: list[MeshGroup] = []
+        for dim in self._dims:
+            # Of the members, not of this mesh, so that it can go, and its number with it.
+            rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+            known, key = self._team.spoken, tuple(map(tuple, rows))
+            if key not in known:
+                at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
+                known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
+                session.on_close.append(partial(forget, known[key]))
+            groups.append(known[key])
+        torch_mesh: Any = self
+        torch_mesh._dim_group_names = [group.group_name for group in groups]
+        self._pg_registry = {group.group_name: group for group in groups}
+
+    @property
+    def session(self) -> Session:
+        """The session whose devices these are."""
+        found: Session = self._team.session
+        return found
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The members' places, the last dimension's neighbours next to each other."""
+        return self._team.members
+
+    @property
+    def device(self) -> torch.device:
+        """What `torch.ones(..., device=)` takes for it, and `x.device` of its tensors gives."""
+        return self._home.device
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of members of the dimensions that it shows, or the size of one dimension."""
+        return prod(self.shape) if mesh_dim is None else self.shape[self._dim(mesh_dim)]
+
+    def _dim(self, dim: int | str) -> int:
+        if isinstance(dim, str):
+            names = self.mesh_dim_names or ()
+            if dim not in names:
+                raise UsageError(
+                    f"this mesh has no dimension {dim!r}: it has {', '.join(names) or 'none with names, give mesh_dim_names='}"
+                )
+            return names.index(dim)
+        if not -self.ndim <= dim < self.ndim:
+            raise UsageError(f"a mesh of {self.ndim} dimensions has no dimension {dim}")
+        return dim % self.ndim
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
+        wanted = tuple(mesh_dim_names) if isinstance(mesh_dim_names, (tuple, list)) else (mesh_dim_names,)
+        if not all(isinstance(name, str) for name in wanted):
+            raise UsageError(f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places are mesh.places")
+        dims = [self._dim(name) for name in wanted]
+        if dims != sorted(set(dims)):
+            raise UsageError(f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}")
+        if len(dims) == self.ndim:
+            return self
+        key = tuple(self._dims[d] for d in dims)
+        kept = self._whole._kept
+        if key not in kept:
+            part: Any = super().__getitem__(wanted)
+            part.__class__ = DeviceMesh
+            part._team, part._home, part._whole, part._dims, part._context = self._team, self._home, self._whole, key, self._context
+            part._layout_of = None
+            kept[key] = part
+        found: DeviceMesh = kept[key]
+        return found
+
+    def select(self, **where: int) -> DeviceMesh:
+        """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row. Its tensors are others."""
+        if self._whole is not self:
+            raise UsageError("select members of the whole mesh, not of one that shows some of its dimensions")
+        fixed = {self._dim(name): index for name, index in where.items()}
+        for dim, index in fixed.items():
+            if not 0 <= index < self.shape[dim]:
+                name = (self.mesh_dim_names or {dim: dim})[dim]
+                raise UsageError(f"dimension {name!r} has coordinates 0 to {self.shape[dim] - 1}, got {index}")
+        kept = [d for d in range(self.ndim) if d not in fixed]
+        members = [
+            self.places[k] for k, at in enumerate(product(*map(range, self.shape))) if all(at[d] == index for d, index in fixed.items())
+        ]
+        names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[d] for d in kept)
+        return DeviceMesh(self.session, members, [self.shape[d] for d in kept] or [1], names or None)
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Return each member's coordinates in the dimensions of this mesh."""
+        return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole._sizes))]
+
+    def coordinate(self, dim: int | str = 0) -> DistributedTensor:
+        """Return a tensor of one int64 that is, on each member, its coordinate along a dimension. Return at once."""
+        k, kept = self._dim(dim), self._whole._kept
+        key = "coordinate", self._dims[k]
+        if key not in kept:
+            kept[key] = numbers(self._home, tuple(at[k] for at in self.coordinates()))
+        return kept[key].clone()  # type: ignore[no-any-return]
+
+    def manual_seed(self, seed: int, distinct: bool = False) -> None:
+        """Seed the members' generators, after what has been issued: all alike, or with `distinct` member k with `seed` + k. Return at once.
+
+        `torch.manual_seed` seeds them all alike, too.
+        """
+        self._seed(seed, tuple(range(len(self.places))) if distinct else None)
+
+    def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
+        """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""
+        value: Any = torch.tensor(seed, device="cpu").to(self.device)
+        if distinct is not None:
+            value = value + numbers(self._home, distinct)
+        node = self._team
+        with node.lock:
+            number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
+            issue_default([number, *words], (), [value._handle], node, user_line())
+
+    @contextmanager
+    def drawing(self, placements: Sequence[Any], generator: torch.Generator | None) -> Iterator[None]:
+        """Let a DTensor's random operator draw as on one device: shards draw distinct numbers, replicas equal ones; alike afterwards.
+
+        What they draw follows this process's own generator, which `torch.manual_seed` seeds.
+        """
+        base = int(torch.randint(1 << 62, (1,), generator=generator, device="cpu"))
+        cut = tuple(k for k, placement in enumerate(placements) if placement.is_shard())
+        kept, key = self._whole._kept, ("shards", self._dims, cut)
+        if key not in kept:
+            shards = []
+            for at in self.coordinates():
+                shard = 0
+                for k in cut:
+                    shard = shard * self.shape[k] + at[k]
+                shards.append(shard)
+            kept[key] = tuple(shards)
+        self._seed(base, kept[key])
+        try:
+            yield
+        finally:
+            self._seed(base + len(self.places))
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
+        """Return the members along several dimensions as one dimension, as torch does."""
+        with speaking_for(self._team):
+            return super()._flatten(mesh_dim_name) if backend_override is None else super()._flatten(mesh_dim_name, backend_override)
+
+    def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
+        """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
+        if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
+            return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
+        dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
+        wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
+        found: Lines | None = kept.get(wanted)
+        if found is None or found.broken is not None:
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for k, at in enumerate(product(*map(range, self._whole._sizes))):
+                rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
+            found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
+        return found
+
+    # -- what differs from member to member, as torch asks for it -----------------------------------------------------------------------
+
+    def get_coordinate(self) -> Any:
+        """Return, for each dimension, the members' coordinates: numbers that differ from member to member, as torch's own symbolic ints."""
+        kept, key = self._whole._kept, ("varying", self._dims)
+        if key not in kept:  # DTensor asks with every operator
+            kept[key] = tuple(varying([at[k] for at in self.coordinates()]) for k in range(self.ndim))
+        found: tuple[Any, ...] = kept[key]
+        return found
+
+    def _sym_get_coordinate(self, index: int) -> Any:
+        return self.get_coordinate()[index]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the members' coordinates along one dimension; see `get_coordinate`."""
+        return self._sym_get_coordinate(self._dim(0 if mesh_dim is None else mesh_dim))
+
+    def __enter__(self) -> DeviceMesh:
+        self.session.require_open()  # in another session new tensors would go to a place of that one
+        super().__enter__()
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, exc_traceback: Any) -> None:
+        self._context.__exit__(exc_type, exc_value, exc_traceback)
+        super().__exit__(exc_type, exc_value, exc_traceback)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # as a place is, of whatever is copied there: a model of DTensors
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupportedError(
+            f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: dr.fetch(model.state_dict())"
+        )
+
+    def __repr__(self) -> str:
+        names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
+        return f"<distruntime.DeviceMesh ({', '.join(f'{n}={s}' for n, s in zip(names, self.shape))}), {self._team.place}>"
+
+
+_names = count()
+
+
+def init_device_mesh(
+    device_type: str | Sequence[int | Place],
+    mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout,
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+) -> DeviceMesh:
+    """Make a mesh of the session's devices of one type, node by node, or of places.
+
+    Args:
+        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves, node numbers or places.
+        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost. Of a
+            `Layout` the mesh also has its other groups: `mesh.lines("model")`, `mesh.lines("moe_ep")`.
+        mesh_dim_names: the dimensions' names.
+
+    Raises:
+        PlacementError: the mesh is larger than the cluster. UsageError: a shape that is none.
+    """
+    session = active_session()
+    layout = mesh_shape if isinstance(mesh_shape, Layout) else None
+    given: Any = mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape
+    sizes: list[Any] = list(given) if isinstance(given, Iterable) else []
+    if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
+        if mesh_dim_names is not None:
+            raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
+        mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
+    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise UsageError(f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}")
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
+        raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
+    need = prod(sizes)
+    if not isinstance(device_type, str):
+        have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
+        if len(have) != need:
+            raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
+    elif device_type not in ("cpu", "cuda"):
+        raise UsageError(f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a list; got {device_type!r}')
+    else:
+        have = [
+            Place(node.index, name)
+            for node in session.nodes
+            if node.failed is None
+            for name in session.places.devices(node.index)
+            if name.partition(":")[0] == device_type
+        ]
+    if need > len(have):
+        alive = sum(node.failed is None for node in session.nodes)
+        raise PlacementError(
+            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"
+            f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
+            + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
+            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() shows what there is"
+        )
+    mesh = DeviceMesh(session, have[:need], sizes, names)
+    mesh._layout_of = layout
+    return mesh
+
+
+def _mesh_handle(t: Any) -> Any:
+    if isinstance(t, DTensor):
+        raise UsageError(
+            "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, t.full_tensor() one of the whole"
+        )
+    if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
+        got = f"one on {t.place}" if isinstance(t, DistributedTensor) else f"a local {type(t).__name__}"
+        raise UsageError(f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members")
+    return t._handle
+
+
+def members(t: torch.Tensor) -> list[DistributedTensor]:
+    """Return a proxy of each member's shard, at that member's place: no copies. Return at once."""
+    handle = _mesh_handle(t)
+    return [wrap(DistributedTensor, member_of(handle, k)) for k in range(len(handle.place.node.members))]
+
+
+def shards(t: torch.Tensor) -> list[torch.Tensor]:
+    """Return every member's shard as a local tensor, by rank. Block until they are here; raise what poisoned one."""
+    found: list[torch.Tensor] = fetch(members(t))
+    return found
+
+
+def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
+    """Return a tensor on a mesh made of its members' shards: local tensors, which are sent, or proxies at the members' places: no copies,
+    unless some of them are shards of another tensor on this mesh.
+
+    Raises:
+        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy lives elsewhere.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"from_shards takes the mesh itself, from_shards(tensors, mesh), got {mesh!r}")
+    given = list(tensors)
+    if len(given) != len(mesh.places):
+        raise UsageError(f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}")
+    for k, t in enumerate(given):
+        if not isinstance(t, torch.Tensor):
+            raise UsageError(f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: torch.tensor(...) makes one")
+        if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
+            raise UsageError(
+                f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
+                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: dr.primitives works on uneven lists"
+            )
+    for k, (t, place) in enumerate(zip(given, mesh.places)):
+        if isinstance(t, DistributedTensor) and t.place != place:
+            move = f"t.member({k})" if t._handle.place.node.members else f"t.to(dr.place({place.node}, {place.device!r}))"
+            raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return _FromShards.apply(mesh, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _put_together(mesh, given)
+
+
+def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> DistributedTensor:
+    handles = []
+    for t, place in zip(given, mesh.places):
+        if isinstance(t, DistributedTensor):
+            own: Any = t.detach().contiguous()
+            handles.append(own._handle)
+        else:
+            home = mesh.session.places.residence(place, numbered=False)
+            handles.append(upload(t, home))
+    if whole_of(mesh._team, handles) is None:  # two tensors of one log do not share memory unknown to it: the second is a copy
+        handles = [wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles]
+    found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+    return found
+
+
+class _FromShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, *given: torch.Tensor) -> Any:
+        ctx.remote = [isinstance(t, DistributedTensor) for t in given]
+        return _put_together(mesh, given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        parts = [wrap(DistributedTensor, member_of(grad._handle, k)) for k in range(len(ctx.remote))]
+        return None, *(part if remote else part.cpu() for part, remote in zip(parts, ctx.remote))

@@ -1,0 +1,289 @@
+"""PyTorch's DTensor and tensor parallelism on a mesh's tensors: the few steps of theirs that depend on the rank. FSDP2's: fully_shard.py.
+
+Everything else of them runs as it is: their operators are operators, their collectives are in functional_collectives.py and
+process_group.py. `prepare` changes torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md
+says what of torch's own is touched here, for which versions it is tested, and what happens when torch changes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed._state_dict_utils
+import torch.distributed.device_mesh
+import torch.distributed.tensor
+import torch.distributed.tensor._random
+from torch.distributed import _local_tensor
+from torch.distributed.tensor import _collective_utils, _utils, placement_types
+
+from ..backend.fused import of_dtensors
+from ..errors import NotSupportedError, PlacementError
+from ..log.current import MeshContext, asked_by_fakes
+from ..operators.new_calls import for_each_member
+from ..tensors.tensor import DistributedTensor
+from . import torch_collectives as functional_collectives
+from . import torch_fsdp as fully_shard
+from .torch_fsdp import replace
+from .torch_process_group import noting, placing
+from .varying import home_of, per_member, run_for_each
+
+_tensor: Any = torch.distributed.tensor
+_state_dict: Any = torch.distributed._state_dict_utils
+_device_mesh: Any = torch.distributed.device_mesh
+_MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
+_done: list[str] = []  # what went wrong, if anything
+
+
+def prepare() -> None:
+    """Let what depends on the rank run for each member, where tensors are a mesh's. Does its work once.
+
+    Raises:
+        NotSupportedError: this torch does not have some part of what is changed.
+    """
+    if not _done:
+        try:
+            _prepare()
+            _done.append("")
+        except AttributeError as error:  # half of it is done: no later mesh may take that for all
+            _done.append(
+                f"torch {torch.__version__} has moved a part of its own that meshes need: {error}. docs/meshes.md has versions that fit"
+            )
+    if _done[0]:
+        raise NotSupportedError(_done[0])
+
+
+def _prepare() -> None:
+    functional_collectives.prepare()
+    fully_shard.prepare()
+    of_dtensors.append(_attention)
+    for_each_member.append(run_for_each)
+    _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
+    owners: list[Any] = [placement_types, _utils, _collective_utils]
+    owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
+    for owner in owners:
+        _wrap_marked(owner)
+    buffer = _tensor.placement_types.MaskBuffer
+    buffer.apply_mask = _masking(buffer.apply_mask)
+    handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    for op in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default):
+        handlers[op] = functools.partial(_index_of, handlers[op])
+    propagator = _tensor._sharding_prop.ShardingPropagator
+    propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
+    _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
+    replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
+    _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
+    _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
+    _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
+    _device_mesh.new_group = noting(_device_mesh.new_group)
+    _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
+    if _tensor._random._rng_tracker is None:
+        _tensor._random._rng_tracker = _Draws()
+
+
+def _wrap_marked(owner: ModuleType | type) -> None:
+    found = 0
+    for name, value in list(vars(owner).items()):
+        function: Any = value.__func__ if isinstance(value, staticmethod) else value
+        if getattr(function, "__code__", None) is _MARK:
+            wrapped = per_member(function.__wrapped__)
+            setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
+            found += 1
+    if not found:  # or every member would quietly do what the first does
+        raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
+
+
+def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """torch remembers operators' results by mesh, those that it makes itself of others included, and takes equal ranks for equal meshes.
+
+    Those of two meshes of ours are other members, or were another session's, whose groups are gone.
+    """
+
+    @functools.wraps(equal)
+    def choose(one: Any, other: Any) -> bool:
+        if one is other:
+            return True
+        if not isinstance(other, _device_mesh.DeviceMesh):
+            return False
+        mine, theirs = (getattr(mesh._get_root_mesh(), "_team", None) for mesh in (one, other))
+        return mine is theirs and equal(one, other)
+
+    return choose
+
+
+def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """torch puts fake tensors on the current place, and remembers what operators on them return for whatever place is current."""
+
+    @functools.wraps(propagate)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        token = asked_by_fakes.set(True)
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            asked_by_fakes.reset(token)
+
+    return choose
+
+
+def _masking(apply: Callable[..., None]) -> Callable[..., None]:
+    """torch indexes by the mask of rows that are others'; one of no dimension, of a lone index, it would read here, for all members."""
+
+    @functools.wraps(apply)
+    def choose(buffer: Any, tensor: Any) -> None:
+        if home_of(tensor) is None or buffer.data is None or buffer.data.ndim:
+            apply(buffer, tensor)
+        else:
+            tensor.masked_fill_(buffer.data, 0.0)
+
+    return choose
+
+
+def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; here comparing has asked all members."""
+    one, other = args
+    if not all(home_of(getattr(t, "_local_tensor", None)) for t in args) or one.device_mesh != other.device_mesh:
+        mine = handlers.pop(func)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            handlers[func] = mine
+    if one.shape != other.shape:
+        return False
+    with torch.no_grad():
+        layout = [_tensor.Replicate() if p.is_partial() else p for p in one.placements]
+        return torch.equal(*(t.redistribute(one.device_mesh, layout)._local_tensor for t in args))
+
+
+def _index_of(handler: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch finds the largest of each rank, and whose it is by numbers of its own rank; here the dimension is gathered first."""
+    t = args[0]
+    if home_of(t._local_tensor) is None:
+        return handler(func, args, kwargs)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    cut = [not p.is_replicate() and (p.is_partial() or dim is None or p.dim == dim % t.ndim) for p in t.placements]
+    if any(cut):
+        t = t.redistribute(t.device_mesh, [_tensor.Replicate() if gather else p for gather, p in zip(cut, t.placements)])
+    return handler(func, (t, *args[1:]), kwargs)
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any) -> Any:
+    """Attention over DTensors, each member its own batches and heads, as DTensor has it of CUDA's kernels.
+
+    The formula would make a mask of "what the queries are", and what torch's C++ makes of that is no DTensor.
+    """
+    given = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
+    if not all(isinstance(t, _tensor.DTensor) and home_of(t._local_tensor) is not None for t in given):
+        return NotImplemented
+    mesh = query.device_mesh
+    if any(t.device_mesh != mesh for t in given):
+        return NotImplemented
+    layout = [_tensor.Replicate()] * mesh.ndim
+    for dim in range(query.ndim - 2):
+        along = [k for k, p in enumerate(query.placements) if type(p) is _tensor.Shard and p.dim == dim]
+        count = math.prod(mesh.size(k) for k in along)
+        if all(t.ndim == query.ndim and t.size(dim) % count == 0 for t in (query, key, value)):
+            for k in along:
+                layout[k] = _tensor.Shard(dim)
+    local = [t.redistribute(mesh, layout).to_local() for t in (query, key, value)]
+    if attn_mask is not None:
+        ahead = query.ndim - attn_mask.ndim
+        cut = [p.is_shard() and p.dim >= ahead and attn_mask.size(p.dim - ahead) > 1 for p in layout]
+        own = [_tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate() for p, of_mask in zip(layout, cut)]
+        summed = [_tensor.Partial() if p.is_shard() and not of_mask else q for p, q, of_mask in zip(layout, own, cut)]
+        attn_mask = attn_mask.redistribute(mesh, own).to_local(grad_placements=summed)
+    with mesh.drawing(layout, None) if dropout_p else contextlib.nullcontext():
+        found = torch.ops.aten.scaled_dot_product_attention(*local, attn_mask, dropout_p, *options, **named)
+    return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
+
+
+def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what a function of torch puts on the mesh's device type, "remote", go to the members of the mesh that it is called with."""
+
+    @functools.wraps(function)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        home = next((found for value in (*args, *kwargs.values()) if (found := getattr(value, "_home", None)) is not None), None)
+        if home is None:
+            return function(*args, **kwargs)
+        with MeshContext(home, default=False):
+            return function(*args, **kwargs)
+
+    return choose
+
+
+def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a new DTensor whose shards would differ in size, before a factory gets a size that differs from member to member."""
+
+    @functools.wraps(make)
+    def choose(factory: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        parts = list(size)
+        for n, placement in zip(device_mesh.shape if hasattr(device_mesh, "_home") else (), placements or ()):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and -len(parts) <= dim < len(parts):
+                if parts[dim] % n:
+                    raise NotSupportedError(
+                        f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by {n} members, and a mesh's tensor has "
+                        "one shape. Make the size a multiple of the number of members, or use lists of tensors, which may be uneven: "
+                        "distruntime.primitives"
+                    )
+                parts[dim] //= n
+        return make(factory, size, device_mesh=device_mesh, placements=placements, **kwargs)
+
+    return choose
+
+
+def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
+    """Send a local tensor to all members of the mesh, as torch sends it to its device; refuse one of another place."""
+
+    @functools.wraps(from_local)
+    def choose(local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        home = getattr(device_mesh, "_home", None)
+        if home is not None and isinstance(local_tensor, torch.Tensor):
+            if not isinstance(local_tensor, DistributedTensor):
+                local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
+            elif local_tensor._handle.place.node is not home.node:
+                raise PlacementError(
+                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent to all members; "
+                    f"this one lives on {local_tensor.place}: make it there, or by dr.from_shards([...], mesh)"
+                )
+        return from_local(local_tensor, device_mesh, *args, **kwargs)
+
+    return choose
+
+
+def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
+    """torch moves what it gathers for a state dict to the mesh's device type; of a mesh's tensors that is where they are."""
+
+    @functools.wraps(iterate)
+    def choose(value: Any, *args: Any, **kwargs: Any) -> Any:
+        home = home_of(getattr(value, "_local_tensor", None))
+        with contextlib.nullcontext() if home is None else MeshContext(home, default=False):
+            return iterate(value, *args, **kwargs)
+
+    return choose
+
+
+def _device(dtensor: Any) -> torch.device:
+    """The device of a DTensor: as its local tensor says, where that is a proxy."""
+    local = dtensor._local_tensor
+    own: Any = torch.Tensor.device
+    found: torch.device = local.device if isinstance(local, DistributedTensor) else own.__get__(dtensor)
+    return found
+
+
+class _Draws:
+    """What DTensor calls around an operator that draws random numbers."""
+
+    distribute_region_enabled = True
+
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Any:
+        drawing = getattr(spec.mesh, "drawing", None)
+        return contextlib.nullcontext() if drawing is None else drawing(spec.placements, generator)
+
+
+__all__ = ["DistributedTensor", "prepare"]

@@ -1,0 +1,147 @@
+"""PyTorch's FSDP2 on a mesh's tensors: the few steps of it that depend on the rank. See dtensor.py."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import _fully_shard
+
+from ..errors import NotSupportedError, UsageError
+from ..streams.event import Event
+from .torch_process_group import BACKEND, MeshGroup, speaking_for
+from .varying import home_of, pick, run_for_each, varies, varying
+
+_fsdp: Any = _fully_shard  # whose private parts have no stubs
+
+
+def prepare() -> None:
+    """Let what depends on the rank run for each member, where tensors are a mesh's. Raises `AttributeError` for what torch has moved."""
+    _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
+    group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
+    group.finalize_backward = _waiting(group.finalize_backward)
+    parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
+    replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
+    replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
+    replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
+    info = _fsdp._fsdp_common.FSDPMeshInfo
+    info.__post_init__ = _with_ranks(info.__post_init__)
+
+
+def replace(name: str, wrapper: Any) -> None:
+    """Put a wrapper in the place of what it wraps, wherever that has been imported by name, as programs do at their top."""
+    for module in list(sys.modules.values()):
+        if vars(module).get(name) is wrapper.__wrapped__:
+            vars(module)[name] = wrapper
+
+
+class _Chunks(list[Any]):
+    """The chunks of a parameter, of which each member keeps its own."""
+
+    def __init__(self, chunks: list[Any], whole: Any, dim: int) -> None:
+        super().__init__(chunks)
+        self._whole, self._dim = whole, dim
+
+    def __getitem__(self, index: Any) -> Any:
+        if not varies(index):
+            return super().__getitem__(index)
+        found = NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
+        return run_for_each(list.__getitem__, [list(self), index], {}) if found is NotImplemented else found
+
+
+def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(chunk)
+    def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
+        return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
+
+    return choose
+
+
+def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2 cuts rows to learn what it would reshard to, of parameters that are cut by another dimension too, never resharded so."""
+
+    @functools.wraps(init)
+    def choose(parameter: Any, param: Any) -> None:
+        if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
+            init(parameter, param)
+        else:
+            parameter.sharded_post_forward_size = parameter.sharded_size
+            parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
+
+    return choose
+
+
+def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Until torch 2.15 FSDP2 waits for what it has gathered in vain with a `torch.Stream`, whose C++ takes any object for its own event."""
+
+    @functools.wraps(finalize)
+    def choose(group: Any) -> None:
+        gathered = group._all_gather_result
+        if gathered is not None and isinstance(gathered.all_gather_event, Event):
+            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+            group._all_gather_result = gathered._replace(all_gather_event=None)
+        finalize(group)
+
+    return choose
+
+
+def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
+    """Say of FSDP2 what torch would say in words about its own insides, or not before the first step."""
+
+    @functools.wraps(shard)
+    def choose(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
+        if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND:
+            raise UsageError("fully_shard does not know which mesh: fully_shard(module, mesh=mesh)")
+        if hasattr(mesh, "_home"):
+            if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
+                raise NotSupportedError(
+                    "CPUOffloadPolicy would move shards to this process, which is not where they are used: leave it out"
+                )
+            ignored = kwargs.get("ignored_params") or ()
+            for one in module if isinstance(module, (list, tuple)) else [module]:
+                for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
+                    if value.device.type not in ("remote", "meta") and value not in ignored:
+                        raise UsageError(f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)")
+        return shard(module, *args, mesh=mesh, **kwargs)
+
+    return choose
+
+
+def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:
+    @functools.wraps(device)
+    def choose(mesh: Any) -> torch.device:
+        home = getattr(mesh, "_home", None)  # of our meshes; of others what torch finds
+        return device(mesh) if home is None else home.device
+
+    return choose
+
+
+def _of_members(make: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 makes a smaller mesh to reshard to, of the members of the one that it was given."""
+
+    @functools.wraps(make)
+    def choose(reshard: Any, mesh_info: Any) -> Any:
+        team = getattr(mesh_info.mesh, "_team", None)
+        if team is None:
+            return make(reshard, mesh_info)
+        with speaking_for(team):
+            return make(reshard, mesh_info)
+
+    return choose
+
+
+def _with_ranks(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 takes its rank from the process group, which has one for all members."""
+
+    @functools.wraps(post_init)
+    def choose(info: Any) -> None:
+        post_init(info)
+        group = getattr(info, "shard_process_group", None)
+        if isinstance(group, MeshGroup):
+            info.shard_mesh_rank = varying(group.ranks)
+
+    return choose

@@ -1,0 +1,350 @@
+"""The master's stand-in for a process group along a dimension of a mesh: what torch.distributed calls, all members do.
+
+DTensor, tensor parallelism and FSDP2 ask a mesh for process groups. These have a name, a size and rank 0, as the master speaks for all
+members at once; what is called on them with a mesh's tensors becomes one instruction, in which every line of members does its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import NotSupportedError, UsageError
+from ..log.mesh_log import Team
+from ..tensors.tensor import DistributedTensor
+from .lines import Lines, reduction, run_all_reduce, run_all_to_all
+
+BACKEND = "distruntime"
+_OBJECTS = (torch.uint8, torch.int64)  # what torch sends of objects, which are this process's for all members; numbers of a member are not
+_c10d: Any = distributed_c10d
+_dist: Any = dist
+
+
+class Issued(dist.Work):
+    """What torch waits for after it has asked for an operation: what follows on the members comes after it by itself."""
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._results = list(results)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the results."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that has the results."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs have one signature of several
+
+
+class MeshGroup(_ProcessGroup):  # type: ignore[misc]
+    """The process group of a dimension of a mesh. `lines` opens the members' own groups, at the first use."""
+
+    def __init__(self, name: str, size: int, lines: Callable[[], Lines], ranks: Sequence[int] = ()) -> None:
+        super().__init__(0, size)
+        self._name = name
+        self.use(lines, ranks)
+        self._desc = "a dimension of a distruntime mesh"
+
+    def use(self, lines: Callable[[], Lines], ranks: Sequence[int]) -> None:
+        """Say which lines of members it stands for, and each member's rank in its line."""
+        self._lines = lines
+        self._found: Lines | None = None
+        self.ranks = list(ranks)
+
+    @property
+    def lines(self) -> Lines:
+        """The members' groups."""
+        found = self._found
+        if found is None or found.broken is not None:
+            found = self._found = self._lines()
+        return found
+
+    def getBackendName(self) -> str:  # torch's name
+        """Return "distruntime"."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def __repr__(self) -> str:
+        return f"<distruntime process group {self._name}, {self.size()} members in a line>"
+
+    def _expect(self, what: str, unit: str, got: int, wanted: int) -> None:
+        """Raise `UsageError` here for what the members' channel would break the group over."""
+        if got != wanted:
+            size = self.lines.size
+            ranks = f". This group has {self.size()} ranks, for every device of the session: name the mesh's, group=mesh.get_group(dim)"
+            raise UsageError(
+                f"{what} has {wanted} {unit} where a line has {size} members, got {got}" + (ranks if self.size() != size else "")
+            )
+
+    # -- what torch.distributed calls, by the names of the c10d operators -------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
+        """Reduce each member's tensor in place."""
+        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        for t in given:
+            if op in ("MIN", "MAX") and not is_on_mesh(t):
+                continue  # one value, which is every member's, as this process speaks for all: DTensor's `torch.equal` asks so
+            x = on_mesh(t)
+            self.lines.run("all_reduce", [x], into=[x], op=op, factor=factor)
+        return Issued(given)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Issued:
+        """Overwrite each member's tensor by the root's."""
+        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        for t in given:
+            if is_local(t):  # an object of torch's own: this process speaks for all members
+                continue
+            lines, x = self.lines, on_mesh(t)
+            lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
+        return Issued(given)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Give each member its part of the root's list."""
+        self._expect("scatter's list", "tensors", len(inputs[0]), self.lines.size)
+        whole = torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]])
+        self.lines.run("scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank))
+        return Issued(outputs)
+
+    def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Issued:
+        if is_local(given) and given.dtype in _OBJECTS:
+            output.view(-1).copy_(given.reshape(-1).repeat(self.size()))
+            return Issued([output])
+        self._expect("all_gather's output", "elements", on_mesh(output).numel(), on_mesh(given).numel() * self.lines.size)
+        self.lines.run("all_gather", [given], into=[output])
+        return Issued([output])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
+        """Fill each member's list with all members' tensors."""
+        if is_local(inputs[0]):  # of an object (`all_gather_object`), which is the same for all members
+            for t in outputs[0]:
+                t.copy_(inputs[0])
+            return Issued(outputs[0])
+        self._expect("all_gather's list", "tensors", len(outputs[0]), self.lines.size)
+        for t in outputs[0]:
+            self._expect("all_gather's output", "elements", on_mesh(t).numel(), on_mesh(inputs[0]).numel())
+        self.lines.run("all_gather", [inputs[0]], into=outputs[0])
+        return Issued(outputs[0])
+
+    def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
+        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        self._expect("reduce_scatter's input", "elements", on_mesh(given).numel(), on_mesh(output).numel() * self.lines.size)
+        self.lines.run("reduce_scatter", [given], into=[output], op=op, factor=factor)
+        return Issued([output])
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.13 on
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
+        """Gather several tensors."""
+        for output, given in zip(outputs, inputs):
+            self._allgather_base(output, given)
+        return Issued(outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Reduce and scatter several tensors."""
+        for output, given in zip(outputs, inputs):
+            self._reduce_scatter_base(output, given, opts)
+        return Issued(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
+        """Give each member its part of the reduction of all members' lists."""
+        return self._reduce_scatter_base(outputs[0], torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]]), opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Issued:
+        """Reduce into the root's tensor; the others' stay as they are."""
+        for t in tensors:
+            total = run_all_reduce(self.lines, on_mesh(t), opts.reduceOp)
+            t.copy_(torch.where(self.lines.ranks() == int(opts.rootRank), total, t))
+        return Issued(tensors)
+
+    def alltoall_base(self, output: Any, given: Any, got: Any, sent: Any, opts: Any = None) -> Issued:
+        """Exchange parts of one size along the first dimension."""
+        x, n = on_mesh(given), self.size()
+        parts = [x.shape[0] // n if x.dim() else 0] * n
+        on_mesh(output).copy_(run_all_to_all(self.lines, x, list(got) or parts, list(sent) or parts))
+        return Issued([output])
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotSupportedError(
+            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, scatter, all_gather, reduce_scatter and "
+            "all_to_all_single. For one member and another, copy their tensors: x.member(k).to(y.place), dr.functional"
+        )
+
+    gather = send = recv = recv_anysource = alltoall = allreduce_coalesced = allgather_coalesced = _refuse
+
+    def barrier(self, opts: Any = None) -> Issued:
+        """Return at once: the logs keep all members in step."""
+        return Issued([])
+
+
+def is_local(t: Any) -> bool:
+    """Whether a tensor is this process's own."""
+    return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
+
+
+def is_on_mesh(t: Any) -> TypeGuard[DistributedTensor]:
+    """Whether a tensor is on a mesh."""
+    return isinstance(t, DistributedTensor) and bool(t._handle.place.node.members)
+
+
+def on_mesh(t: Any) -> DistributedTensor:
+    """Return a tensor that is on a mesh; raise `UsageError` for another."""
+    if is_on_mesh(t):
+        return t
+    where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
+    raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
+
+
+def register(name: str, first: Sequence[int], ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
+    """Make a group known to torch.distributed by its name. `first` are the members in the first one's line, `ranks` each one's rank."""
+    group = MeshGroup(name, len(first), lines, ranks)
+    _c10d._register_process_group(name, group)
+    _c10d._world.pg_map[group] = (BACKEND, None)
+    _c10d._world.pg_names[group] = name
+    _c10d._world.pg_group_ranks[group] = {rank: k for k, rank in enumerate(first)}
+    return group
+
+
+def forget(group: MeshGroup) -> None:
+    """Undo `register`."""
+    _c10d._unregister_process_group(group.group_name)
+    for table in (_c10d._world.pg_map, _c10d._world.pg_names, _c10d._world.pg_group_ranks):
+        table.pop(group, None)
+
+
+def begin(size: int, lines: Callable[[], Lines]) -> bool:
+    """Initialise torch.distributed in this process, as rank 0, unless it is. Return whether it was done here.
+
+    Raises `UsageError` in a process that is another rank of its own job: the master speaks for every member, and so as their first.
+    """
+    if dist.is_initialized():
+        if dist.get_rank() != 0:
+            raise UsageError(
+                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes are for rank 0, or for a process of its own"
+            )
+        return False
+    if BACKEND.upper() not in _c10d.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["remote"])
+    _world[:] = [lines]
+    hook = sys.excepthook
+    dist.init_process_group(BACKEND, rank=0, world_size=size, store=_dist.HashStore())
+    sys.excepthook = hook  # torch's puts "[rank0]: " before every line of a traceback
+    return True
+
+
+_world: list[Callable[[], Lines]] = []
+
+
+def _made(opts: Any, backend_options: Any) -> MeshGroup:
+    return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _unplaced if opts.global_ranks_in_group else _world[0])
+
+
+def _unplaced() -> Lines:
+    raise UsageError("this process group is of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh")
+
+
+# -- groups that torch makes itself, of a mesh that it flattens or cuts up --------------------------------------------------------------
+
+_numbers = itertools.count()
+_speaking: list[Team] = []  # whose members the ranks are, innermost last
+_rows: list[list[int]] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
+
+
+@contextmanager
+def speaking_for(team: Team) -> Iterator[None]:
+    """Let the groups that torch makes meanwhile be of this mesh's members."""
+    _speaking.append(team)
+    try:
+        yield
+    finally:
+        _speaking.pop()
+
+
+def noting(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `new_group`, which notes the ranks of each group."""
+
+    @functools.wraps(new_group)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        ranks = kwargs.get("ranks", args[0] if args else None)
+        if ranks is not None:
+            _rows.append(list(ranks))
+        return new_group(*args, **kwargs)
+
+    return choose
+
+
+def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's making of the groups along a dimension, which gives ours to all members in lines, not only to the first one's."""
+
+    @functools.wraps(init_one)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        _rows.clear()
+        name = init_one(*args, **kwargs)
+        if not _speaking:
+            return name
+        team, rows = _speaking[-1], [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))]
+        at = {k: rank for row in rows for rank, k in enumerate(row)}
+        ranks = [at[k] for k in range(len(team.members))]
+        group = _c10d._resolve_process_group(name)
+        lines = functools.partial(team.lines_of, rows, Lines)
+        if isinstance(group, MeshGroup) and _rows:
+            group.use(lines, ranks)
+            return name
+        return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name  # of all: torch gives its default group for them
+
+    return choose
+
+
+def end() -> None:
+    """Undo `begin`."""
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        dist.destroy_process_group()
+
+
+def lines_named(group: Any) -> Lines:
+    """Return the lines of what a functional collective names: a group's name, or the group itself."""
+    found = group
+    if isinstance(group, str):
+        found = _c10d._resolve_process_group(group)
+    if not isinstance(found, MeshGroup):
+        raise UsageError(f"this collective names the process group {group!r}, which is not of a mesh: mesh.get_group(dim)")
+    return found.lines

@@ -1,0 +1,169 @@
+"""Calls whose results only their worker can describe: it is asked, and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InternalError, NotSupportedError
+from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.issue import issue
+from ..log.line import Line
+from ..log.node import Node
+from ..log.read_only import require_writable
+from ..log.shards import member_of, mesh_of
+from ..log.spec import Spec, spec_from_wire
+from ..session.requests import Request
+from ..session.stalls import before_wait, note_wait
+from ..wire.messages import LEARN
+from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
+from .proxies import reshape_wrapper, wrap
+from .signatures import entry_for, results_pattern, template
+
+PENDING = Spec()
+PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
+
+
+def learn(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
+) -> Any:
+    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
+    node = place.node
+    if node.members:
+        return _learn_each(cls, func, args, kwargs, place, line)
+    before_wait(f"{func} (its results depend on data)")
+    schema = func._schema
+    _, written, shared = aliases(func, args, kwargs)
+    operands: list[Any] = tensors_of(args, kwargs)
+    listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
+    if listed and schema.name not in LENGTHS:
+        raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
+    count = LENGTHS[schema.name](args) if listed else len(schema.returns)
+    returns = list(schema.returns) * count if listed else schema.returns
+    shared = shared * count if listed else shared
+    storages = [operands[k]._handle.storage for k in written]
+    require_writable(storages, line)
+    with node.lock:
+        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
+        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
+        words = [number, *words, *(h.ref for h in handles)]
+        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
+    described = await_specs(request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func)
+    out: list[Any] = []
+    results: list[Result] = []
+    for handle, fields, argument, alias in zip(handles, described, returns, shared):
+        if not _is_tensor(fields):
+            out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
+            results.append(None)
+            continue
+        handle.spec = spec_from_wire(fields)
+        if argument.alias_info is not None and argument.alias_info.is_write and alias is not None:
+            target = operands[alias]
+            if target._handle.spec is not handle.spec:
+                reshape_wrapper(target, handle.spec)
+            out.append(target)
+            results.append(Same(alias))
+            continue
+        if alias is not None:
+            handle.storage = operands[alias]._handle.storage
+        else:
+            handle.storage.spec = handle.spec
+        out.append(wrap(cls, handle))
+        results.append(New(handle.spec, alias))
+    if (
+        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not schema.is_mutable
+    ):  # deterministic: only the meta kernel was wrong
+        outcome = Outcome(results, count == 1, written, ())
+        with node.lock:
+            number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
+            place.known[signature] = entry_for(func, cls, args, number, outcome)
+    if listed:
+        return out
+    return out[0] if count == 1 else tuple(out)
+
+
+def _learn_each(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line) -> Any:
+    """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
+    team: Any = home.node
+    found: list[Any] = []
+    whole: dict[int, Any] = {}  # the mesh's tensor, by the id of each member's proxy of it
+    for k, place in enumerate(team.members):
+        there = team.session.places.residence(place, numbered=False)
+        own = [_at_member(value, cls, home, k, place, whole) for value in args]
+        named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
+        found.append((learn(cls, func, own, named, there, None, line), own, named))  # held: their ids are keys
+    return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
+
+
+def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whole: dict[int, Any]) -> Any:
+    if type(value) is cls:
+        member = wrap(cls, member_of(value._handle, k))
+        whole[id(member)] = value
+        return member
+    if isinstance(value, (list, tuple)):
+        return [_at_member(item, cls, home, k, place, whole) for item in value]
+    return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
+
+
+def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], whole: dict[int, Any]) -> Any:
+    if isinstance(found[0], (list, tuple)):
+        if len({len(items) for items in found}) > 1:
+            raise _unlike(func, [f"{len(items)} results" for items in found])
+        return type(found[0])(_joined(cls, func, team, home, list(items), whole) for items in zip(*found))
+    if type(found[0]) is cls:
+        if len({id(t._handle.spec) for t in found}) > 1:
+            raise _unlike(func, [f"{tuple(t.shape)} {t.dtype}" for t in found])
+        target = whole.get(id(found[0]))
+        if target is None:
+            return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
+        if target._handle.spec is not found[0]._handle.spec:  # written, and resized on the way
+            reshape_wrapper(target, found[0]._handle.spec)
+        return target
+    # Tensors are equal where all members' are; of any other number that is read, the first member's counts.
+    return all(found) if type(found[0]) is bool else found[0]
+
+
+def _unlike(func: Any, results: list[str]) -> NotSupportedError:
+    shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (", ..." if len(results) > 4 else "")
+    return NotSupportedError(
+        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; call it for each: t.member(k)"
+    )
+
+
+def ask_specs(
+    words: list[Any],
+    fresh: list[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Storage],
+    place: Residence,
+    line: Line,
+    random: Any,
+) -> Request:
+    """Issue an instruction whose results its worker is to describe; see `issue`."""
+    node = place.node
+    with node.lock:
+        request: Request = node.session.requests.new(node, "specs")
+        issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
+        node.flush()
+    return request
+
+
+def await_specs(request: Request, tensors: Sequence[bool], node: Node, func: Any) -> list[Any]:
+    """Block until a worker has described an instruction's results; `tensors` says which of them are tensors, or None."""
+    started = time.perf_counter()
+    described = node.session.value(request)
+    note_wait(f"{func}", started)
+    if not isinstance(described, list) or len(described) != len(tensors):
+        raise InternalError(f"a worker described {func} by {described!r}")
+    for fields, tensor in zip(described, tensors):
+        if _is_tensor(fields) != tensor and not (tensor and fields is None):
+            raise InternalError(f"a worker described a result of {func} by {fields!r:.80}")
+    return described
+
+
+def _is_tensor(fields: Any) -> bool:
+    """Whether this describes a tensor; other values stand for themselves."""
+    return isinstance(fields, list) and bool(fields) and not isinstance(fields[0], str)

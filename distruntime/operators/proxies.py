@@ -1,0 +1,43 @@
+"""Proxies, made of handles: the wrapper subclass as torch's C++ sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..log.handle import Handle
+from ..log.spec import Spec
+
+HUGE = 1 << 50  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
+AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)  # on every proxy; torch looks at it while autocast of "remote" is on
+
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
+    """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return wrap(cls, handle)
+    return wrap(cls, handle)
+
+
+def wrap(cls: Any, handle: Handle) -> Any:
+    """Return a new proxy that owns `handle`."""
+    spec, place = handle.spec, handle.place
+    given = spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy
+    out = _make_wrapper(cls, *given, _extra_dispatch_keys=AUTOCAST, storage_size=HUGE)
+    if spec.bits:
+        torch._C._set_conj(out, bool(spec.bits & 1))
+        torch._C._set_neg(out, bool(spec.bits & 2))
+    out._handle = handle
+    return out
+
+
+def reshape_wrapper(proxy: Any, spec: Spec) -> None:
+    """Give a proxy other metadata, below Python dispatch."""
+    proxy._handle.spec = spec
+    torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)

@@ -1,0 +1,122 @@
+"""Templates of calls, what is remembered of a call under its signature, and issuing by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from ..errors import NotSupportedError
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.issue import issue
+from ..log.line import Line
+from ..log.node import Node
+from ..log.spec import Spec
+from ..session.session import active_session
+from ..wire.codec import OPERAND, pack_constant
+from .propagate import New, Outcome, Result, Same, tensors_of
+from .proxies import reshape_wrapper, wrap, wrap_view
+
+# template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
+# None; the whole outcome; the operator, kept alive because the signature holds its id
+Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
+
+
+def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
+    """Return an argument's part of a template, appending its operand words."""
+    if type(value) is cls:
+        words.append(value._handle.ref)
+        return OPERAND
+    if type(value) is float:
+        words.append(value)
+        return ["number"]
+    if isinstance(value, (list, tuple)):
+        return ["list", *(pattern(item, cls, words) for item in value)]
+    if isinstance(value, torch.device):
+        if value.type in ("lazy", "remote"):
+            return ["device", active_session().places.numbered(value.index).place.device]  # of a mesh: "member"
+        return ["device", str(value)]
+    if isinstance(value, torch.Generator):
+        raise NotSupportedError(
+            "a torch.Generator lives in this process and cannot drive draws on a worker: leave the argument out and seed with "
+            "torch.manual_seed(...) or dr.manual_seed(...), which reach the workers"
+        )
+    try:
+        return pack_constant(value)
+    except TypeError as error:
+        raise NotSupportedError(f"{error}; remote operators take tensors, numbers, strings, dtypes, devices and lists of them") from None
+
+
+def results_pattern(results: list[Result], single: bool) -> Any:
+    """Return the results' part of a template: 1 for what gets a ref, 0 for what does not, lists as they are."""
+    shape = [results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results]
+    return shape[0] if single else shape
+
+
+def template(
+    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, node: Node, name: str | None = None
+) -> tuple[int, list[Any]]:
+    """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""
+    words: list[Any] = []
+    packed_args = [pattern(a, cls, words) for a in args]
+    packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
+    if name is None:
+        schema = func._schema
+        name = f"{schema.name}.{schema.overload_name or 'default'}"
+    fields = [name, packed_args, packed_kwargs, results]
+    with node.lock:
+        return node.template(msgpack.packb(fields), fields), words
+
+
+def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
+    """Return what the signature cache keeps for a call."""
+    spec, alias = None, None
+    only = outcome.results[0] if outcome.single else None
+    if isinstance(only, New) and not only.spec.bits and not outcome.written and not outcome.reshaped:
+        spec = only.spec
+        if only.alias is not None:
+            operands = [k for k, a in enumerate(args) if type(a) is cls]
+            before = args[: operands[only.alias]] if only.alias < len(operands) else ()
+            if only.alias >= len(operands) or any(isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before):
+                spec = None  # the operand stands inside a list: the general way finds it
+            else:
+                alias = operands[only.alias]
+    return number, spec, alias, outcome, func
+
+
+def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+    """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
+    number, _, _, outcome, _ = entry
+    operands: list[Any] = (
+        [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
+    )
+    words[0] = number
+    fresh: list[Handle] = []
+
+    built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
+    issue(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line, entry[4])
+    if outcome.rebased is not None:
+        target, source = outcome.rebased
+        operands[target]._handle.storage = operands[source]._handle.storage
+    for k, spec in outcome.reshaped:
+        reshape_wrapper(operands[k], spec)
+    if outcome.single:
+        return built[0]
+    return tuple(built) if built else None
+
+
+# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
+def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence) -> Any:
+    if isinstance(result, New):
+        storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage
+        handle = Handle(next_ref(), result.spec, place, storage)
+        words.append(handle.ref)
+        fresh.append(handle)
+        return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
+    if isinstance(result, Same):
+        return operands[result.operand]
+    if isinstance(result, list):
+        return [_build(cls, item, operands, words, fresh, place) for item in result]
+    return None

@@ -1,0 +1,90 @@
+"""Operators that do not travel as they are: reads, and what a worker's tensors cannot be.
+
+One dictionary, `SPECIAL`, to which `backend/install.py` adds the copies of `collectives/copies.py`; every other operator travels by its own
+name. A function here returns `NotImplemented` where the operator may travel after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import NotSupportedError
+from ..log.handle import Residence
+from ..log.line import user_line
+from .ask_worker import learn
+from .proxies import wrap
+from .transfer import item, upload
+
+Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return item(args[0]._handle)
+
+
+def _zeros(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Its special key is lost below dispatch: hessian and jvp of grad would crash the process.
+    return torch.ops.aten.zeros.default(*args, **kwargs)
+
+
+def _refuse(reason: str) -> Special:
+    def refuse(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        raise NotSupportedError(f"{func}: {reason}")
+
+    return refuse
+
+
+def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
+    data, lengths, batch_first = args
+    if type(lengths) is cls or type(data) is not cls:
+        return NotImplemented
+    place: Residence = data._handle.place
+    packed, _ = learn(cls, func, (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first), {}, place, None, user_line())
+    steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
+    twin = torch.empty((batch, steps) if batch_first else (steps, batch))
+    return packed, func(twin, lengths, batch_first)[1]
+
+
+def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no kernel for.
+    source = args[0]
+    if type(source) is not cls or source.dtype.is_floating_point or not source._handle.place.on_cpu:
+        return NotImplemented
+    return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
+
+
+def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be (`torch.tensor` below autograd ends so).
+    return args[0]
+
+
+def _decompose(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch (a signal's handler, a
+    # finalizer). As a whole these would look at metadata where they are to move values, or say nothing of results that share memory.
+    return func.decompose(*args, **kwargs)
+
+
+SPECIAL: dict[str, Special] = {
+    **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
+    **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
+    **dict.fromkeys(("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose),
+    "aten::_local_scalar_dense": _item,
+    "aten::_efficientzerotensor": _zeros,
+    "aten::_pack_padded_sequence": _pack_padded_sequence,
+    "aten::histc": _histc,
+    "aten::is_pinned": _never_pinned,
+    "aten::detach_": _detached,
+    **dict.fromkeys(
+        ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
+        _refuse("the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"),
+    ),
+    "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
+}

@@ -1,0 +1,174 @@
+"""Bytes between the master and a place: uploads and reads. Copies between nodes do not pass through here: see special.py."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from typing import Any
+
+import torch
+
+from ..errors import InternalError, ProtocolError
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.issue import issue, issue_bytes, issue_shared
+from ..log.line import user_line
+from ..log.read_only import require_writable
+from ..log.shards import member_of, mesh_of
+from ..log.spec import Spec, spec_of
+from ..session.requests import Request
+from ..session.stalls import before_wait, note_wait
+from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes
+from ..wire.link import LARGE
+from ..wire.messages import HOST, UPLOAD
+from ..wire.shared import LEAST, Loan
+
+INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
+PART_BYTES = 1 << 19  # a larger reply comes in parts, or through shared memory
+
+
+def upload(
+    tensor: torch.Tensor, place: Residence, *, into: Handle | None = None, non_blocking: bool = False, stay_on_cpu: bool = False
+) -> Handle:
+    """Send a local CPU tensor to `place`, as a new value or as the new value of `into`. Return when the memory may be written again.
+
+    With `non_blocking` return at once: then the memory must stay as it is until the copy has run. `stay_on_cpu` is for the few
+    operators that read an operand on the CPU whatever the device (lengths of sequences): the bytes go to the node, not to its GPU.
+    """
+    node = place.node
+    node.session.require_open()
+    node.require_alive()
+    if into is not None:
+        require_writable([into.storage], user_line())
+    if node.members:
+        return _replicate(tensor, place, into)
+    if into is None:
+        contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        spec = spec_of(contiguous)
+        handle = Handle(next_ref(), spec, place, Storage(spec))
+    else:
+        contiguous, handle = tensor.detach().contiguous(), into
+    data = tensor_bytes(contiguous, lasting=non_blocking)
+    line = user_line()
+    head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
+    loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
+    sent = None
+    fresh, written = ([handle], []) if into is None else ([], [handle])
+    if loan is not None:
+        loan.memory[: len(data)] = data
+        issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
+    elif len(data) <= INLINE_BYTES:
+        issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
+    else:
+        lasts = non_blocking or len(data) >= LARGE
+        sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
+        if not lasts or non_blocking:
+            sent = None
+    if node.busy:
+        node.throttle(node)
+    if sent is not None:
+        node.session.settle(node, sent)
+    return handle
+
+
+def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
+    """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
+    team: Any = home.node
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = tensor_bytes(contiguous)
+    if len(data) > INLINE_BYTES:
+        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        return mesh_of(team, home, [upload(contiguous, place) for place in places], into)
+    spec = spec_of(contiguous)
+    handle = Handle(next_ref(), spec, home, Storage(spec)) if into is None else into
+    head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
+    fresh, written = ([handle], []) if into is None else ([], [handle])
+    issue(head, fresh, written, [h.storage for h in written], home, user_line())
+    if team.busy:
+        team.throttle(team)
+    return handle
+
+
+def ready(handle: Handle) -> list[int]:
+    """Return [stream, position, ...]: where a value is what a read issued now must see."""
+    node = handle.place.node
+    if node.teams:
+        with node.lock:
+            node.settle(user_line())
+            if node.order is not None:
+                found: list[int] = node.order.ready(handle, meshed=True)
+                return found
+    if node.order is None:
+        return [0, max(handle.ready_at, node.checked)]
+    with node.lock:
+        after: list[int] = node.order.ready(handle)
+        return after
+
+
+def _on_host(handle: Handle) -> Handle:
+    """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the current stream."""
+    copy = Handle(next_ref(), handle.spec, handle.place, Storage(handle.spec))
+    issue([HOST, handle.ref, copy.ref], [copy], [handle], (), handle.place, user_line())
+    return copy
+
+
+def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
+    """Ask for a value as it is after everything issued so far. Return at once."""
+    if handle.place.node.members:
+        handle = member_of(handle, 0)
+    node, nbytes = handle.place.node, handle.spec.nbytes
+    if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
+        handle = _on_host(handle)
+    after = ready(handle)
+    if form != "tensor" or nbytes <= PART_BYTES:
+        return node.session.fetch(node, handle.ref, after, form, options or {})
+    loan = node.session.shared.take(nbytes)
+    shared = {"shared": loan.name} if loan is not None and node.shared else {}
+    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which nothing else runs.
+    return node.session.fetch(node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes))
+
+
+def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
+    """Return the tensor that a reply brought, with the strides that torch's own copy to the CPU would give it."""
+    dtype, sizes, data = reply.value
+    if data in ("shared", "parts"):
+        buffer = reply.buffer
+        if buffer is None:
+            raise ProtocolError("a worker sent a large value that was not asked for")
+        tensor = bytes_tensor(dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer)
+    else:
+        tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
+    if tensor.shape != spec.size or tensor.dtype != spec.dtype:
+        raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
+    wanted = torch.empty_like(spec.meta()).stride()
+    if wanted != tensor.stride():
+        tensor = torch.empty_strided(spec.size, wanted, dtype=spec.dtype).copy_(tensor)
+    return tensor
+
+
+def read(handle: Handle, form: str, why: str) -> Any:
+    """Block until a value is here; raise the failure that poisoned it."""
+    session = handle.place.node.session
+    session.require_open()
+    before_wait(why)
+    reply = request(handle, form)
+    if not reply.done:
+        started = time.perf_counter()
+        try:
+            session.result(reply)
+        finally:
+            note_wait(why, started)
+    session.raise_for(reply)
+    return reply
+
+
+def download(handle: Handle, why: str = "copy to the master") -> torch.Tensor:
+    """Block until a value is here as a local tensor."""
+    return tensor_from(read(handle, "tensor", why), handle.spec)
+
+
+def item(handle: Handle, why: str = "item") -> Any:
+    """Block until a one-element value is here as a Python number."""
+    value = read(handle, "item", why).value
+    if isinstance(value, list):
+        return complex(value[1], value[2])
+    return value

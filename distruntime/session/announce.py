@@ -1,0 +1,63 @@
+"""What a waiting prompt says: after half a second what it waits for, after five how long it has, and how to leave. Only at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from ..log.node import Node
+
+_FIRST = 0.5  # seconds of silence
+_COUNTING = 5.0  # seconds from which the line counts
+
+
+class Announcer:
+    """Says on standard error what the master waits for. The pump calls `look`; the waiting thread only notes that it waits."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, tuple[float, Node, str]] = {}
+        self._shown = ""
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some thread waits."""
+        return bool(self._waits)
+
+    def begin(self, node: Node, leave: str) -> None:
+        """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
+        self._waits[threading.get_ident()] = time.monotonic(), node, leave
+
+    def end(self) -> None:
+        """Note that this thread has stopped waiting, and take the line away."""
+        self._waits.pop(threading.get_ident(), None)
+        if self._shown and not self._waits:
+            with self._lock:
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
+                self._shown = ""
+
+    def look(self) -> None:
+        """Show the longest wait if it is long enough to say so."""
+        waits = list(self._waits.values())
+        if not waits or not sys.stderr.isatty():
+            return
+        started, node, leave = min(waits, key=lambda wait: wait[0])
+        seconds = time.monotonic() - started
+        if seconds < _FIRST:
+            return
+        left = sum(len(flight.lines) for flight in tuple(node.flights))
+        count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
+        absence = node.absence
+        what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
+        if absence is not None:
+            what = f"{absence.text}; it goes on when there is a connection again"
+        if node.connecting:
+            what = "another worker is to take its place"
+        text = f"waiting for {node}{count}: {what} ({leave})"
+        with self._lock:
+            if text != self._shown and self._waits:
+                sys.stderr.write(f"\r{text}\x1b[K")
+                sys.stderr.flush()
+                self._shown = text

@@ -1,0 +1,103 @@
+"""Failures of a worker as exceptions of the master: in their original class, with the line that issued them."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Collection
+from functools import lru_cache
+
+import torch
+
+from ..errors import CheckpointError, InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, UsageError, WaitTimeout
+from ..log.node import Cause, Node
+from ..wire.messages import Failure
+from ..wire.units import size_text
+from .holders import held
+
+_MOST_HOLDERS = 5
+
+
+class WorkerTraceback(Exception):
+    """The worker's own traceback, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0]).rstrip()
+
+
+_OF_MORE_THAN_A_TEXT = ("UnicodeError", "UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
+# What a reply may become: nothing else is looked up, and nothing is unpickled.
+_KNOWN: dict[str, type[BaseException]] = {
+    name: cls
+    for name, cls in vars(builtins).items()
+    if isinstance(cls, type) and issubclass(cls, Exception) and cls.__name__ not in _OF_MORE_THAN_A_TEXT
+}
+_KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
+_KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+_KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
+for _own in (CheckpointError, InternalError, NodeFailed, StreamCancelled, UsageError, WaitTimeout):
+    _KNOWN[f"distruntime.errors.{_own.__name__}"] = _own
+
+
+@lru_cache(maxsize=256)
+def _class(kind: str) -> type[RemoteError]:
+    """Return a class that is both `RemoteError` and the original, so that either `except` catches it."""
+    original = _KNOWN.get(kind, RuntimeError)
+    try:
+        made = type(
+            original.__name__,
+            (RemoteError, original),
+            {
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "__str__": BaseException.__str__,  # KeyError's own would show the text's repr
+            },
+        )
+    except TypeError:  # the two classes' layouts do not mix
+        return RemoteError
+    return made
+
+
+def out_of_memory(failure: Failure) -> bool:
+    """Whether a worker's allocator had no more."""
+    # torch's CPU allocator raises a plain RuntimeError, mmap an OSError.
+    return (
+        failure.kind in ("torch.OutOfMemoryError", "MemoryError") or re.search("(can't|Cannot) allocate memory", failure.text) is not None
+    )
+
+
+def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) -> list[str]:
+    """Return lines about who holds the memory that the failed instruction did not get, of what was issued before it and lives still."""
+    failure = cause.failure
+    everyone, _ = held([node], before=(cause.log or node, failure.position), poisoned=poisoned)
+    card = re.search(r"\bGPU (\d+)", failure.text)
+    simulated = node.welcome is not None and node.welcome.simulated  # simulated GPUs are main memory
+    device = f"cuda:{card[1]}" if card else "cpu"
+    there = [h for h in everyone if h.place.device == device or (simulated and not card)]
+    lines = [
+        f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in there[:_MOST_HOLDERS]
+    ]
+    if len(there) > _MOST_HOLDERS:
+        rest = there[_MOST_HOLDERS:]
+        lines.append(
+            f"  held there: {size_text(sum(h.nbytes for h in rest))} by {len(rest)} more lines; dr.memory({node.index}) lists them"
+        )
+    return lines
+
+
+def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]] = ()) -> RemoteError:
+    """Return the exception for a failure; raise it where the call stands, so that no local keeps it.
+
+    `poisoned` is what holds nothing, for who asked: an error about memory then does not name them as holders.
+    """
+    failure, node = cause.failure, cause.where or node
+    known = failure.kind in _KNOWN
+    text = failure.text if known else f"{failure.kind}: {failure.text}"
+    lines = [text, f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else "")]
+    if cause.line:
+        lines.append(f"  issued at {cause.line}")
+    if out_of_memory(failure):
+        lines += _holders(node, cause, poisoned)
+    error = _class(failure.kind)("\n".join(lines))
+    error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
+    return error

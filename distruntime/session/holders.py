@@ -1,0 +1,116 @@
+"""Who holds memory on the workers: the live values, each storage once, summed by the line of the master that made them.
+
+Found by a walk over everything that Python's collector knows, because a registry would cost every operation something. Nothing that is
+found is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from ..log.handle import Handle, Place
+from ..log.line import line_text
+from ..log.node import Node
+from ..wire.units import size_text
+
+_LAST = 1 << 62  # no log gets there
+_MOST_LINES = 4  # that the error of a lost node names
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory that one line of the master holds at one place: bytes, and how many tensors these are. Views count with their base."""
+
+    nbytes: int
+    tensors: int
+    place: Place
+    line: str
+
+
+@dataclass(slots=True)
+class _Held:
+    """One storage: its bytes, and the oldest live value in it, which names the line."""
+
+    nbytes: int
+    position: int
+    place: Place
+    line: tuple[CodeType | None, int]
+
+
+def held(
+    nodes: Collection[Node], *, before: tuple[Node, int] | None = None, poisoned: Collection[tuple[int, ...]] = ()
+) -> tuple[list[Holder], Counter[Place]]:
+    """Return who holds memory on these nodes, biggest first, and how many values live at each place.
+
+    `before` leaves out what was issued behind that position of that log, `poisoned` what is known to hold nothing: see `Session.poisoned`.
+    """
+    storages: dict[tuple[int, Place], _Held] = {}
+    values: Counter[Place] = Counter()
+    # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that another thread is just building
+    # cannot be finished while there is a second reference to it. All at once, so that a storage's id stays its own.
+    found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
+    handle = storage = None
+    try:
+        for handle in found:
+            born = getattr(handle, "born", None)  # not there yet where another thread is just making one
+            if born is None:
+                continue
+            storage = handle.storage
+            # A member's shard of a mesh's tensor is that one's memory.
+            storage = next((whole for known in (storage.whole or {}).values() if (whole := known()) is not None), storage)
+            for place in _places(handle, nodes, before, poisoned):
+                values[place] += 1
+                resized = storage.resized  # as FSDP2 does, which gives a parameter's memory back between uses
+                nbytes = max(handle.spec.extent, storage.spec.extent) if resized is None else resized
+                position = born[0] if storage is handle.storage else _LAST  # of another log
+                mine = storages.setdefault((id(storage), place), _Held(nbytes, position, place, born[1:]))
+                mine.nbytes = max(mine.nbytes, nbytes)
+                if position < mine.position:
+                    mine.position, mine.line = position, born[1:]
+    finally:
+        del handle, found, storage  # Ctrl-C would keep this frame
+    return _by_line(storages.values()), values
+
+
+def _places(handle: Handle, nodes: Collection[Node], before: tuple[Node, int] | None, poisoned: Collection[tuple[int, ...]]) -> list[Place]:
+    """Return where on these nodes a value lives: of a mesh, each member's place there."""
+    node: Any = handle.place.node
+    if before is not None and before[0] is node and handle.born[0] > before[1]:  # positions of other logs do not compare
+        return []
+    if node.members:
+        lanes = zip(node.members, node.lanes)
+        return [
+            place
+            for place, (worker, k) in lanes
+            if worker in nodes and (worker.index, handle.ref) not in poisoned and (worker.index, handle.ref, k) not in poisoned
+        ]
+    return [handle.place.place] if node in nodes and (node.index, handle.ref) not in poisoned else []
+
+
+def _by_line(storages: Collection[_Held]) -> list[Holder]:
+    texts = {line: line_text((0, *line)) for line in {storage.line for storage in storages}}
+    nbytes: Counter[tuple[Place, str]] = Counter()
+    tensors: Counter[tuple[Place, str]] = Counter()
+    for storage in storages:
+        if storage.nbytes:
+            key = storage.place, texts[storage.line]
+            nbytes[key] += storage.nbytes
+            tensors[key] += 1
+    return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]
+
+
+def lost_lines(node: Node) -> str:
+    """Return sentences about what this process has on a lost node, by the lines that made it."""
+    holders, _ = held([node])
+    if not holders:
+        return "No tensor of this process was lost with it. "
+    tensors, nbytes = sum(h.tensors for h in holders), sum(h.nbytes for h in holders)
+    lines = [f"    {size_text(h.nbytes):>9} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in holders[:_MOST_LINES]]
+    if len(holders) > _MOST_LINES:
+        lines.append(f"    and by {len(holders) - _MOST_LINES} more line{'s' if len(holders) - _MOST_LINES > 1 else ''}")
+    return "\n".join([f"Lost with it: {tensors} tensor{'s' if tensors > 1 else ''} ({size_text(nbytes)}), made", *lines, "  "])

@@ -1,0 +1,103 @@
+"""How the workers of a session come to speak to each other, and what a worker waits for that a lost one would have sent."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ..errors import ConfigurationError, ConnectionFailed
+from ..log.node import Node
+from ..wire.address import host_of
+from ..wire.deadlines import MEET
+from ..wire.messages import Peers, Signal
+from .requests import Request
+from .session import Session
+
+_MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
+
+
+class Meeting:
+    """Where each worker listens for the others, and the signals that they send each other."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.done = False
+        self._secret = os.urandom(16)
+        self._asked: list[Request] = []
+        self._signals: dict[int, tuple[Node, int, Node, Node]] = {}  # by number: who waits, for which position, of whom, in which log
+        session.on_loss.append(self._lost)
+
+    def begin(self) -> None:
+        """Have every worker told where the others listen. Return at once; `done` says when that is so."""
+        session = self.session
+        if len(session.nodes) < 2:
+            self.done = True
+            return
+        self._asked = [session.ask(node, "listen", [proposed(node)]) for node in session.nodes if node.failed is None]
+        for request in self._asked:
+            request.when_done(self._listens)
+
+    def returned(self, node: Node) -> None:
+        """Have every worker told where one listens that has come in a lost one's place. Return at once."""
+        if len(self.session.nodes) < 2:
+            return
+        self.done = False
+        self._asked = [request for request in self._asked if request.node.index != node.index]
+        asked = self.session.ask(node, "listen", [proposed(node)])
+        self._asked.append(asked)
+        asked.when_done(self._listens)
+
+    def _listens(self, request: Request) -> None:
+        if not self.done and all(request.done for request in self._asked):
+            # Of all of them: some may have been answered before anyone was told of it.
+            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None and r.node.failed is None}
+            addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
+            for node in self.session.nodes:
+                if node.index in listening and node.failed is None:
+                    self.session.post(node, Peers(node.index, self._secret, addresses))
+            self.done = True
+
+    def require(self) -> None:
+        """Block until every worker says where it listens, or is lost.
+
+        Raise `ConfigurationError` if one cannot listen there, `ConnectionFailed` if one does not say so within half a minute.
+        """
+        patience = MEET.get()
+        for request in [r for r in self._asked if r.done and r.cause is not None and r.node.failed is None]:
+            self.returned(request.node)  # ask once more: its port may have become free
+        deadline = time.monotonic() + patience
+        for request in self._asked:
+            if not self.session.result(request, max(0.0, deadline - time.monotonic())):
+                raise ConnectionFailed(f"{request.node} did not say within {patience:.0f} s where it listens for other workers")
+            cause = request.cause
+            if cause is not None and cause.failure.kind.endswith("ConfigurationError"):
+                raise ConfigurationError(f"{request.node}: {cause.failure.text}")
+            if request.lost is None:  # a node that is gone need not be met
+                self.session.raise_for(request)
+
+    def remember(self, number: int, here: Node, there: Node, position: int, log: Node) -> None:
+        """Note who waits for a signal of another node, which it never gets if that one is lost; `position` is one of `log`."""
+        if len(self._signals) >= _MOST_SIGNALS:
+            passed = [n for n, (_, at, _, of) in self._signals.items() if at <= of.acknowledged]
+            for n in passed:
+                self._signals.pop(n, None)  # another thread may have
+        self._signals[number] = here, position, there, log
+        if there.failed is not None:  # just now
+            self._unsignalled(number)
+
+    def _unsignalled(self, number: int) -> None:
+        """Tell who waits for a signal of a lost node that it will not come."""
+        waits = self._signals.pop(number, None)
+        if waits is not None and waits[0].failed is None:
+            here, _, there, _ = waits
+            self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"))
+
+    def _lost(self, node: Node) -> None:
+        for number, (_, _, there, _) in list(self._signals.items()):
+            if there is node:
+                self._unsignalled(number)
+
+
+def proposed(node: Node) -> str:
+    """Return the host by which this process has dialled a worker, if it has."""
+    return host_of(node.address)

@@ -1,0 +1,200 @@
+"""Waiting for replies: whoever waits reads the socket, one thread at a time; the others are woken when theirs has come.
+
+A reply that changes hands between threads costs 1.2 to 1.7 times a raw ping-pong, one that the waiting thread reads itself about
+1.0. So there is no reader thread in the way of a blocking read. A quiet thread, the pump, wakes a thousand times a second while
+something is in flight and nobody waits: it takes acknowledgements, sends what has gathered, and completes futures.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from ..errors import ProtocolError
+from ..log.node import Cause, Node
+from ..log.replies import require
+from ..wire.codec import Buffer, failure_from
+from ..wire.shared import Loan
+from .announce import Announcer
+
+_READER = "reader"
+_finishing = threading.Lock()  # between `done` and `then`
+
+_SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead workers
+
+
+class Request:
+    """A reply that is expected from one node. `done` is set last; `then` runs once in whichever thread brings the reply."""
+
+    __slots__ = ("buffer", "cause", "done", "form", "lost", "node", "number", "payload", "then", "value")
+
+    def __init__(self, number: int, node: Node, form: str = "") -> None:
+        self.number, self.node, self.form = number, node, form  # what was asked for: see replies.py
+        self.value: Any = None
+        self.payload: Buffer | None = None
+        self.buffer: Any = None  # where the parts of a large reply are put together
+        self.cause: Cause | None = None  # it is poisoned
+        self.lost: str | None = None  # it will never come, and why
+        self.done = False
+        self.then: Callable[[Request], None] | None = None
+
+    def finish(self) -> None:
+        """Mark the request as answered."""
+        with _finishing:
+            self.done = True
+            then, self.then = self.then, None  # it may lead back to this request, and so to its bytes
+        if then is not None:
+            then(self)
+
+    def when_done(self, then: Callable[[Request], None]) -> None:
+        """Call `then` when the request is answered, or now if it is."""
+        with _finishing:
+            if not self.done:
+                self.then = then
+                return
+        then(self)
+
+
+class Requests:
+    """The requests of one session that are under way."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1).__next__
+        self._open: dict[int, Request] = {}
+        self._reader: dict[str, int] = {}  # the one thread that reads the socket, under _READER
+        self._arrived = threading.Condition()  # its lock is re-entrant
+        self._followers = 0
+        self.announcer = Announcer()
+
+    def new(self, node: Node, form: str) -> Request:
+        """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, or a tensor."""
+        request = Request(self._numbers(), node, form)
+        self._open[request.number] = request
+        return request
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def forget(self, request: Request) -> None:
+        """Drop a request; its reply, if one comes, is ignored."""
+        self._open.pop(request.number, None)
+
+    def _of(self, number: int, node: Node) -> Request | None:
+        request = self._open.get(number)
+        if request is not None and request.node is not node:
+            raise ProtocolError(f"a reply to request {number}, which went to another node")
+        return request
+
+    def reply(self, node: Node, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
+        """Take a reply; ignore one that nobody waits for any more (Ctrl-C). Raise `ProtocolError` where it answers something else."""
+        request = self._of(number, node)
+        if request is not None:
+            payload, buffer = payloads[0] if payloads else None, request.buffer
+            require(request.form, value, payload, buffer.memory if isinstance(buffer, Loan) else buffer)
+            self.forget(request)
+            request.value, request.payload = value, payload
+            request.finish()
+
+    def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:
+        """Put a part of a large reply in its place; ignore one that nobody waits for any more."""
+        request = self._of(number, node)
+        if request is None:
+            return
+        room = request.buffer.memory if isinstance(request.buffer, Loan) else request.buffer
+        if room is None or len(payloads) != 1 or not 0 <= offset <= len(room) - len(payloads[0]):
+            raise ProtocolError("a part does not fit what was asked for")
+        memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]
+
+    def fail(self, node: Node, number: int, fields: list[Any]) -> None:
+        """Take a `Failed`."""
+        request = self._of(number, node)
+        if request is not None:
+            request.cause = request.node.cause(failure_from(fields))
+            self.forget(request)
+            request.finish()
+
+    def lose(self, node: Node | None, why: str) -> None:
+        """Fail every request to `node` (or to all): no reply will come."""
+        for number, request in list(self._open.items()):
+            if (node is None or request.node is node) and self._open.pop(number, None) is not None:
+                request.lost = why
+                request.finish()
+
+    @property
+    def attended(self) -> bool:
+        """Whether a thread is reading the socket now."""
+        return bool(self._reader)
+
+    def _read_alone(self, read: Callable[[float], None], limit: float, ready: Callable[[], bool]) -> bool:
+        """Read if no other thread does; return whether this one did.
+
+        A signal handler, a finalizer or a future's callback may wait for a value inside the thread that reads: then that thread reads
+        again, from within. The mark is set and taken away inside one `try`, so that Ctrl-C cannot leave it behind.
+        """
+        me = threading.get_ident()
+        again = self._reader.get(_READER) == me
+        try:
+            if self._reader.setdefault(_READER, me) != me:  # atomic
+                return False
+            if not ready():
+                read(limit)
+            return True
+        finally:
+            # No call until the mark is gone: Ctrl-C strikes between calls.
+            if not again and _READER in self._reader and self._reader[_READER] == me:
+                del self._reader[_READER]
+                if self._followers:
+                    with self._arrived:
+                        self._arrived.notify_all()
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        read: Callable[[float], None],
+        deadline: float | None,
+        node: Node | None = None,
+        leave: str = "Ctrl-C leaves, and loses nothing",
+    ) -> bool:
+        """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.
+
+        `node` is whom a long wait names at a terminal, `leave` what Ctrl-C does there.
+        """
+        slices = 0
+        try:
+            while not ready():
+                slices += 1
+                if slices == 2 and node is not None:
+                    self.announcer.begin(node, leave)
+                if not self._wait_once(ready, read, deadline):
+                    return False
+            return True
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None  # where in here it struck says nothing
+        finally:
+            if slices > 1:
+                self.announcer.end()
+
+    def _wait_once(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None) -> bool:
+        limit = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
+        if limit <= 0:
+            return False
+        if not self._read_alone(read, limit, ready):
+            with self._arrived:
+                self._followers += 1
+                try:
+                    if not ready():
+                        self._arrived.wait(min(limit, 0.02))  # the reader may have left between the two looks
+                finally:
+                    self._followers -= 1
+        return True
+
+    def glance(self, read: Callable[[float], None]) -> None:
+        """Read what is there without waiting, unless another thread is reading anyway."""
+        self._read_alone(read, 0.0, _never)
+
+
+def _never() -> bool:
+    return False

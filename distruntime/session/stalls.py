@@ -1,0 +1,96 @@
+"""Where the master waits for workers: implicit waits by line, and the mode that warns of them or forbids them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from types import CodeType
+
+from ..errors import UsageError
+from ..log.line import line_text, user_line
+from .tables import table_html, table_text
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The implicit waits of one line: how often, how long in all (seconds), and for what."""
+
+    line: str
+    why: str
+    count: int
+    seconds: float
+
+
+class Stalls(list[Stall]):
+    """The waits of a session's master; prints as a table."""
+
+    def _rows(self) -> list[list[str]]:
+        return [["waited", "times", "for", "at"], *([f"{s.seconds:.4f} s", str(s.count), s.why, s.line] for s in self)]
+
+    def __repr__(self) -> str:
+        return table_text(self._rows()) if self else "no waits so far"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._rows())
+
+
+_lock = threading.Lock()
+_found: dict[tuple[CodeType | None, int, str], list[float]] = {}  # resolved to lines only when somebody asks
+_mode = "default"
+
+
+def set_sync_debug_mode(mode: str | int) -> None:
+    """Say what an implicit wait of the master does: nothing ("default", 0), warn ("warn", 1) or raise ("error", 2).
+
+    As `torch.cuda.set_sync_debug_mode`. Implicit are `.item()`, `bool()`, `.cpu()`, `repr` and the like; `dr.fetch` and
+    `dr.synchronize` say that they wait and are not reported.
+    """
+    global _mode
+    names = ("default", "warn", "error")
+    chosen = names[mode] if isinstance(mode, int) and 0 <= mode <= 2 else mode
+    if chosen not in names:
+        raise UsageError(f'mode is "default", "warn" or "error" (0, 1, 2), got {mode!r}')
+    _mode = str(chosen)
+
+
+def get_sync_debug_mode() -> int:
+    """Return 0 ("default"), 1 ("warn") or 2 ("error")."""
+    return ("default", "warn", "error").index(_mode)
+
+
+def before_wait(why: str) -> None:
+    """Warn or raise if the mode says so, naming the user's line."""
+    if _mode == "default" or why.startswith("explicit"):
+        return
+    text = f"{why} makes the master wait for a worker\n  at {line_text(user_line())}\n  dr.fetch_async gives a future instead"
+    if _mode == "error":
+        raise UsageError(text)
+    warnings.warn(text, stacklevel=2)
+
+
+def note_wait(why: str, started: float) -> None:
+    """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
+    seconds = time.perf_counter() - started
+    _, code, offset = user_line()
+    key = code, offset, why
+    with _lock:
+        entry = _found.setdefault(key, [0, 0.0])
+        entry[0] += 1
+        entry[1] += seconds
+
+
+def stalls(reset: bool = False) -> Stalls:
+    """Return the master's waits so far (given up ones too), summed up by line, the longest first."""
+    with _lock:
+        found = list(_found.items())
+        if reset:
+            _found.clear()
+    sums: dict[tuple[str, str], tuple[int, float]] = {}
+    for (code, offset, why), (count, seconds) in found:
+        line = line_text((0, code, offset))
+        before = sums.get((line, why), (0, 0.0))
+        sums[line, why] = before[0] + int(count), before[1] + seconds
+    rows = [Stall(line, why, count, seconds) for (line, why), (count, seconds) in sums.items()]
+    return Stalls(sorted(rows, key=lambda row: -row.seconds))

@@ -1,0 +1,85 @@
+"""torch's factories and the RFC's tensor classes, for new tensors at the current place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..log.current import DeviceLike, device_name
+from ..log.handle import Place, Residence
+from ..session.session import active_session
+from .tensor import DistributedTensor
+
+
+def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedTensor]:
+    """Return a torch factory whose default device is the current place; a device of the node ("cuda:1", 1) may be named."""
+
+    @functools.wraps(function)
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> DistributedTensor:
+        return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
+
+    make.__module__ = __name__
+    make.__doc__ = f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. Return at once."
+    return make
+
+
+def _target(device: Any, like_torch: bool = True) -> Residence:
+    session = active_session()
+    if device is None:
+        return session.places.current(like_torch=like_torch)
+    if isinstance(device, Place):
+        return session.places.residence(device)
+    if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] in ("remote", "lazy"):
+        return session.places.numbered(torch.device(device).index)
+    return session.places.residence(Place(session.places.current().place.node, device_name(device)))
+
+
+empty = _remote(torch.empty)
+zeros = _remote(torch.zeros)
+ones = _remote(torch.ones)
+full = _remote(torch.full)
+rand = _remote(torch.rand)
+randn = _remote(torch.randn)
+randint = _remote(torch.randint)
+randperm = _remote(torch.randperm)
+arange = _remote(torch.arange)
+linspace = _remote(torch.linspace)
+logspace = _remote(torch.logspace)
+eye = _remote(torch.eye)
+tensor = _remote(torch.tensor)
+
+
+def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
+    def make(*args: Any, device: DeviceLike | None = None) -> DistributedTensor:
+        place = _target(device, like_torch=False)
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return args[0].to(dtype).to(place.device)  # type: ignore[return-value]
+        if len(args) == 1 and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
+            return torch.tensor(args[0], dtype=dtype, device=place.device)  # type: ignore[return-value]
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+            raise UsageError(f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); got {args!r}")
+        return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)  # type: ignore[return-value]
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = (
+        f"Return a new {dtype} tensor on the current node: of the given sizes and uninitialised, or of a list of data.\n\n"
+        '`device` is -1 or "cpu" for the node\'s CPU (the default), k or "cuda:k" for a GPU. Return at once.'
+    )
+    return make
+
+
+FloatTensor = _class("FloatTensor", torch.float32)
+DoubleTensor = _class("DoubleTensor", torch.float64)
+HalfTensor = _class("HalfTensor", torch.float16)
+BFloat16Tensor = _class("BFloat16Tensor", torch.bfloat16)
+ByteTensor = _class("ByteTensor", torch.uint8)
+CharTensor = _class("CharTensor", torch.int8)
+ShortTensor = _class("ShortTensor", torch.int16)
+IntTensor = _class("IntTensor", torch.int32)
+LongTensor = _class("LongTensor", torch.int64)
+BoolTensor = _class("BoolTensor", torch.bool)

@@ -1,0 +1,150 @@
+"""Reading values: `fetch` waits for a whole tree, `fetch_async` gives a future for it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import DistruntimeError, WaitTimeout
+from ..log.line import line_text, user_line
+from ..log.spec import Spec
+from ..operators.transfer import request, tensor_from
+from ..session.failures import remote_error
+from ..session.requests import Request
+from ..session.stalls import note_wait
+from ..session.timeouts import checked
+from .tensor import DistributedTensor
+
+log = logging.getLogger("distruntime")
+
+
+class Fetched(concurrent.futures.Future[Any]):
+    """A future of local values. `result()` blocks, `await` does not block the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: list[Request] = []
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
+        # The waiting thread reads the socket itself: handing over from another would cost half a round trip more.
+        timeout = checked(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            for reply in self._pending:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not reply.done and not reply.node.session.result(reply, left):
+                    break
+            return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        finally:
+            del self  # else what is raised would hold this frame, the future, and so itself
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Set the outcome, unless somebody has cancelled the future meanwhile (asyncio does, past a deadline)."""
+        try:
+            if error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(value)
+        except concurrent.futures.InvalidStateError:
+            log.debug("a value came for a future that was cancelled")
+        finally:
+            del error  # else it would hold this frame and itself
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+
+def fetch_async(tree: Any) -> Fetched:
+    """Start reading every remote tensor in `tree`; return a future of the tree with local ones. Return at once.
+
+    The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and their like are opened.
+    """
+    leaves, shape = tree_flatten(tree)
+    # Of a DTensor, its whole value.
+    leaves = [leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf for leaf in leaves]
+    future = Fetched()
+    replies: dict[tuple[int, Spec], Request] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
+    wanted: list[_Wanted | None] = []
+    for leaf in leaves:
+        if not isinstance(leaf, DistributedTensor):
+            wanted.append(None)
+            continue
+        handle = leaf._handle
+        key = id(handle.storage), handle.spec
+        if key not in replies:
+            replies[key] = request(handle, "tensor")
+        param = leaf.requires_grad if getattr(leaf, "_is_param", False) else None
+        wanted.append(_Wanted(key, id(leaf), param))
+    rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
+    future._pending = list(replies.values())
+    left = [len(replies)]
+
+    def finish() -> None:
+        bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
+        if bad is not None:
+            future.settle(None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
+            return
+        try:
+            data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+        except DistruntimeError as error:  # whoever waits must hear of it
+            future.settle(None, error.with_traceback(None))
+            return
+        same: dict[int, torch.Tensor] = {}
+        for want in wanted:
+            if want is not None and want.leaf not in same:
+                alias = data[want.key].detach()
+                same[want.leaf] = alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
+        future.settle(tree_unflatten([leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape), None)
+
+    def arrived(_: Request) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            finish()
+
+    if not replies:
+        finish()
+    for reply in list(replies.values()):
+        reply.when_done(arrived)
+    return future
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One remote leaf of a tree: which value it is, which object, and whether it is a parameter (then: with gradient or without)."""
+
+    key: tuple[int, Spec]
+    leaf: int
+    param: bool | None
+
+
+def fetch(tree: Any, timeout: float | None = None) -> Any:
+    """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
+
+    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or `WaitTimeout` after `timeout`
+    seconds.
+    """
+    started, timeout = time.perf_counter(), checked(timeout)
+    future = fetch_async(tree)
+    travels = bool(future._pending)
+    try:
+        return future.result(timeout)
+    except (TimeoutError, concurrent.futures.TimeoutError):
+        if future.done():  # it is what an operation failed with
+            raise
+        raise WaitTimeout(
+            f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
+            "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
+        ) from None
+    finally:
+        del future  # else what is raised would hold this frame, the future, and so itself
+        if travels:
+            note_wait("explicit fetch", started)

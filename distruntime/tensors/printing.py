@@ -1,0 +1,114 @@
+"""How a remote tensor prints: values as torch prints them, in one round trip and within a time budget."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import _tensor_str
+
+from ..log.handle import Handle
+from ..log.shards import member_of
+from ..log.spec import Spec
+from ..operators.transfer import request
+from ..session.failures import remote_error
+from ..session.stalls import before_wait, note_wait
+from ..wire.codec import dtype_name
+from ..wire.deadlines import REPR
+from ..wire.units import size_text
+
+_DEFAULT_DTYPES = (torch.int64, torch.bool)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
+
+
+def _where(handle: Handle) -> str:
+    place = handle.place
+    if place.node.members:
+        return f"device='remote:{place.number}', member 0 of {len(place.node.members)}"
+    return f"device='remote:{place.number}', place=({place.place.node}, '{place.place.device}')"
+
+
+def summary(spec: Spec, where: str, state: str) -> str:
+    """Return the short form: `<remote 3x3 float32, 36 B, node 0 cpu: ...>`."""
+    shape = "x".join(map(str, spec.size)) or "scalar"
+    return f"<remote {shape} {dtype_name(spec.dtype)}, {size_text(spec.nbytes)}, {where}: {state}>"
+
+
+def _status(handle: Handle) -> str:
+    node = handle.place.node
+    session = node.session
+    with node.lock:
+        ahead = sum(1 for flight in node.flights for line in flight.lines if line[0] <= handle.ready_at)
+    asked = session.ask(node, "status")
+    if not session.result(asked, 0.5) or not isinstance(asked.value, list):
+        return f"no answer from {node} yet. .cpu() waits, Ctrl-C returns"
+    position, op, seconds = asked.value
+    with node.lock:
+        ahead = sum(1 for flight in node.flights for line in flight.lines if position < line[0] <= handle.ready_at)
+    name = _printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
+    return f"computing ({ahead} ahead of it, {name} for {float(seconds):.1f} s).  .cpu() waits, Ctrl-C returns"
+
+
+def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
+    """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
+    whole, session, node, spec, where = handle, handle.place.node.session, handle.place.node, handle.spec, str(handle.place.place)
+    if node.members:  # what stands for all of them is the first member's
+        team: Any = node
+        node = team.lanes[0][0]
+    if session.closed is not None or session.foreign:
+        return summary(spec, where, "its session has ended")
+    if node.failed is not None:
+        return summary(spec, where, f"lost, {node} {node.failed}")
+    if node.absence is not None:
+        return summary(spec, where, node.absence.text)
+    if whole.place.node.members:
+        handle = member_of(whole, 0)
+        where = f"member 0 of {len(whole.place.node.members)}, {handle.place.place}"
+    options = _tensor_str.PRINT_OPTS
+    asked = {
+        "precision": options.precision,
+        "threshold": int(min(options.threshold, 1 << 62)),
+        "edgeitems": options.edgeitems,
+        "linewidth": options.linewidth,
+        "sci_mode": options.sci_mode,
+        "indent": len("tensor("),
+    }
+    before_wait("repr")
+    reply = request(handle, "text", asked)
+    started = time.perf_counter()
+    try:
+        answered = session.result(reply, REPR.get())
+    finally:
+        note_wait("repr", started)
+    if not answered:
+        session.requests.forget(reply)
+        return summary(spec, where, _status(handle))
+    if reply.lost is not None:
+        return summary(spec, where, f"lost, {node} {reply.lost}")
+    if reply.cause is not None:
+        lines = str(remote_error(node, reply.cause)).splitlines()
+        return summary(spec, where, "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t))
+    body = _printable(str(reply.value))
+    if spec.size.numel() == 0:
+        body = "[]"
+        if tensor.dim() != 1:
+            suffixes = [f"size={tuple(spec.size)}", *suffixes]
+    floating = spec.dtype in (
+        torch.get_default_dtype(),
+        torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128,
+    )
+    if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
+        suffixes = [*suffixes, f"dtype={spec.dtype}"]
+    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False)
+    return text
+
+
+def suffixes_of(tensor: Any) -> list[str]:
+    """Return what torch appends about autograd."""
+    if tensor.grad_fn is not None:
+        return [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]
+    return ["requires_grad=True"] if tensor.requires_grad else []

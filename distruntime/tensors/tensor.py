@@ -1,0 +1,276 @@
+"""`DistributedTensor`: a tensor whose data lives on a worker. Metadata and autograd are here, values are not.
+
+What torch does above dispatch, in Python or in C++, and would do wrong to a proxy, is overridden here; everything else is torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+
+from ..errors import NotSupportedError, PlacementError, UsageError
+from ..log.current import current_gpu, device_name
+from ..log.handle import Handle, Place
+from ..log.shards import member_of, mesh_of
+from ..operators.dispatch import dispatch
+from ..operators.proxies import wrap
+from ..operators.transfer import download, item
+from ..session.session import active_session
+from .mesh_storage import MeshStorage
+from .printing import render, suffixes_of
+
+
+class DeviceIndex(int):
+    """What `get_device()` gives: -1 for a node's CPU, k for its `cuda:k`; it remembers its place, for torch's checkpointing."""
+
+    place: Place
+
+
+class DistributedTensor(torch.Tensor):
+    """A proxy for a tensor on a worker: a ref, its metadata, and the autograd graph of this process.
+
+    Operators return at once; `.item()`, `.cpu()`, `.tolist()`, `bool()` and printing wait for the value.
+    """
+
+    _handle: Handle
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(dispatch)
+
+    # -- place -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The place as a torch device, `device("remote", k)`: good for `device=x.device`."""
+        return self._handle.place.device
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor lives: its node's number and the device there."""
+        return self._handle.place.place
+
+    def member(self, k: int) -> DistributedTensor:
+        """Return a proxy of the `k`-th member's shard of a tensor on a mesh: the same memory, at that member's place. Return at once."""
+        members = self._handle.place.node.members
+        if not members:
+            raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
+        if not isinstance(k, int) or not -len(members) <= k < len(members):
+            raise IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
+        found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
+        return found
+
+    def get_node(self) -> int:
+        """Return the number of the node that the tensor lives on."""
+        return self.place.node
+
+    def get_device(self) -> int:
+        """Return -1 for the CPU of its node, k for `cuda:k`."""
+        kind, _, index = self.place.device.partition(":")
+        number = DeviceIndex(index if kind == "cuda" else -1)
+        number.place = self.place
+        return number
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """False, as `device.type` is "remote"; the device on the node is in `place`."""
+        return False
+
+    def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
+        """As `Tensor.to`, where a device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
+
+        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place. To the CPU here: blocks.
+        """
+        target: Any = kwargs.pop("device", None)
+        rest = list(args)
+        if rest and isinstance(rest[0], torch.Tensor):
+            other = rest.pop(0)
+            kwargs = {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest)), **kwargs}
+            target, rest = other.device, []
+        elif rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place, int))):
+            target = rest.pop(0)
+        if target is None and node is None:
+            return super().to(*args, **kwargs)
+        self._handle.place.node.session.require_open()
+        destination = self._destination(target, node)
+        if destination is None:
+            return super().to(torch.device(target), *rest, **kwargs)
+        # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
+        residence = active_session().places.residence(destination)  # held, so that its number stays its own until the copy lives there
+        return super().to(residence.lazy, *rest, **kwargs)
+
+    def _destination(self, target: Any, node: int | None) -> Place | None:
+        """Return the place that a `.to` names, or None for a device of this process."""
+        if isinstance(target, Place):
+            return target
+        if node is not None:
+            active_session().places.devices(node)
+            if target is not None:
+                return Place(node, device_name(target))
+            kind = self.place.device.partition(":")[0]
+            have = active_session().places.devices(node)
+            return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
+        if isinstance(target, int) or torch.device(target).type == "cuda":
+            if self._handle.place.node.members:
+                raise PlacementError(f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()")
+        if isinstance(target, int):
+            return Place(self.place.node, device_name(target))
+        device = torch.device(target)
+        if device.type in ("remote", "lazy"):
+            return active_session().places.numbered(device.index).place
+        if device.type == "cuda":
+            return Place(self.place.node, device_name(device))
+        return None
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """Return a local copy. Block until it is here."""
+        return super().to(torch.device("cpu"), memory_format=memory_format)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+        """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
+        return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)
+
+    # -- values ------------------------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = render(self, self._handle, suffixes_of(self))
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and not self.is_meta else object.__format__(self, spec)
+
+    def item(self) -> Any:
+        """Return the one element as a Python number. Block until it is here."""
+        if self.numel() != 1:
+            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+        return item(self._handle)
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self.item(), ndigits)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Without arguments, return the name of the class that the RFC gives it; with a dtype, convert."""
+        if dtype is None:
+            return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists of numbers. Block until they are here."""
+        return download(self._handle, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
+        if not force:
+            raise TypeError(
+                f"a tensor on {self.place} has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()"
+            )
+        return self.detach().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    # -- what torch would do above dispatch --------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The same value without history; assigning makes this tensor the other one's value."""
+        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        return dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        # torch's own setter changes the wrapper's sizes, dtype and device, and would keep the old value, silently
+        if not isinstance(other, DistributedTensor):
+            raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
+        alias: Any = other.data
+        torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
+        self._handle = alias._handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+        with torch.no_grad():
+            twin = self.clone()
+        if self.requires_grad:
+            twin.requires_grad_()
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if name != "_handle":
+                setattr(twin, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def __copy__(self) -> Any:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise NotSupportedError(
+            f"a tensor on {self.place} cannot be pickled: its values are on a worker. Fetch it first: torch.save(dr.fetch(state), path), "
+            "or pass fetched tensors to the function"
+        )
+
+    def data_ptr(self) -> NoReturn:
+        raise NotSupportedError(
+            f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()"
+        )
+
+    def untyped_storage(self) -> Any:
+        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it: its size."""
+        if self._handle.place.node.members:
+            return MeshStorage(self)
+        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
+
+    def storage(self) -> NoReturn:
+        if self._handle.place.node.members:
+            raise NotSupportedError(
+                f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel needs one: use fully_shard "
+                "(torch.distributed.fsdp), which shards over a mesh"
+            )
+        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
+
+    def _typed_storage(self) -> NoReturn:
+        self.storage()
+
+    def share_memory_(self) -> NoReturn:
+        raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")
+
+    def is_shared(self) -> bool:
+        """False: the memory is a worker's."""
+        return False
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotSupportedError(f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()")
+
+    def __dlpack_device__(self) -> NoReturn:
+        self.__dlpack__()
+
+    def record_stream(self, stream: Any) -> None:
+        """Let the memory be used again only after what `stream` has been given until this tensor dies. Return at once."""
+        if not hasattr(stream, "keep"):
+            raise UsageError(f"record_stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}")
+        stream.keep(self._handle)
+
+    def dist_send(self) -> DistributedTensor:
+        """Return itself: it is remote already."""
+        return self
+
+
+class _Member(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Any, k: int) -> Any:
+        ctx.home, ctx.k = whole._handle.place, k
+        return wrap(DistributedTensor, member_of(whole._handle, k))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        team = ctx.home.node
+        zeros: Any = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
+        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles[ctx.k] = grad.contiguous()._handle
+        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None

@@ -1,0 +1,43 @@
+"""The worker's own functions, those that are no operators: calling one as an instruction of the log, or for what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ProtocolError
+from ..log.handle import Handle, Place, Storage, next_ref
+from ..log.issue import issue_default
+from ..log.line import user_line
+from ..log.node import Node
+from ..log.spec import NO_TENSOR
+from ..operators.signatures import template
+from ..wire.messages import LEARN
+from .tensor import DistributedTensor
+
+
+def issue_function(
+    node: Node, function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, fresh: Handle | list[Handle] | None = None
+) -> None:
+    """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several. Return at once."""
+    results: Any = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
+    number, words = template(None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}")
+    handles = [] if fresh is None else fresh if isinstance(fresh, list) else [fresh]
+    operands = [t._handle for a in args for t in (a if isinstance(a, list) else (a,)) if isinstance(t, DistributedTensor)]
+    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
+
+
+def read_function(node: Node, function: str) -> Any:
+    """Return what a call without arguments returns, of numbers, strings and lists. Block until everything issued before it has run."""
+    session = node.session
+    number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
+    with node.lock:
+        request = session.requests.new(node, "specs")
+        home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
+        kept = Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR))
+        issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
+        node.flush()
+    results = session.value(request)
+    if len(results) != 1:
+        raise ProtocolError(f"{node} answered {len(results)} results of {function}, which has one")
+    return results[0]

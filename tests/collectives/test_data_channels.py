@@ -1,0 +1,310 @@
+"""Every data channel passes the suite that users are given; how one is found, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from apart import apart, listening
+from distruntime.testing import check_data_channel
+from distruntime_worker.collectives.data_channel import find, names, nccl
+from distruntime_worker.collectives.data_channel.gloo import Gloo
+from distruntime_worker.collectives.data_channel.nccl import NCCL
+from distruntime_worker.collectives.data_channel.tcp import TCP
+from distruntime_worker.collectives.data_channel.tls import TLS
+from distruntime_worker.collectives.interfaces import interface_of
+from processes import ListeningWorker
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "08_own_channel.py"
+PAGE = (ROOT / "docs" / "data_channel.md").read_text(encoding="utf-8")
+
+Fresh = Callable[..., Any]
+
+
+@pytest.fixture
+def no_session() -> Iterator[None]:
+    """Ends the session that is open, so that the suite starts one of its own."""
+    dr.shutdown()
+    yield
+    dr.shutdown()
+
+
+# -- the suite -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channel", ["gloo", "tcp", "tcp+tls"])
+def test_a_shipped_channel_passes_the_suite(no_session: None, channel: str) -> None:
+    check_data_channel(channel)
+
+
+def test_nccl_passes_the_suite(no_session: None) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"nccl is tried with two GPUs, here are {torch.cuda.device_count()}")
+    check_data_channel("nccl", sizes=(2,))
+
+
+def test_mpi_passes_the_suite(no_session: None, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed: apt install openmpi-bin, or mpich")
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed: pip install mpi4py")
+    # All three are Open MPI's, which is careful with machines that have few cores, and with root.
+    leave = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: the path of a socket is short
+        command = ["mpirun", "-n", "3", sys.executable, "-m", "distruntime_worker", "--master", f"ipc://{folder}/master"]
+        with (tmp_path / "log").open("wb") as log:
+            run = subprocess.Popen(
+                command, env={**os.environ, **leave, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            with dr.init_master_worker(listen=f"ipc://{folder}/master", world_size=3, data_channel="mpi"):
+                check_page("mpi", dr.new_group([0, 1, 2]).capabilities)
+                check_data_channel("mpi")
+        except dr.ConnectionFailed:
+            raise AssertionError((tmp_path / "log").read_text()) from None
+        finally:
+            run.terminate()
+            run.wait(30)
+
+
+class Liar(dr.DataChannel):
+    """Says that it sends, and does not."""
+
+    capabilities = dr.Capabilities(frozenset({"send"}))
+
+    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
+        """Forget it."""
+
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
+        data.zero_()
+
+    def abort(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
+    dr.register_data_channel("Liar", Liar)
+    with fresh_session(data_channel="Liar"):
+        with pytest.raises(AssertionError, match=r"data channel 'Liar', 2 members, copy from rank 0 to 1 of \(5, 3\) .*is wrong"):
+            check_data_channel("Liar", sizes=(2,))
+        with pytest.raises(dr.UsageError, match="groups of 3 members are tried, and the session has 2 nodes"):
+            check_data_channel("Liar", sizes=(3,))
+        with pytest.raises(dr.UsageError, match="another data channel"):
+            check_data_channel("gloo", sizes=(2,))
+        with pytest.raises(dr.UsageError, match="at least 2 each"):
+            check_data_channel("gloo", sizes=(1,))
+
+
+# -- how one is found ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_channel_in_an_installed_package_is_found(fresh_session: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(EXAMPLE, tmp_path / "folder_channel.py")
+    (tmp_path / "folder_channel-1.0.dist-info").mkdir()
+    (tmp_path / "folder_channel-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: folder-channel\nVersion: 1.0\n")
+    points = "[distruntime.data_channels]\nfolder = folder_channel:SharedFolder\nnonsense = folder_channel:count\n"
+    (tmp_path / "folder_channel-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    with fresh_session(data_channel={"cpu": "folder"}):
+        x = torch.arange(3.0, device="remote")  # the example itself passes the suite
+        assert x.to(node=1).tolist() == [0.0, 1.0, 2.0]
+        with pytest.raises(dr.ConfigurationError, match=r"node 0 .*'nonsense' must be a subclass of distruntime.DataChannel"):
+            dr.new_group([0, 1], backend="nonsense")
+
+
+class Bare(Liar):
+    capabilities = frozenset({"send"})  # type: ignore[assignment]
+
+
+class Odd(Liar):
+    capabilities = dr.Capabilities(frozenset({"send", "teleport"}))
+
+
+@pytest.mark.parametrize(
+    "name, factory, text",
+    [
+        ("auto", Liar, 'an identifier other than "auto"'),
+        ("two words", Liar, "an identifier"),
+        # Only names that distruntime itself gives need not be identifiers.
+        ("tcp+tls", Liar, "an identifier"),
+        ("mine", dict, "must be a subclass of distruntime.DataChannel, got <class 'dict'>"),
+        ("mine", lambda membership: None, "must be a subclass"),
+        ("mine", Bare, r"Bare.capabilities must be distruntime.Capabilities\(...\)"),
+        ("mine", Odd, "Odd declares unknown operations: teleport"),
+    ],
+)
+def test_what_is_no_data_channel_is_not_registered(name: str, factory: Any, text: str) -> None:
+    with pytest.raises(dr.ConfigurationError, match=text):
+        dr.register_data_channel(name, factory)
+
+
+def test_a_channel_that_a_worker_does_not_have(session: dr.Session) -> None:
+    with pytest.raises(dr.ConfigurationError, match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls"):
+        dr.new_group([0, 1], backend="pigeon")
+    with pytest.raises(dr.ConfigurationError, match=r"'mpi' is not available on this worker: (mpi4py is not installed|it was not started)"):
+        dr.new_group([0, 1], backend="mpi")
+    if not torch.cuda.is_available():
+        with pytest.raises(dr.ConfigurationError, match=r"'nccl' is not available on this worker: (no CUDA device|.*without NCCL)"):
+            dr.new_group([0, 1], backend="nccl")
+
+
+def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cryptography" else spec(name))
+    with pytest.raises(dr.ConfigurationError, match=r"'tcp\+tls' is not available .*: cryptography .* pip install distruntime\[tls\]"):
+        find("tcp+tls")
+    assert "tcp+tls" not in names() and "tcp" in names()
+
+
+# -- what is refused before anything is sent -------------------------------------------------------------------------------------
+
+
+def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    tensors = []
+    for node in (0, 1):
+        with dr.on(node, "cpu"):
+            tensors.append(torch.ones(4, dtype=dtype, device="remote"))
+    return tensors
+
+
+def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
+    group = dr.new_group([0, 1], backend="tcp")
+    with pytest.raises(dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"):
+        dr.all_reduce(pair(), group=group)
+    with pytest.raises(dr.NotSupportedError, match="'tcp' has no barrier"):
+        dr.barrier(group)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "op, dtype, text",
+    [
+        (dr.premul_sum(0.5), torch.float32, "no ReduceOp.PREMUL_SUM, only AVG, BAND"),
+        (dr.ReduceOp.SUM, torch.bool, "by SUM, not bool"),
+        (dr.ReduceOp.SUM, torch.int16, "by SUM, not int16"),
+        (dr.ReduceOp.AVG, torch.int32, "by AVG, not int32"),
+        (dr.ReduceOp.BXOR, torch.float32, "by BXOR, not float32"),
+    ],
+)
+def test_what_gloo_does_not_reduce_is_refused(session: dr.Session, op: Any, dtype: torch.dtype, text: str) -> None:
+    with pytest.raises(dr.NotSupportedError, match=text):
+        dr.all_reduce(pair(dtype), op)
+
+
+# -- sockets ---------------------------------------------------------------------------------------------------------------------
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="who listens where is read in /proc, which is Linux's")
+
+
+@linux
+def test_on_one_machine_they_listen_on_loopback_only(session: dr.Session) -> None:
+    before = {node.index: listening(node.pid) for node in dr.nodes()}
+    for backend in ("tcp", "tcp+tls", "gloo"):
+        group = dr.new_group([0, 1], backend=backend)
+        for node in dr.nodes():
+            now = listening(node.pid)
+            assert {host for host, _ in now} == {"127.0.0.1"}
+            # What only workers of one machine need of each other, no other user of it reaches.
+            assert bool(now - before[node.index]) == (backend == "gloo")
+        group.close()
+
+
+@linux
+def test_tcp_goes_on_while_strangers_talk_to_it(fresh_session: Fresh, tmp_path: Path) -> None:
+    with apart(fresh_session, tmp_path, "tcp"):
+        before = listening(dr.nodes()[1].pid)
+        x = torch.arange(1000, device="remote")
+        x.to(dr.place(1, "cpu")).sum().item()
+        strangers = []
+        for host, port in listening(dr.nodes()[1].pid) - before:
+            for noise in (b"", b"GET / HTTP/1.0\r\n\r\n" * 10, bytes(36), b"\xff" * 36 + bytes(1000)):
+                strangers.append(socket.create_connection((host, port), 10))
+                strangers[-1].sendall(noise)
+        assert strangers
+        for _ in range(20):
+            assert x.to(dr.place(1, "cpu")).sum().item() == 499500
+        for stranger in strangers:
+            stranger.close()
+
+
+@linux
+def test_nccl_is_bound_to_the_interface_that_workers_are_reached_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        interface_of("127.0.0.1") == interface_of("localhost") == "lo" and interface_of("192.0.2.1") == interface_of("no.such.host.") == ""
+    )
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    nccl._bind("127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    nccl._bind("127.0.0.1")
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"
+
+
+def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    workers = []
+    try:
+        for name, address in (("one", f"127.0.0.1:{port}"), ("two", "127.0.0.1")):
+            (tmp_path / name).mkdir()
+            workers.append(ListeningWorker(tmp_path / name, "--listen", "tcp://127.0.0.1:0", "--data-address", address))
+        with fresh_session(workers=[worker.address for worker in workers]):
+            values = pair()
+            with pytest.raises(
+                dr.ConfigurationError, match=f"cannot listen at 127.0.0.1:{port} for other workers: Address .* --data-address"
+            ):
+                dr.all_reduce(values)
+            assert values[0].tolist() == [1.0] * 4
+            taken.close()
+            dr.all_reduce(values)
+            assert values[0].tolist() == [2.0] * 4
+            assert ("127.0.0.1", port) in listening(dr.nodes()[0].pid)
+    finally:
+        taken.close()
+        for worker in workers:
+            worker.stop()
+
+
+# -- the page --------------------------------------------------------------------------------------------------------------------
+
+MARKED = {True: "yes", False: "no"}
+
+
+def check_page(name: str, has: dr.Capabilities) -> None:
+    """Fail unless the tables of docs/data_channel.md say what a channel declares."""
+    collectives = has.operations - {"send"}
+    row = [
+        MARKED["send" in has.operations],
+        "all" if len(collectives) == 9 else ", ".join(sorted(collectives)) or "none",
+        ", ".join(sorted(has.devices)),
+        MARKED[has.tags],
+        MARKED[has.concurrent],
+    ]
+    assert f"| `{name}` | {' | '.join(row)} |" in PAGE
+    rows = re.findall(rf"^\| `{re.escape(name)}` \| ([A-Z_, ]+) \| ([a-z0-9, ]+) \|$", PAGE, re.M)
+    shown = {op: dtypes.split(", ") for ops, dtypes in rows for op in ops.split(", ")}
+    assert shown == {op: sorted(str(d)[6:] for d in dtypes) for op, dtypes in has.reductions.items()}
+
+
+@pytest.mark.parametrize("name, channel", [("gloo", Gloo), ("nccl", NCCL), ("tcp", TCP), ("tcp+tls", TLS)])
+def test_the_page_says_what_each_can_do(name: str, channel: type[dr.DataChannel]) -> None:
+    check_page(name, channel.capabilities)  # of mpi, which may not be here, above

@@ -1,0 +1,320 @@
+"""The fuzzer, with fixed seeds: rounds against a worker, as a stranger, and against a master; and every one that found something.
+
+`tests/long/fuzz_hour.py` runs other ones for an hour; `python tests/help/fuzzing.py run` as long as it is told to.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+import distruntime as dr
+import fuzz_seeds
+from distruntime.log.node import Cause
+from distruntime.log.replies import FORMS, is_devices, is_spec, is_tensor
+from distruntime.session.failures import remote_error
+from distruntime.session.session import active_session
+from distruntime.wire.codec import decode, encode
+from distruntime.wire.messages import (
+    GIVE,
+    HOST,
+    LEARN,
+    MESSAGES,
+    PUBLISH,
+    STAMP,
+    UPLOAD,
+    Ack,
+    Ask,
+    Failure,
+    Goodbye,
+    Notify,
+    Peers,
+    Reply,
+    Segment,
+    Welcome,
+)
+from fuzz_mutations import Mutator
+from fuzz_worker import ADD, AgainstWorker, FuzzedWorker, Legitimate, Speaker, hello
+from fuzzing import target
+
+ROUNDS = {"worker": 20, "raw": 6, "master": 3}  # of a block; each takes some tenths of a second
+# (against, seed, round) of what has found a defect. What they say changes with the seeds' file and the mutations; what each has found has
+# a test of its own too.
+FOUND = [
+    ("worker", 20261122, 1678),  # a greeting behind what ended the session while a large value was on its way
+    ("worker", 3, 1416),  # an upload cut short
+    ("worker", 3, 2092),  # peers at addresses that are none
+    ("worker", 3, 1607),
+    ("worker", 1, 25), ("worker", 1, 119),  # the next master was taken for the one before it: the kernel had given it the same fd
+    ("master", 1, 5), ("master", 1, 60), ("master", 1, 73),  # replies that are no tensors
+    ("master", 1, 28), ("master", 1, 63),  # devices that are none
+    ("master", 20261122, 726),  # a version before the first: what was published after it, an honest worker refused
+    ("master", 20261125, 1631), ("master", 20261123, 160),  # figures that are none
+    ("master", 20261122, 1980), ("master", 20261121, 1818),  # a number that comes as the description of a tensor
+    ("master", 1, 35), ("master", 1, 57),  # settings that are none; a request that was made as its worker was lost
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["worker", "raw", "master"])
+def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    dr.shutdown()
+    folder = tmp_path_factory.mktemp("fuzz")
+    os.chmod(folder, 0o700)
+    made = target(request.param, folder, 7)
+    yield request.param, made
+    made.close()
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_fixed_seeds(hostile: tuple[str, Any], block: int) -> None:
+    kind, made = hostile
+    for number in range(block * ROUNDS[kind], (block + 1) * ROUNDS[kind]):
+        made.seed = 7
+        made.round(number)
+
+
+def test_what_has_found_something(hostile: tuple[str, Any]) -> None:
+    kind, made = hostile
+    for against, seed, number in FOUND:
+        if against == kind:
+            made.seed = seed
+            made.round(number)
+
+
+# -- the fuzzer itself -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_has_a_seed() -> None:
+    """A new message: `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it."""
+    found = {type(m).__name__ for r in fuzz_seeds.load() for s in r.seeds for m in (s.message, *s.payloads)}
+    assert {cls.__name__ for cls in MESSAGES} - found == set()
+
+
+def test_seeds_outlive_a_change_of_the_protocol() -> None:
+    assert fuzz_seeds.revived("NoSuchMessage", {}) is None
+    message = fuzz_seeds.revived("Fetch", {"request": 3, "no_such_field": 1})
+    assert (message.request, message.ref, message.after, message.form, message.options) == (3, 0, [], "", {})
+    assert fuzz_seeds.revived("Join", {}).node is None
+
+
+def test_a_round_is_the_same_bytes_again() -> None:
+    recordings = fuzz_seeds.load()
+
+    def bytes_of(number: int) -> list[Any]:
+        mutator = Mutator(recordings, Random(f"1:{number}"))
+        return [item if isinstance(item, bytes) else mutator.frames(item) for item in mutator.session("master")]
+
+    assert [bytes_of(n) for n in range(20)] == [bytes_of(n) for n in range(20)]
+    assert bytes_of(1) != bytes_of(2)
+
+
+def test_most_mutations_are_still_messages() -> None:
+    """Else nothing behind `decode` would be fuzzed."""
+    mutator = Mutator(fuzz_seeds.load(), Random(3))
+    good = 0
+    for _ in range(1000):
+        frames = mutator.frames(mutator.seed(Random(good).choice(mutator.pool)))
+        try:
+            decode(frames[0])
+            good += 1
+        except dr.ProtocolError:
+            pass
+    assert 500 < good < 1000
+
+
+def test_a_defect_is_found(tmp_path: Path) -> None:
+    """The oracle sees a worker that ends, and one that does not answer."""
+    os.chmod(tmp_path, 0o700)
+    worker = FuzzedWorker(tmp_path, key=False)
+    against = AgainstWorker.__new__(AgainstWorker)
+    against.worker = worker
+    try:
+        worker.check()
+        worker.process.terminate()
+        worker.process.wait(20)
+        with pytest.raises(Exception, match="the worker ended"):
+            worker.check()
+    finally:
+        worker.stop()
+
+
+# -- what it has found -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], 1, ["float32", [2]], ["float32", [-1], b""], ["nn", [0], b""], ["float32", [1 << 62, 1 << 62], None],
+              ["float32", [2], b"1234567"], ["float32", ["2"], b"12345678"], ["float32", [2], "shared"], ["float32", [2], None]],
+)  # fmt: skip
+def test_a_reply_that_is_no_tensor(value: Any) -> None:
+    assert not is_tensor(value, b"1234", None)
+    assert is_tensor(["float32", [2], b"12345678"], None, None) and is_tensor(["float32", [1], None], b"1234", None)
+
+
+def test_metadata_and_devices_that_are_none() -> None:
+    good: list[Any] = [[2, 3], [3, 1], 0, "float32", 0]
+    assert is_spec(good)
+    for k, values in enumerate(
+        [([2], [-1, 3], [2, "3"], 6, [1 << 61, 1 << 61]), ([3], [3, -1], None, [1 << 62, 1]), (-1, 1 << 62), ("nn", 3), (4, "0")]
+    ):
+        for value in values:  # type: ignore[attr-defined]
+            assert not is_spec([*good[:k], value, *good[k + 1 :]])
+    assert not is_spec(good[:4]) and not is_spec(None)
+    row: list[Any] = ["cpu", "a cpu", 1, 1, "", 0, 0]
+    assert is_devices([row])
+    for rows in ([], [row, row], [row[:6]], [[*row, 1]], [[None, *row[1:]]], 3, [3]):
+        assert not is_devices(rows)
+
+
+@pytest.mark.parametrize("kind", ["ExceptionGroup", "UnicodeDecodeError", "StopIteration", "KeyError", "no.such.Error", "SystemExit", ""])
+def test_a_failure_of_any_class_is_an_error_with_words(session: Any, kind: str) -> None:
+    node = active_session().nodes[0]
+    error = remote_error(node, Cause(Failure(1, 1, kind, "its text", "", "aten::add", ""), ""))
+    assert isinstance(error, dr.RemoteError) and "its text" in str(error)
+
+
+def test_every_form_of_a_reply_refuses_what_it_is_not() -> None:
+    for form, fits in FORMS.items():
+        if form:
+            assert not fits({"a": object}), form
+            assert not fits([[[]]]), form
+
+
+def test_sessions_that_have_ended_leave_no_descriptors(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+    """atexit held every session, with the shared memory and the wake-up of each."""
+    os.chmod(tmp_path, 0o700)
+    worker = FuzzedWorker(tmp_path, key=False)
+    try:
+        counts = []
+        for _ in range(5):
+            fresh_session(workers=[worker.address])
+            assert torch.ones(3, device="remote").sum().item() == 3.0
+            dr.shutdown()
+            with pytest.raises(dr.ConnectionFailed):
+                dr.init_master_worker(workers=[f"ipc://{tmp_path}/nobody"], timeout=0.05)
+            gc.collect()
+            counts.append(len(os.listdir("/dev/fd")))
+        assert counts[-1] <= counts[1], counts
+    finally:
+        worker.stop()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedWorker]:
+    folder = tmp_path_factory.mktemp("worker")
+    os.chmod(folder, 0o700)
+    made = FuzzedWorker(folder, key=False)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def speaker(worker: FuzzedWorker) -> Iterator[Speaker]:
+    """A master in session; the next one is served."""
+    made = Speaker(worker)
+    made.say(encode(hello()))
+    made.hears(Welcome, "Hello")
+    yield made
+    made.close()
+    worker.check()
+    Legitimate(worker).compute().leave()
+
+
+@pytest.mark.parametrize(
+    "words", [[UPLOAD], [UPLOAD, 1, "cpu"], [STAMP, 1, HOST, 1, 2], [UPLOAD, 1, "cpu", "float32", [1], [1, 2, 3]], [GIVE, [[]], 1]]
+)
+def test_words_that_make_no_sense_end_the_session_with_a_reason(speaker: Speaker, words: list[Any]) -> None:
+    speaker.say(encode(Segment(1, 0, [], words, [])))
+    assert "segment 1 makes no sense at word" in speaker.hears(Goodbye, "a segment").reason
+
+
+@pytest.mark.parametrize("words", [[LEARN, [1], 16, 1, 1, 2], [PUBLISH, [1], ["x", 1, True, "", [], b""], []]])
+def test_a_request_that_is_no_number_ends_the_session(speaker: Speaker, words: list[Any]) -> None:
+    """It was answered, by a reply that no master can read."""
+    speaker.say(encode(Segment(1, 0, [ADD], [UPLOAD, 1, "cpu", "float32", [1], b"1234", *words], [])))
+    assert "answers a request called '[1]'" in speaker.hears(Goodbye, "a segment").reason
+
+
+def test_a_signal_for_a_node_that_there_is_not(speaker: Speaker) -> None:
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Notify(0, 0, 1, 1)))
+    assert "Signal for node 1, of which no Peers has told" in speaker.hears(Goodbye, "Notify").reason
+
+
+_LISTED = ["0" * 16, 0, "here", 1, ["cpu"]]
+
+
+@pytest.mark.parametrize(
+    "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""], ["x", 1, True, "", [_LISTED[:4]], b""],
+               ["x", 1, True, "", [[None, *_LISTED[1:]]], b""], ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
+)  # fmt: skip
+def test_a_publication_that_is_none_ends_the_session_of_who_publishes(speaker: Speaker, fields: list[Any]) -> None:
+    """Masters of other sessions are told of it, and would take its nonsense for the worker's."""
+    speaker.say(encode(Segment(1, 0, [], [PUBLISH, 1, fields, []], [])))
+    assert "is no publication" in speaker.hears(Goodbye, "a publication").reason
+
+
+@pytest.mark.parametrize(
+    "detail", [[], [[]], [None], ["look"], ["look", 3], ["look", None], ["index", "a"], ["index", "a", b"x"], ["sweep", "a", "b", [3]],
+               ["remove", "a", "b"], ["commit", "a", "b", "c", {}], ["nothing", "a"]],
+)  # fmt: skip
+def test_folders_of_checkpoints_that_are_none_end_the_session_with_a_reason(speaker: Speaker, detail: list[Any]) -> None:
+    speaker.say(encode(Ask(1, "checkpoint", detail)))
+    assert "nothing is known about checkpoints" in speaker.hears(Goodbye, "a question").reason
+
+
+@pytest.mark.parametrize("received", [-1, 1, 1 << 62])
+def test_an_acknowledgement_that_cannot_be_ends_the_session_with_a_reason(speaker: Speaker, received: int) -> None:
+    speaker.say(encode(Ack(received)))
+    assert "messages acknowledged, of 0" in speaker.hears(Goodbye, "Ack").reason
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith(("ask published", "ask checkpoint", "published"))])
+def test_what_is_published_and_saved_is_checked_where_it_is_taken(form: str) -> None:
+    """`dr.names()` and `dr.load()` unpacked what a worker had answered, and raised a `ValueError` of Python's."""
+    good = {
+        "ask published names": ["a", [["", "a", "x", 1, True, "Linear", [["a", 0, "here", 1, ["cpu"]]], 8]]],
+        "ask published versions": ["a", [1, 2]],
+        "ask published find": ["a", [[1, b"", [[1, 2, [[2], [1], 0, "float32", 0]], [1, 2, None]]]]],
+        "ask published settle": ["a", True],
+        "ask published drop": ["a", False],
+        "published": [[1, 2]],
+        "ask checkpoint look": [[["distruntime.json", "", 1, 1, "0" * 12, [["a", 3]]]], {"a": 3}],
+        "ask checkpoint index": "{}",
+    }.get(form)
+    assert FORMS[form](good)
+    for bad in ([3], ["a"], ["a", ["b"]], ["a", [[]]], ["a", None], 3, [[], {"a": ""}], [[["a"]], {}]):
+        assert not FORMS[form](bad)
+
+
+@pytest.mark.parametrize("addresses", [[], [None, ""], [["a"]]])
+def test_peers_that_are_none(speaker: Speaker, addresses: list[Any]) -> None:
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Peers(0, b"secret", addresses)))
+    assert "Peers makes no sense" in speaker.hears(Goodbye, "Peers").reason
+
+
+@pytest.mark.parametrize("address", ["", "float99", "tcp://", "tcp://no.such.host.at.all:1", "ipc://" + "x" * 200])
+def test_a_peer_at_an_address_that_is_none_costs_nothing_but_its_signal(speaker: Speaker, address: str) -> None:
+    """A worker that lies about where it listens; the master passes that on."""
+    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.hears(Reply, "listen", 1)
+    speaker.say(encode(Peers(0, b"secret", ["", address])))
+    speaker.say(encode(Notify(0, 0, 1, 1)))
+    speaker.say(encode(Ask(2, "status", [])))
+    speaker.hears(Reply, "status", 2)
+
+
+def test_the_file_of_seeds_is_small_and_whole() -> None:
+    assert fuzz_seeds.FILE.stat().st_size < 400_000
+    for name, by, rows in msgpack.unpackb(fuzz_seeds.FILE.read_bytes()):
+        assert by in ("master", "worker", "peer") and rows, name

@@ -1,0 +1,104 @@
+"""The hot path against a plain version of itself: the same signature, the same instruction."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+
+aten = torch.ops.aten
+
+
+def plain(value: Any) -> tuple[list[Any], list[Any]]:
+    """Return an argument's part of the signature, and its operand words: what `dispatch` and `_scan` do in one pass."""
+    if isinstance(value, dr.DistributedTensor):
+        return [value._handle.spec], [value._handle.ref]
+    if type(value) is float:
+        return [float], [value]
+    if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int:
+            return [tuple(value)], []
+        parts = [plain(item) for item in value]
+        return [len(value), *(k for key, _ in parts for k in key)], [w for _, words in parts for w in words]
+    return [type(value), value], []
+
+
+def plain_call(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return the signature of a call and its operand words."""
+    key, words = [id(func)], []
+    for value in args:
+        part, operands = plain(value)
+        # Among the arguments themselves a list of something else than integers starts with its length, as anywhere.
+        key += part
+        words += operands
+    for name, value in kwargs.items():
+        part, operands = plain(value)
+        key += [name, *part]
+        words += operands
+    return tuple(key), words
+
+
+def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    return [
+        (aten.add.Tensor, (x, y), {}),
+        (aten.add.Tensor, (x, y), {"alpha": 2}),
+        (aten.add.Tensor, (x, 2), {}),
+        (aten.add.Tensor, (x, 2.5), {}),
+        (aten.add.Tensor, (x, True), {}),
+        (aten.add.Tensor, (x, 1), {}),
+        (aten.mul.Tensor, (x, -0.0), {}),
+        (aten.view.default, (x, [9]), {}),
+        (aten.sum.dim_IntList, (x, [0, 1], True), {}),
+        (aten.sum.dim_IntList, (x, [0]), {"dtype": torch.float64}),
+        (aten.cat.default, ([x, y, x], 1), {}),
+        (aten.stack.default, ([x, y],), {}),
+        (aten.clamp.default, (x, None, 0.5), {}),
+        (aten.slice.Tensor, (x, 0, 1, 9223372036854775807), {}),
+        (aten.transpose.int, (x, 0, 1), {}),
+        (aten.where.self, (aten.gt.Scalar(x, 0), x, y), {}),
+        (aten.full_like.default, (x, 3.5), {}),
+        (aten._foreach_add.List, ([x, y], [y, x]), {"alpha": 2}),
+        (aten.addmm.default, (x, x, y), {"beta": 0.5, "alpha": 2}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(19))
+def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    x, y = torch.randn(3, 3, device="remote"), torch.randn(3, 3, device="remote")
+    func, args, kwargs = _calls(x, y)[number]
+    place, node = x._handle.place, session.nodes[x.get_node()]
+    module = sys.modules["distruntime.operators.dispatch"]
+    seen: list[Any] = []
+    original = module.first_time  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        module, "first_time", lambda cls, f, a, k, signature, *rest: (seen.append(signature), original(cls, f, a, k, signature, *rest))[1]
+    )
+    signature, words = plain_call(func, args, kwargs)
+    place.cache.pop(signature, None)
+    place.unproven.pop(signature, None)
+    first = func(*args, **kwargs)
+    assert seen == [signature]
+    dr.synchronize()  # the prediction is confirmed: from here on the hot path has it
+    assert signature in place.cache
+    with node.lock:  # nothing is sent meanwhile
+        node.flush()
+        node.enough = 1 << 30
+        out = func(*args, **kwargs)
+        log = [word for word in node.log if not (isinstance(word, int) and word < 0)]  # without frees
+        node.enough = 0
+    results = out if isinstance(out, (list, tuple)) else [out]
+    assert log == [place.cache[signature][0], *words, *(r._handle.ref for r in results)]
+    assert seen == [signature]
+    for a, b in zip(first if isinstance(first, (list, tuple)) else [first], results):
+        assert torch.equal(a.cpu(), b.cpu()) and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def test_numbers_that_compare_equal_are_told_apart(session: dr.Session) -> None:
+    x = torch.arange(3, device="remote")
+    assert (x + 1).dtype == torch.int64 and (x + True).dtype == torch.int64 and (x + 1.0).dtype == torch.float32
+    assert torch.full((1,), 0.0, device="remote").sign().item() == 0 and torch.copysign(x + 1, -0.0).tolist() == [-1, -2, -3]
+    assert torch.copysign(x + 1, 0.0).tolist() == [1, 2, 3]

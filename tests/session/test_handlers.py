@@ -1,0 +1,71 @@
+"""Signal handlers that read values: they break no read that they interrupt, and get true values or are told why not."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime.errors import ProtocolError
+from distruntime.log.replies import is_plain, require
+from distruntime.session.session import active_session
+from processes import struck
+
+REMOTE = "remote"
+
+
+def test_a_handler_that_reads_breaks_no_read(session: dr.Session) -> None:
+    x, y = torch.ones(100, device=REMOTE), torch.zeros(3, device=REMOTE)
+    read: list[float] = []
+    refused: list[str] = []
+
+    def handler() -> None:
+        try:
+            read.append(x.sum().item())
+        except dr.DistruntimeError as error:
+            refused.append(str(error))
+
+    count = 0
+    with struck(handler):
+        while len(read) < 50:
+            count += 1
+            y += 1
+            assert y[0].item() == count
+    assert set(read) == {100.0}
+    assert all("signal handler" in text for text in refused), refused
+
+
+def test_a_message_that_a_handler_has_taken_is_not_missed(session: dr.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler runs after the look whether something has come, and before it is taken: played, as it is a matter of one bytecode."""
+
+    class Struck(deque[Any]):
+        def popleft(self) -> Any:
+            self.clear()
+            return super().popleft()
+
+    opened = active_session()
+    monkeypatch.setattr(opened, "_arrived", Struck([(b"peer", [])]))
+    opened._take_in()
+    monkeypatch.undo()
+    assert torch.ones(1, device=REMOTE).item() == 1
+
+
+@pytest.mark.parametrize("depth", [65, 400, 1000, 100_000])
+def test_an_answer_that_is_nested_deep_is_against_the_protocol(depth: int) -> None:
+    value: Any = None
+    for _ in range(depth):
+        value = ["list", value]
+    assert not is_plain(value)
+    for form, answer in (("specs", [value]), ("item", value)):
+        with pytest.raises(ProtocolError, match="asked for"):
+            require(form, answer, None, None)
+
+
+def test_an_answer_may_be_nested_as_deep_as_operators_need() -> None:
+    value: Any = 1
+    for _ in range(64):
+        value = ["list", value]
+    require("specs", [value], None, None)

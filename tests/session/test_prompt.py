@@ -1,0 +1,161 @@
+"""At a real terminal: what a prompt says while it waits, how it is interrupted and left, what it completes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_IPYTHON = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "IPython" else find(name, *rest)
+from distruntime.__main__ import main
+sys.exit(main(["repl", "--world-size", "1"]))
+"""
+
+
+class Terminal:
+    """A Python at a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._end, theirs = pty.openpty()
+        path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
+        environment = {**os.environ, "PYTHONPATH": path, "TERM": "dumb", "PYTHON_BASIC_REPL": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=_own_terminal
+        )
+        os.close(theirs)
+        self.said = ""  # since the last `expect`
+
+    def send(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def expect(self, pattern: str, timeout: float = 60.0) -> str:
+        """Wait until it has said something that matches; return all up to the match's end."""
+        deadline = time.monotonic() + timeout
+        while (found := re.search(pattern, self.said)) is None:
+            left = deadline - time.monotonic()
+            assert left > 0, f"not within {timeout:.0f} s: {pattern}\n{self.said}"
+            if select.select([self._end], [], [], min(left, 1.0))[0]:
+                try:
+                    self.said += os.read(self._end, 1 << 16).decode("utf-8", "replace").replace("\r\n", "\n")
+                except OSError:  # how a pseudo-terminal says that the other side is closed
+                    assert re.search(pattern, self.said), f"it ended before it said {pattern}\n{self.said}"
+        before, self.said = self.said[: found.end()], self.said[found.end() :]
+        return before
+
+    def enter(self, line: str) -> str:
+        """Type a line; return what it says before the next prompt."""
+        self.send(line + "\n")
+        return self.expect(r"\n>>> ")
+
+    def ended(self) -> tuple[int, str]:
+        """Wait for its end; return exit status and last words."""
+        said = self.said
+        while True:
+            try:
+                more = os.read(self._end, 1 << 16)
+            except OSError:
+                break
+            if not more:
+                break
+            said += more.decode("utf-8", "replace").replace("\r\n", "\n")
+        return self.process.wait(30), said
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+
+def _own_terminal() -> None:
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session leader opens is its own: Ctrl-C goes there
+
+
+@pytest.fixture
+def python() -> Iterator[Terminal]:
+    """A plain Python that has a session with one worker."""
+    terminal = Terminal("-q")
+    try:
+        terminal.expect(">>> ")
+        terminal.enter("import torch, distruntime as dr")
+        terminal.enter("session = dr.init_master_worker(world_size=1)")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.fixture
+def repl() -> Iterator[Terminal]:
+    """`python -m distruntime repl`, where IPython is not installed."""
+    terminal = Terminal("-c", WITHOUT_IPYTHON)
+    try:
+        terminal.expect("\n>>> ")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+SLOW = "x = torch.ones(1500, 1500, device='remote'); any(x @ x is None for k in range(400))"  # a minute's work, issued at once
+
+
+def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Terminal) -> None:
+    python.enter(SLOW)
+    python.send("(x @ x).sum().item()\n")
+    python.expect(r"waiting for node 0 \(.+\): \d+ operations under way \(Ctrl-C leaves, and loses nothing\)")
+    python.send("\x03")
+    traceback = python.expect(r"KeyboardInterrupt\n>>> ")
+    assert "channel.py" not in traceback and traceback.count("File ") <= 6, traceback
+    assert "\n3\n" in python.enter("1 + 2")
+
+
+def test_a_shutdown_that_waits_says_so_and_control_c_ends_it(python: Terminal) -> None:
+    python.enter(SLOW)
+    python.send("dr.shutdown()\n")
+    python.expect(r"waiting for node 0 \(.+\): \d+ operations under way \(Ctrl-C ends the session now\)")
+    python.send("\x03")
+    python.expect(r"KeyboardInterrupt\n>>> ")
+    assert "False" in python.enter("dr.is_initialized()")
+
+
+def test_a_session_and_its_nodes_say_what_they_are(python: Terminal) -> None:
+    assert "<distruntime session, 1 node, open>" in python.enter("session")
+    assert re.search(r"\[<node 0 \(.+\), ready>\]", python.enter("session.nodes"))
+    python.enter("dr.shutdown()")
+    assert "<distruntime session, 1 node, it was shut down>" in python.enter("session")
+
+
+def test_an_error_begins_on_its_own_line(python: Terminal) -> None:
+    python.enter("dr.shutdown()")
+    said = python.enter("dr.init_master_worker(workers=['ipc:///nowhere/at-all'], timeout=1.0)")
+    assert re.search(r"connecting 1 worker \.+\nTraceback", said), said
+    assert "_attach" not in said, said
+
+
+def test_leaving_the_repl_with_a_failure_unread_is_no_crash(repl: Terminal) -> None:
+    repl.enter("y = torch.ones(3, device='remote')[torch.tensor([9], device='remote')]")
+    repl.send("exit()\n")
+    status, words = repl.ended()
+    assert status == 0 and "Traceback" not in words, words
+
+
+@pytest.mark.skipif(importlib.util.find_spec("readline") is None, reason="this Python was built without readline")
+def test_the_repl_completes_names_without_ipython(repl: Terminal) -> None:
+    repl.enter("tensor = torch.ones(3, device='remote')")
+    repl.send("tensor.pla\t")
+    repl.expect(r"tensor\.place")
+    repl.send("\n")
+    repl.expect(r"Place\(node=0, device='cpu'\)\n>>> ")

@@ -1,0 +1,188 @@
+"""The worker's command line: what it takes, what it refuses, how it stops."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from distruntime.wire.channel import Channel
+from distruntime.wire.keys import KeyPair, default_path
+from distruntime_worker import cli
+from distruntime_worker.session import daemon
+from distruntime_worker.session.config import WorkerConfig
+from processes import until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTRUNTIME_KEY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerConfig]]:
+    """What main() would serve, without serving it; the signal handlers are as before afterwards."""
+    configs: list[WorkerConfig] = []
+
+    def serve(config: WorkerConfig, stop: threading.Event) -> None:
+        configs.append(config)
+
+    monkeypatch.setattr(daemon, "serve", serve)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield configs
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+Worker = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """Starts workers that the test need not end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "distruntime_worker", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_options_become_the_config(served: list[WorkerConfig], tmp_path: Path) -> None:
+    KeyPair.generate().save(tmp_path / "key")
+    arguments = "--master tcp://gpu1:29400 --node 3 --devices cpu,cuda:0 --simulate-cuda 2 --threads 4 --log-level error"
+    assert cli.main([*arguments.split(), "--key", str(tmp_path / "key")]) == 0
+    assert served == [
+        WorkerConfig(
+            master="tcp://gpu1:29400",
+            node=3,
+            devices=("cpu", "cuda:0"),
+            simulate_cuda=2,
+            threads=4,
+            keys=KeyPair.load(tmp_path / "key"),
+        )
+    ]
+
+
+def test_a_loopback_worker_makes_the_key_that_its_master_finds(served: list[WorkerConfig]) -> None:
+    assert cli.main(["--listen", "tcp://127.0.0.1:0"]) == 0
+    assert served == [WorkerConfig(listen="tcp://127.0.0.1:0", keys=KeyPair.load(default_path()))]
+
+
+@pytest.mark.parametrize("where", ["--listen", "--master"])
+@pytest.mark.parametrize("address", ["tcp://*:29400", "tcp://0.0.0.0:29400", "tcp://gpu1:29400"])
+def test_beyond_this_machine_it_takes_a_key_or_the_word_insecure(
+    served: list[WorkerConfig], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, where: str, address: str
+) -> None:
+    assert cli.main([where, address]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("distruntime-worker: got tcp://") and "keygen" in error and "--insecure" in error and not served
+    assert cli.main([where, address, "--insecure"]) == 0
+    assert [config.keys for config in served] == [None]
+    assert "may run code" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--listen gpu1:29400", "expected tcp://host:port"),
+        ("--listen tcp://127.0.0.1:0 --node 1", "Leave --node out"),
+        ("--listen tcp://127.0.0.1:0 --key /nonexistent/key", "keygen"),
+        ("--listen tcp://127.0.0.1:0 --key x --insecure", "Leave one out"),
+        ("--listen ipc:///tmp/s --data-address 127.0.0.1:29500", "Leave the port out"),
+    ],
+)
+def test_what_it_refuses_in_one_line(capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str, says: str) -> None:
+    assert cli.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1 and "Traceback" not in error and not served
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "--listen a --master b", "--listen x --threads -1", "--listen x --simulate-cuda many", "--listen x --log-level loud", "--list x"],
+)
+def test_what_argparse_refuses(capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments.split())
+    assert exit_.value.code == 2 and "usage: distruntime-worker" in capsys.readouterr().err and not served
+
+
+def test_help_names_every_option_and_keygen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert argparse.SUPPRESS not in shown and "--local" not in shown
+    for word in "--listen --master --node --devices --simulate-cuda --key --insecure --threads --log-level keygen".split():
+        assert word in shown
+
+
+def test_keygen_writes_the_default_key_or_the_file_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["keygen"]) == 0
+    assert str(default_path()) in capsys.readouterr().out
+    assert cli.main(["keygen", str(tmp_path / "other")]) == 0
+    assert KeyPair.load(tmp_path / "other") != KeyPair.load(default_path())
+    assert cli.main(["keygen"]) == 2
+    assert "never overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_with_code_0_and_no_traceback(worker: Worker, tmp_path: Path, number: signal.Signals) -> None:
+    process = worker("--listen", f"ipc://{tmp_path}/s")
+    until(lambda: (tmp_path / "s").exists())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in errors and "listening on ipc://" in errors
+
+
+def test_an_address_in_use_is_one_line(worker: Worker) -> None:
+    taken = Channel(listen="tcp://127.0.0.1:*")
+    try:
+        process = worker("--listen", taken.address)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        taken.close()
+    assert process.returncode == 2 and "in use" in errors and "Traceback" not in errors
+
+
+def test_two_workers_on_one_key_one_master_each(worker: Worker, tmp_path: Path) -> None:
+    """A worker that dials names its node to whoever listens with the same key."""
+    KeyPair.generate().save(tmp_path / "key")
+    master = Channel(listen="tcp://127.0.0.1:*", keys=KeyPair.load(tmp_path / "key"))
+    try:
+        for node in range(2):
+            worker("--master", master.address, "--node", str(node), "--key", str(tmp_path / "key"))
+        joined: list[bytes] = []
+
+        def both() -> bool:
+            joined.extend(peer for peer, _ in master.receive(0.1))
+            return len(set(joined)) == 2
+
+        until(both)
+    finally:
+        master.close()

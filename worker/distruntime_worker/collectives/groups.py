@@ -1,0 +1,332 @@
+"""The groups of one session on one worker: who is in them, whether they hold, and which of their operations carry poisoned values."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
+from distruntime.wire.codec import failure_fields, failure_from
+from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
+from distruntime.wire.descriptors import require
+from distruntime.wire.messages import BreakGroup, Entry, Failure, Message, OpenGroup, Taint, Tainted
+
+from ..machine.devices import Devices
+from .data_channel import find
+from .store import GroupStore
+
+log = logging.getLogger("distruntime.worker")
+
+_REASON = 2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+_EARLY = 16 << 20  # bytes of entries that are kept for groups that are not open here yet
+_LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
+
+Tell = Callable[[int, Message], None]  # node, message
+Report = Callable[[Message], None]  # to the master
+Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]  # channel, rank, inputs, outputs, sequence
+
+
+class Group:
+    """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
+
+    def __init__(self, message: OpenGroup, report: Report, tell: Tell) -> None:
+        self._report = report
+        self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
+        others = set(self.nodes) - {self.nodes[rank] for rank, _ in message.members}
+
+        def publish(key: str, value: bytes) -> None:
+            for node in others:
+                tell(node, Entry(self.number, key, value))
+
+        self.store = GroupStore(self.number, self.timeout, publish)
+        self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
+        self.channels: dict[int, DataChannel] = {}
+        self.broken = ""
+        self.closed = False
+        self._ends = threading.Event()
+        self._taints: dict[int, Failure] = {}
+        self._told: dict[int, tuple[set[int], threading.Event]] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, rank: int, channel: DataChannel) -> None:
+        """Take the channel of an own member that has joined; abort it if the group has broken meanwhile."""
+        with self._lock:
+            if not self.broken:
+                self.channels[rank] = channel
+                return
+        channel.abort()
+
+    def run(self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+        """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
+        if self.broken or self.closed:
+            self.require()
+        try:
+            act(self.channels[rank], rank, inputs, outputs, sequence)
+        except Exception as error:
+            if out_of_memory(error):  # of this worker's own: the others wait in vain
+                self.fail(f"a member has no memory for its part: {error}")
+                raise
+            # Most often a member is gone, which the channel notices first and the master can explain.
+            self._ends.wait(_REASON)
+            self.fail(f"its data channel failed at rank {rank}: {error}")
+            self.require()
+
+    def run_all(self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int) -> None:
+        """As `run`, for each own member of `jobs`, by rank: side by side, as each may wait for the others. Raise what the first raised."""
+        if len(jobs) == 1:
+            ((rank, (inputs, outputs)),) = jobs.items()
+            self.run(rank, act, inputs, outputs, sequence)
+            return
+        errors: list[Exception] = []
+
+        def work(rank: int, stream: Any) -> None:
+            try:
+                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                    self.run(rank, act, *jobs[rank], sequence)
+            except Exception as error:  # raised below, in the thread of the stream
+                errors.append(error)
+
+        threads = []
+        for rank in jobs:
+            device = self.devices[rank]
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            threads.append(threading.Thread(target=work, args=(rank, stream), name=f"member-{rank}", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def require(self) -> None:
+        """Raise `NodeFailed` if the group is broken or closed."""
+        if self.broken:
+            raise NodeFailed(f"group {self.number} is broken: {self.broken}")
+        if self.closed:
+            raise NodeFailed(f"group {self.number} is closed")
+
+    def fail(self, reason: str) -> None:
+        """Break the group because of what has happened here, and have the master tell the other members why."""
+        if self.end(reason):
+            self._report(BreakGroup(self.number, reason))
+
+    def end(self, reason: str) -> bool:
+        """Break the group: whoever waits in it fails, and whoever comes later. The first reason stays. Any thread."""
+        with self._lock:
+            if self.broken or self.closed:
+                return False
+            self.broken = reason
+            # Let go, or its threads and sockets stay until the collector comes by, which on a worker is rarely.
+            channels, self.channels = self.channels, {}
+        self._ends.set()
+        self.store.end(reason)
+        while channels:
+            _, channel = channels.popitem()
+            try:
+                channel.abort()
+            except Exception:
+                log.exception("a data channel of group %d does not abort", self.number)
+        return True
+
+    def close(self) -> None:
+        """Let go of the channels; no operation is under way."""
+        with self._lock:
+            if self.broken or self.closed:
+                return
+            self.closed = True
+            channels, self.channels = self.channels, {}
+        for channel in channels.values():
+            channel.close()
+        self.store.end("it is closed")
+
+    # -- poisoned values ---------------------------------------------------------------------------------------------------------
+
+    def taint(self, sequence: int, failure: Failure, me: int, tell: Tell) -> None:
+        """Tell every other worker of the group that this operation carries a poisoned value; return when they know, or the group ends."""
+        others = set(self.nodes) - {me}
+        self.tainted(sequence, failure)
+        if not others:
+            return
+        told = others.copy(), threading.Event()
+        with self._lock:
+            self._told[sequence] = told
+        fields = failure_fields(failure if failure.node >= 0 else replace(failure, node=me))
+        for node in others:
+            tell(node, Taint(self.number, sequence, fields))
+        deadline = time.monotonic() + self.timeout
+        while not told[1].wait(_LOOK) and not (self.broken or self.closed):
+            if time.monotonic() > deadline:
+                late = ", ".join(map(str, sorted(told[0])))
+                self.fail(f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned")
+        with self._lock:
+            del self._told[sequence]
+
+    def tainted(self, sequence: int, failure: Failure) -> None:
+        """Take note of a poisoned value in an operation. The first one stays."""
+        with self._lock:
+            self._taints.setdefault(sequence, failure)
+
+    def answered(self, sequence: int, node: int) -> None:
+        """Take note that another worker knows."""
+        with self._lock:
+            told = self._told.get(sequence)
+            if told is not None:
+                told[0].discard(node)
+                if not told[0]:
+                    told[1].set()
+
+    def taken(self, sequence: int) -> Failure | None:
+        """Return, once an operation has run here, the failure that it carries, if any."""
+        if not self._taints:
+            return None
+        with self._lock:
+            return self._taints.pop(sequence, None)
+
+
+class Groups:
+    """All groups of a session on this worker."""
+
+    def __init__(self, devices: Devices, report: Report) -> None:
+        self._devices, self._report = devices, report
+        self._groups: dict[int, Group] = {}
+        self._ended = False
+        self._opening = threading.Lock()  # guards what follows, and that what is early goes to its group when that is opened
+        self._latest = 0  # the last group that was opened here: the master opens them in the order of their numbers
+        self._early: dict[int, list[tuple[int, Entry]]] = {}  # by group, who said what before it was open here
+        self._room = _EARLY
+
+    def __getitem__(self, number: int) -> Group:
+        found = self._groups.get(number)
+        if found is None:
+            raise ProtocolError(f"there is no group {number}")
+        return found
+
+    def open(self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]) -> None:
+        """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
+        if message.group <= self._latest or self._ended:
+            raise ProtocolError(f"group {message.group} cannot be opened")
+        ranks = [member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members]
+        if not all(type(rank) is int and 0 <= rank < len(message.nodes) for rank in ranks):
+            raise ProtocolError(f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}")
+        group = Group(message, self._report, tell)
+        try:
+            for rank, device in message.members:
+                group.devices[rank] = self._devices.real(torch.device(device))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ProtocolError(f"group {message.group} of members {message.members!r:.80}: {error}") from error
+        with self._opening:
+            self._groups[message.group], self._latest = group, message.group
+            early = self._early.pop(message.group, [])
+            for number in [number for number in self._early if number < message.group]:
+                del self._early[number]
+            self._room = _EARLY - sum(_size(entry) for rows in self._early.values() for _, entry in rows)
+        for node, entry in early:
+            if node in group.nodes:
+                group.store.arrived(entry.key, entry.value)
+            else:
+                log.warning("node %d has set a key of group %d, which it is not in", node, group.number)
+        threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
+
+    def _join(self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
+        errors: list[BaseException] = []
+
+        def join(rank: int, factory: Factory) -> None:
+            try:
+                membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, group.store)
+                group.enter(rank, factory(membership))
+            except Exception as error:
+                errors.append(error)
+
+        try:
+            require(f"group {group.number}")
+            factory = checked(message.channel, _unpickled(message.factory)) if message.factory else find(message.channel)
+            threads = [threading.Thread(target=join, args=(rank, factory), daemon=True) for rank in group.devices]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except Exception as error:
+            errors.append(error)
+        if errors:
+            group.end(f"it was never joined: {errors[0]}")
+        then(errors[0] if errors else None)
+
+    def end(self, number: int, reason: str) -> None:
+        """Break one group, if it is still there."""
+        group = self._groups.get(number)
+        if group is not None:
+            group.end(reason)
+
+    def close(self, number: int) -> None:
+        """Close one group; it is forgotten."""
+        self[number].close()
+        del self._groups[number]
+
+    def end_all(self, reason: str) -> None:
+        """Break every group: the session is over."""
+        self._ended = True
+        for group in list(self._groups.values()):
+            group.end(reason)
+        with self._opening:
+            self._early.clear()
+
+    def take(self, node: int, message: Message, tell: Tell) -> None:
+        """Act on what another worker says of a group."""
+        match message:
+            case Taint(group=number, sequence=sequence, failure=fields):
+                failure = failure_from(fields)  # the master would drop who passes on anything else
+                group = self._groups.get(number)
+                if group is not None:
+                    if node not in group.nodes:
+                        raise ProtocolError(f"Taint for group {number} by node {node}, which is not in it")
+                    group.tainted(sequence, failure)
+                tell(node, Tainted(number, sequence))
+            case Entry(group=number):
+                with self._opening:
+                    group = self._groups.get(number)
+                    # What comes for an older group that is not here is late: that one is closed.
+                    if group is None and number > self._latest and not self._ended:
+                        self._keep(node, message)
+                if group is not None:
+                    if node not in group.nodes:
+                        raise ProtocolError(f"Entry for group {number} by node {node}, which is not in it")
+                    group.store.arrived(message.key, message.value)
+            case Tainted(group=number, sequence=sequence):
+                group = self._groups.get(number)
+                if group is not None:
+                    group.answered(sequence, node)
+
+    def _keep(self, node: int, entry: Entry) -> None:
+        """Keep an entry until its group is opened here (the lock is held); raise `ProtocolError` where that is too much."""
+        if _size(entry) > self._room:
+            raise ProtocolError(
+                f"more than {_EARLY >> 20} MiB of entries for groups that are not open here, the last for group {entry.group}"
+            )
+        self._room -= _size(entry)
+        self._early.setdefault(entry.group, []).append((node, entry))
+
+
+def _size(entry: Entry) -> int:
+    return 256 + len(entry.key) + len(entry.value)  # with what Python needs for one
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory left."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def _unpickled(factory: bytes) -> Any:
+    # From the master, which may run any code here anyway.
+    try:
+        return pickle.loads(factory)
+    except Exception as error:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise ConfigurationError(f"the registered data channel does not load on this worker (Python {version}): {error!r}") from error

@@ -1,0 +1,91 @@
+"""Operations along a dimension of a mesh, on a worker with several of its members: one for each group that some of them are in.
+
+Template: "group::all_reduce", [number of the dimension, options, inputs, outputs]; instruction: template, sequence, refs of inputs and
+outputs, the same for every member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+
+from ..values.mesh_lanes import Shards, Team
+from ..values.objects import Poisoned, memory_of
+from .operation import Collective
+
+Begin = Callable[..., int]
+Real = Callable[[torch.device], torch.device]
+
+
+def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spread: Callable[..., None]) -> Any:
+    """Return what runs an operation along a dimension for a mesh's members here."""
+    try:
+        number, options, ins, outs = args
+        lines = team.lines[number]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ProtocolError(f"{name} of mesh {team.number} makes no sense: {error!r}") from error
+    rows: dict[int, list[tuple[int, list[Any]]]] = {}
+    for lane, (group, rank) in enumerate(lines):
+        rows.setdefault(group, []).append((lane, [rank, team.devices[lane], ins, outs]))
+    if len(lines) == 1:
+        ((group, [(_, row)]),) = rows.items()
+        return Collective(name, [group, options, [row]], real, begin)
+    # In one order on every worker, so that no two groups wait for each other.
+    parts = [(Collective(name, [g, options, [row for _, row in rows[g]]], real, begin), [k for k, _ in rows[g]]) for g in sorted(rows)]
+    return LaneCollective(name, parts, len(ins), len(outs), begin, spread)
+
+
+class LaneCollective:
+    """Stands where a `Collective` stands, for members in one or several groups."""
+
+    def __init__(
+        self, name: str, parts: list[tuple[Collective, list[int]]], ins: int, outs: int, begin: Begin, spread: Callable[..., None]
+    ) -> None:
+        self.name, self._parts, self._begin, self._spread = name, parts, begin, spread
+        self._ins = list(range(2, 2 + ins))
+        self._outs = list(range(2 + ins, 2 + ins + outs))
+        inplace = bool(parts[0][0].mutates)
+        self.reads, self.views, self.length = self._ins, list[int](), 2 + ins + outs
+        self.mutates, self.writes = (self._outs, []) if inplace else ([], self._outs)
+
+    def run(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        """Run the instruction at `i`; return the index of the word after it."""
+        return self._run(slots, p, i, None)
+
+    def drop(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> int:
+        """As `run`, for an instruction that was dropped."""
+        return self._run(slots, p, i, error)
+
+    def _run(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException | None) -> int:
+        offsets = [*self._ins, *self._outs]
+        lanes = sum(len(mine) for _, mine in self._parts)
+        if not self.mutates:
+            for k in self.writes:
+                slots[p[i + k]] = Shards([None] * lanes)
+        for collective, mine in self._parts:
+            own: dict[int, Any] = {}
+            words: list[Any] = [p[i], p[i + 1]]
+            for lane in mine:
+                for k in offsets:
+                    words.append(len(words))
+                    whole = slots.get(p[i + k])
+                    own[words[-1]] = whole[lane] if isinstance(whole, Shards) else whole
+            self._begin(collective, own, words, 0, error, (p, i))
+            refs = iter(words[2:])
+            for lane in mine:
+                for k in offsets:
+                    after = own.get(next(refs))
+                    if k in self._outs:
+                        self._set(slots, p[i + k], lane, after)
+        return i + self.length
+
+    def _set(self, slots: dict[int, Any], ref: int, lane: int, after: Any) -> None:
+        whole = slots.get(ref)
+        if isinstance(whole, Shards) and whole[lane] is not after:
+            memory, whole[lane] = memory_of(whole[lane]), after
+            if self.mutates and memory is not None and isinstance(after, Poisoned):
+                self._spread(slots, memory, after.failure)

@@ -1,0 +1,75 @@
+"""Takes part in operations of groups, for a session: what is poisoned here, or was dropped, takes part all the same, and says so first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distruntime.errors import InternalError
+from distruntime.wire.messages import Message, Signal
+
+from ..log.state import State, Tell
+from ..values.objects import Poisoned, described
+from .groups import Groups
+from .operation import Collective
+
+
+class Joint:
+    """A session's part in its groups."""
+
+    def __init__(self, state: State, tell: Tell, signal: Callable[[Signal], None]) -> None:
+        self._state, self._tell, self._signal = state, tell, signal
+        self.node = -1  # this worker's number, once there are groups
+        self.groups = Groups(state.devices, lambda message: state.send(message, None))
+
+    def begin(
+        self,
+        collective: Collective,
+        slots: dict[int, Any],
+        p: list[Any],
+        i: int,
+        error: BaseException | None = None,
+        at: tuple[list[Any], int] | None = None,
+    ) -> int:
+        """Run one operation; with `error`, as if this worker's members' inputs had failed with it.
+
+        `at` is the instruction that a failure names, where that is not the one at `i` of `p`.
+        """
+        where = at or (p, i)
+        state, group, sequence = self._state, self.groups[collective.group], p[i + 1]
+        if collective.operation == "close":
+            self.groups.close(collective.group)
+            return i + collective.length
+        values = [slots.get(p[i + k]) for k in range(2, collective.length)]
+        inputs = [slots.get(p[i + k]) for k in collective.reads]
+        cause = next((v.failure for v in inputs if isinstance(v, Poisoned)), None)
+        if cause is None and (error is not None or any(v is None for v in inputs)):
+            error = error or InternalError(f"an operand of {collective.name} is not here")
+            cause = state.failure(*where, error, collective.name, described(inputs))
+        new: list[torch.Tensor] = []
+        try:
+            with state.turn.paused():  # what the others here wait for may be what this one needs of them elsewhere
+                if cause is not None and collective.reads:
+                    group.taint(sequence, cause, self.node, self._tell)
+                new = collective.perform(group, values, sequence)
+        except Exception as broken:
+            cause = cause or state.failure(*where, broken, collective.name, described(inputs))
+            group.fail(f"a member could not take part: {broken}")  # else the others would wait for it
+            if not collective.writes and not collective.mutates:
+                state.orphans.append(cause)
+        cause = group.taken(sequence) or cause
+        if cause is not None:
+            state.poison(collective, slots, p, i, cause)
+        else:
+            for k, value in zip(collective.writes, new):
+                slots[p[i + k]] = value
+        return i + collective.length
+
+    def take(self, node: int, message: Message) -> None:
+        """Act on what another worker says (the thread of the workers' channel)."""
+        if isinstance(message, Signal):
+            self._signal(message)
+        else:
+            self.groups.take(node, message, self._tell)

@@ -1,0 +1,242 @@
+"""Answers fetches, and whoever waits for a position of the log.
+
+Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread gets there last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from distruntime.errors import InternalError, ProtocolError
+from distruntime.wire.codec import copy_bytes, failure_fields
+from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
+from distruntime.wire.shared import Attached
+
+from ..values.objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, plain, render, wire_tensor
+from ..values.streams import Action, HostCopy, Stream
+from .look import Look
+from .state import State, Tell
+
+MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
+_SENT = 0.0002  # seconds between looks whether a large tensor has arrived
+
+
+class Answers:
+    """The fetches of a session, each answered when its value is there."""
+
+    def __init__(self, state: State, look: Look, shared: Attached, tell: Tell) -> None:
+        self._state, self._look, self._shared, self._tell = state, look, shared, tell
+        self._done: list[tuple[int, Fetch]] = []  # who waits for the whole log, up to a position
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
+        after = fetch.after
+        if not self._names(after):
+            raise ProtocolError(f"a fetch after {str(after)[:80]}")
+        if fetch.form != "done":
+            if len(after) > 2:  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
+                pairs = sorted(zip(after[::2], after[1::2]))
+                fetch = replace(fetch, after=[n for pair in pairs for n in pair])
+            self._when(fetch, 0)
+            return
+        with self._state.gate:
+            if self._state.executed < after[1]:
+                self._done.append((after[1], fetch))
+                return
+        self._answer(fetch)
+
+    def executed(self) -> None:
+        """Answer who waits for the whole log, as far as it has run (a stream's thread)."""
+        if not self._done:
+            return
+        with self._state.gate:
+            ready = [fetch for after, fetch in self._done if after <= self._state.executed]
+            self._done = [entry for entry in self._done if entry[0] > self._state.executed]
+        for fetch in ready:
+            self._answer(fetch)
+
+    def notify(self, message: Notify) -> None:
+        """Send a signal to another worker once a stream has run far enough (the reader)."""
+        self.fetch(Fetch(message.number, message.node, [message.stream, message.position], "signal", {}))
+
+    def _names(self, after: list[Any]) -> bool:
+        """Whether `after` is [stream, position, ...] of streams that there are."""
+        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and all(map(self._state.named, after[::2]))
+
+    def _stream(self, number: int) -> Stream:
+        stream = self._state.named(number)
+        assert stream is not None  # `_names` has looked
+        return stream
+
+    def _when(self, fetch: Fetch, k: int) -> None:
+        """Answer `fetch` when the streams from the `k`-th on that it names are at their positions."""
+        after = fetch.after
+        while k < len(after):
+            stream, position = self._stream(after[k]), after[k + 1]
+            k += 2
+            if self._reached(stream, position):
+                continue
+            entry = position, lambda k=k: self._when(fetch, k)
+            with self._state.gate:
+                stream.waiting.append(entry)
+            if not self._reached(stream, position):
+                return
+            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be sending a large value, and only
+            # the reader hears that one has arrived.
+            take_back = partial(self._take_back, stream, entry)
+            self._state.apart(take_back) if threading.get_ident() == self._state.reader else take_back()
+            return
+        self._answer(fetch)
+
+    def _take_back(self, stream: Stream, entry: tuple[int, Action]) -> None:
+        """Do what waits for a stream that is there already, unless its thread does. Block while that thread answers others.
+
+        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on a stream that need not wait
+        any more: so this returns when it has answered.
+        """
+        with stream.serving:
+            with self._state.gate:
+                if entry not in stream.waiting:
+                    return
+                stream.waiting.remove(entry)
+        entry[1]()
+
+    def _reached(self, stream: Stream, position: int) -> bool:
+        return stream.reached >= position or (stream is self._state.default and self._look.position(stream)[0] >= position)
+
+    def serve(self, stream: Stream, position: int) -> None:
+        """Answer what has waited for a stream to be at `position` (the stream's thread)."""
+        with stream.serving:
+            with self._state.gate:
+                ready = [entry for entry in stream.waiting if entry[0] <= position]
+                for entry in ready:
+                    stream.waiting.remove(entry)
+            for entry in ready:
+                entry[1]()
+
+    def passed(self, after: list[Any]) -> bool:
+        """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+        if not self._names(after):
+            raise ProtocolError(f"a question after {str(after)[:80]}")
+        for number, position in zip(after[::2], after[1::2]):
+            stream = self._stream(number)
+            if not self._reached(stream, position):
+                return False
+            if self._state.devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):
+                return False
+        return True
+
+    def _answer(self, fetch: Fetch) -> None:
+        if fetch.form in ("done", "passed", "signal"):
+            self._answer_wait(fetch)
+            return
+        value = self._state.slots.get(fetch.ref)
+        if isinstance(value, Poisoned):
+            self._state.send(Failed(fetch.request, failure_fields(value.failure)), None)
+            return
+        if self._state.orphans and fetch.form != "text":
+            with self._state.gate:
+                orphan = self._state.orphans.pop(0) if self._state.orphans else None
+            if orphan is not None:
+                self._state.send(Failed(fetch.request, failure_fields(orphan)), None)
+                return
+        if isinstance(value, HostCopy) and not value.ready():
+            self._later(fetch, value, [value.event])
+        elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole
+            self._later(fetch, value, self._events(fetch.after))
+        else:
+            self._answer_with(fetch, value)
+
+    def _answer_with(self, fetch: Fetch, value: Any) -> None:
+        try:
+            if value is None:
+                raise InternalError(f"the value {fetch.ref} is not here")
+            self._reply(fetch, value.tensor if isinstance(value, HostCopy) else value)
+        except Exception as error:  # whatever it is, it is the answer
+            operands = described([value]) if value is not None else ""
+            cause = failure(error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands)
+            self._state.send(Failed(fetch.request, failure_fields(cause)), None)
+
+    def _answer_wait(self, fetch: Fetch) -> None:
+        """Answer who waits for a stream, or for all; on a GPU, when the kernels have run."""
+        if self._state.devices.first_gpu is None:
+            self._say(fetch)
+            return
+        after = fetch.after if fetch.form != "done" else [n for s in self._state.streams.values() for n in (s.number, s.reached)]
+        self._later(fetch, None, self._events(after))
+
+    def _say(self, fetch: Fetch) -> None:
+        """Tell whoever waits for streams that they are there: the master, or another worker whose stream waits."""
+        if fetch.form == "signal":
+            self._tell(fetch.ref, Signal(fetch.request, ""))
+        else:
+            self._state.send(Reply(fetch.request, self._news(fetch)), None)
+
+    def _events(self, after: list[Any]) -> list[Any]:
+        """Return the events of a GPU that come after [stream, position, ...]."""
+        return [event for number, position in zip(after[::2], after[1::2]) for event in self._stream(number).events(position)]
+
+    def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+        """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
+        threading.Thread(target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True).start()
+
+    def _answer_after(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+        for event in events:
+            event.synchronize()
+        if value is None:
+            self._say(fetch)
+            return
+        with torch.no_grad():
+            self._answer_with(fetch, value)
+
+    def _news(self, fetch: Fetch) -> list[Any] | None:
+        """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.
+
+        Who waits hears of every failure, so the next read need not say it again.
+        """
+        if "quiet" in fetch.options:
+            return None
+        self._state.orphans.clear()
+        if fetch.form == "done":
+            return None
+        return [failure_fields(f) for work in list(self._state.works) for f in work.failures[:MOST_FAILURES]]
+
+    def _reply(self, fetch: Fetch, value: torch.Tensor) -> None:
+        """Send a value in the form that was asked for.
+
+        When this returns later instructions may write the tensor: its bytes have arrived, or the reader lets none come before they have.
+        """
+        request = fetch.request
+        if fetch.form == "item":
+            self._state.send(Reply(request, plain(value.item())), None)
+            return
+        if fetch.form == "text":
+            self._state.send(Reply(request, render(value, dict(fetch.options))), None)
+            return
+        head, data = wire_tensor(value)
+        if "shared" in fetch.options:
+            copy_bytes(memoryview(self._shared[fetch.options["shared"]])[: len(data)], data)
+            self._state.send(Reply(request, [*head, "shared"]), None)
+        elif len(data) <= INLINE_BYTES:
+            self._state.send(Reply(request, [*head, bytes(data)]), None)
+        elif len(data) <= PART_BYTES:
+            self._state.send(Reply(request, [*head, None]), data)
+        else:
+            work = partial(self._send_parts, request, head, data)
+            # Only the reader hears what has arrived, so it cannot wait for that.
+            self._state.apart(work) if threading.get_ident() == self._state.reader else work()
+
+    def _send_parts(self, request: int, head: list[Any], data: memoryview) -> None:
+        """Send a large value. When this returns its memory may be written again."""
+        # One memory copy more on this way makes it a quarter slower than a plain socket.
+        parts = [self._state.send(Part(request, k), data[k : k + PART_BYTES], copy=False) for k in range(0, len(data), PART_BYTES)]
+        self._state.send(Reply(request, [*head, "parts"]), None)
+        with self._state.turn.paused():
+            while not self._state.closed and not all(part is None or part.done for part in reversed(parts)):
+                time.sleep(_SENT)

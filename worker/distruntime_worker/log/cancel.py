@@ -1,0 +1,99 @@
+"""Drops what a cancelled stream has not begun: its results are poisoned, and what others count on happens all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distruntime.errors import ProtocolError, StreamCancelled
+from distruntime.wire.codec import failure_fields
+from distruntime.wire.messages import (
+    ADOPT,
+    AWAIT,
+    CHECK,
+    FORGET,
+    GIVE,
+    HOST,
+    LEARN,
+    PUBLISH,
+    RELEASE,
+    STAMP,
+    TAKE,
+    UPLOAD,
+    WAIT,
+    Cancel,
+    Failed,
+)
+
+from ..collectives.mesh_operation import LaneCollective
+from ..collectives.operation import Collective
+from ..values.mesh_lanes import Lanes
+from ..values.objects import Poisoned
+from ..values.streams import Stream
+from ..values.template import Template
+from .look import WAITING
+from .state import State, request_of
+from .waits import Waits
+
+
+class Cancelling:
+    """Cancels a session's streams."""
+
+    def __init__(self, state: State, waits: Waits) -> None:
+        self._state, self._waits = state, waits
+
+    def cancel(self, message: Cancel) -> None:
+        """Drop what a stream has not begun (the reader)."""
+        stream = self._state.named(message.stream)
+        if stream is None:
+            raise ProtocolError(f"there is no stream {message.stream}")
+        self.cut(stream, message.position)
+
+    def cut(self, stream: Stream, position: int) -> None:
+        """Drop what a stream has not begun and ends at or before `position`."""
+        stream.cancelled = max(stream.cancelled, position)
+        with self._state.gate:
+            stream.waiting.append((position, lambda: None))  # so that `run`, which has no time to look each time, looks
+
+    def drop(self, stream: Stream, p: list[Any], i: int) -> int:
+        """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
+
+        The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
+        """
+        slots, word = self._state.slots, p[i]
+        if word < 0:
+            slots.pop(-word, None)
+            return i + 1
+        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
+            self._waits.pay(stream, p, i)
+        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE, ADOPT):
+            return self._state.templates[word](slots, p, i)
+        if word == WAIT and p[i + 3] is None:
+            work = self._state.work(p)
+            stream.owe(work.segment.start + i, self._state.log(work).streams[p[i + 1]], p[i + 2])
+        if word == WAIT:
+            return i + 5
+        if word == AWAIT:
+            self._waits.forget(p[i + 1])
+            return i + 4
+        error = StreamCancelled("dropped by stream.cancel() before it ran")
+        if word in (UPLOAD, HOST):
+            if word == UPLOAD:  # maybe into a value that another stream is still to make
+                self._waits.pay(stream, p, i)
+            slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
+            return i + (6 if word == UPLOAD else 3)
+        if word == PUBLISH:
+            self._state.send(Failed(request_of(p[i + 1]), failure_fields(self._state.failure(p, i, error, WAITING[word], ""))), None)
+            return i + 4
+        first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
+        template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
+        # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
+        if template.mutates or template.views or isinstance(template, (Collective, LaneCollective)):
+            self._waits.pay(stream, p, i)
+        if isinstance(template, (Collective, LaneCollective)):  # the other members count on it, in the group's order
+            return template.drop(slots, p, first, error)
+        self._state.fail(template, slots, p, first, error)
+        if word == LEARN:
+            cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
+            cause = cause or self._state.failure(p, first, error, template.name, "")
+            self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
+        return first + template.length

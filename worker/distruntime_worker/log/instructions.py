@@ -1,0 +1,212 @@
+"""The instructions of the runtime that are no operator: checks, uploads, copies to the host, stamps, frees that streams share."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from distruntime.errors import InternalError, NotSupportedError, ProtocolError
+from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
+from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, Failed, Reply
+from distruntime.wire.shared import Attached, KeptMemory
+
+from ..values.functions import Tape
+from ..values.mesh_lanes import Lanes, Shards
+from ..values.objects import Poisoned, described, plain, spec_fields
+from ..values.staging import Staging
+from ..values.streams import HostCopy, Stamp
+from ..values.template import Run, Template
+from .state import State, request_of
+
+# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
+# order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
+_ALIGNED, _LARGE = 64, 1 << 20  # bytes
+_HOST = torch.device("cpu")
+
+
+class Instructions:
+    """What the first words of these instructions stand for, in `table`."""
+
+    def __init__(self, state: State, shared: Attached) -> None:
+        self._state, self._shared = state, shared
+        self._kept = KeptMemory()
+        self._staging = Staging()
+        self._users: dict[int, int] = {}  # streams that have released a value, by ref
+        self.table: dict[int, Run] = {
+            CHECK: self._check,
+            LEARN: self._learn,
+            UPLOAD: self._upload,
+            FORGET: self._forget,
+            STAMP: self._stamp,
+            RELEASE: self._release,
+            HOST: self._host,
+            TAKE: self._take,
+            GIVE: self._give,
+        }
+
+    def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        """Run the next instruction; make its results what the master predicted, and report where they were not."""
+        number, predicted = p[i + 1], p[i + 2]
+        log = self._state.log(self._state.work(p))
+        template: Template | Lanes | None = log.info.get(p[i + 3])
+        run = log.templates[p[i + 3]]
+        guard = getattr(template, "guard", None)
+        if guard is not None:
+            guard.expect(predicted, slots, p, i + 3)
+        after = run(slots, p, i + 3)
+        if template is None:
+            raise ProtocolError("CHECK stands before an instruction only")
+        for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
+            value = slots[p[i + 3 + offset]]
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    try:
+                        value[lane] = self._as_promised(one, expected, template.name, [number, k], p)
+                    except (RuntimeError, NotSupportedError) as error:
+                        value[lane] = Poisoned(self._state.failure(p, i + 3, error, template.name, ""))
+                continue
+            try:
+                slots[p[i + 3 + offset]] = self._as_promised(value, expected, template.name, [number, k], p)
+            except (RuntimeError, NotSupportedError) as error:
+                self._state.fail(template, slots, p, i + 3, error)
+        return after
+
+    def _as_promised(self, value: Any, expected: list[Any], name: str, which: list[int], p: list[Any]) -> Any:
+        """Return a result as the master predicted it; report where it is not, and raise where it cannot be made so."""
+        if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
+            return value
+        real = spec_fields(value)
+        if real == expected:
+            return value
+        self._state.work(p).corrections.append([*which, real])
+        if real[0] != expected[0] or real[3:] != expected[3:]:
+            raise RuntimeError(
+                f"{name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
+                f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
+            )
+        if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
+            return torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(value)
+        return value
+
+    def _take(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        value = slots.get(p[i + 1])
+        if isinstance(value, Shards):
+            value = value[p[i + 2]]
+        if value is None:
+            error = InternalError("the value of a mesh is not here")
+            value = Poisoned(self._state.failure(p, i, error, "member", ""))
+        slots[p[i + 3]] = value
+        return i + 4
+
+    def _give(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        values = [slots[ref] for ref in p[i + 1]]
+        slots[p[i + 2]] = values[0] if len(values) == 1 else Shards(values)
+        return i + 3
+
+    def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        """Run the next instruction and reply with the specs of its results."""
+        request = request_of(p[i + 1])
+        log = self._state.log(self._state.work(p))
+        template: Template | Lanes | None = log.info.get(p[i + 2])
+        if template is None:
+            raise ProtocolError("LEARN stands before an instruction only")
+        position = self._state.work(p).segment.start + i + 2
+        after = log.templates[p[i + 2]](slots, p, i + 2)
+        results = [slots[p[i + 2 + k]] for k in template.writes]
+        bad = next((v.failure for v in results if isinstance(v, Poisoned)), None)
+        if bad is None:
+            bad = next((f for f in self._state.work(p).failures if f.position == position), None)
+        if bad is None:
+            bad = next((v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)), None)
+        if bad is None:
+            try:
+                shown = [None if isinstance(v, Tape) else v for v in results]
+                self._state.send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]), None)
+                return after
+            except Exception as error:  # whatever it is, it is the answer
+                self._state.fail(template, slots, p, i + 2, error)
+                bad = self._state.work(p).failures[-1]
+        self._state.send(Failed(request, failure_fields(bad)), None)
+        return after
+
+    def _upload(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        ref, device, dtype, sizes, data = p[i + 1 : i + 6]
+        try:
+            if isinstance(data, list):
+                name, nbytes = data
+                kept = self._kept.take(nbytes)
+                copy_bytes(kept, memoryview(self._shared[name])[:nbytes])
+                value = bytes_tensor(dtype, sizes, kept)
+            else:
+                value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
+            team, budget = self._state.work(p).team, self._state.budget
+            if device == "member" and team is None:
+                raise TypeError("an upload to a mesh's members, in no mesh's log")
+            on = [self._state.devices.real(torch.device(d)) for d in (team.devices if device == "member" else [device])]
+            if budget is not None:
+                budget.require(on, value.nbytes, "an upload")
+            if device == "member":
+                copies = Shards(torch.empty_like(value, device=member).copy_(value) for member in on)
+                slots[ref] = copies if len(copies) > 1 else copies[0]
+            elif on[0].type == "cuda":
+                self._used(slots.get(ref))
+                slots[ref] = self._staging.to(on[0], value)
+            else:
+                slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value
+            if budget is not None:
+                for real in on:
+                    budget.add(real, value.nbytes, "an upload")
+        except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
+            text = f"{tuple(sizes)} {dtype} to {device}"
+            slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
+        return i + 6
+
+    def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        log = self._state.log(self._state.work(p))
+        for number in [n for n in log.info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
+            del log.templates[number], log.info[number]
+        return i + 2
+
+    def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        mine = self._state.mine()
+        device = mine.device if mine.cuda is not None else self._state.devices.first_gpu if mine.number == 0 else None
+        event = None
+        if device is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(mine.cuda or torch.cuda.default_stream(device))
+        slots[p[i + 1]] = Stamp(time.perf_counter_ns(), event)
+        return i + 2
+
+    def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        ref, count = p[i + 1], p[i + 2]
+        self._used(slots.get(ref))
+        with self._state.gate:
+            released = self._users.pop(ref, 0) + 1
+            if released < count:
+                self._users[ref] = released
+            else:
+                slots.pop(ref, None)
+        return i + 3
+
+    def _used(self, value: Any) -> None:
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            mine = self._state.mine()
+            value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
+
+    def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        try:
+            value = slots[p[i + 1]]
+            if isinstance(value, Shards):
+                raise TypeError("a copy to the host is of one tensor")
+            budget = self._state.budget
+            if budget is not None and isinstance(value, torch.Tensor):
+                budget.require([_HOST], value.nbytes, "a copy to the host")
+            slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
+            if budget is not None and isinstance(value, torch.Tensor):
+                budget.add(_HOST, value.nbytes, "a copy to the host")
+        except RuntimeError as error:  # no memory, or what a kernel before this one has done
+            slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))
+        return i + 3

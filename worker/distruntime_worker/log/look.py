@@ -1,0 +1,58 @@
+"""Where streams are, read off their threads' frames, so that running an instruction need not say so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import CodeType
+from typing import Any
+
+from distruntime.wire.messages import ADOPT, AWAIT, CHECK, HOST, LEARN, PUBLISH, UPLOAD, WAIT
+
+from ..values.streams import Stream
+from .state import State
+
+WAITING = {
+    UPLOAD: "upload",
+    HOST: "a copy to the host",
+    WAIT: "a wait for another stream",
+    AWAIT: "a wait for another node",
+    PUBLISH: "publish",
+    ADOPT: "lookup",
+}
+
+
+class Look:
+    """Tells where a session's streams are; `runs` is the code of the functions that walk words, whose locals it reads."""
+
+    def __init__(self, state: State, runs: tuple[CodeType, ...]) -> None:
+        self._state, self._runs = state, runs
+
+    def status(self) -> list[Any]:
+        """Return [position, operator that is running or None, seconds since its stretch started] of the first stream that runs one."""
+        looks = [self.position(stream) for streams in self._state.all_streams() for stream in list(streams.values())]
+        return next((look for look in looks if look[1] is not None), looks[0])
+
+    def position(self, stream: Stream) -> list[Any]:
+        """Return where a stream is, read off its thread's frame.
+
+        Looking from outside costs the hot path nothing; keeping a note per instruction would cost it 30 ns.
+        """
+        thread = next((ident for ident, mine in list(self._state.by_thread.items()) if mine is stream), None)
+        frame = sys._current_frames().get(thread) if thread is not None else None
+        while frame is not None and frame.f_code not in self._runs:
+            frame = frame.f_back
+        if frame is None:
+            return [stream.reached, None, 0.0]
+        names = frame.f_locals
+        i, words, start = names.get("i"), names.get("words"), names.get("start")
+        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its positions are others.
+        if i is None or words is None or start is None or names.get("stream") is not stream:
+            return [stream.reached, None, 0.0]
+        position = start + i
+        if i >= names.get("stop", names.get("n", 0)):
+            return [position, None, 0.0]
+        while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
+            i += 3 if words[i] == CHECK else 2
+        info = self._state.log(names["work"]).info.get(words[i])
+        return [position, info.name if info else WAITING.get(words[i], "a free"), time.monotonic() - stream.started]

@@ -1,0 +1,153 @@
+"""What one session holds on a worker: its values, its streams, the segments that are being run, and what failed in them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from distruntime.errors import InternalError, ProtocolError, StreamCancelled
+from distruntime.wire.messages import Failure, Message, team_and_stream
+
+from ..collectives.operation import Collective
+from ..machine.devices import Devices
+from ..values.mesh_lanes import Lanes, Shards, Team
+from ..values.objects import Poisoned, described, failure, memory_of
+from ..values.streams import Stream, Work
+from ..values.template import Run, Template
+from .budget import Budget
+from .turns import Turn
+
+Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
+Tell = Callable[[int, Message], None]  # node, message: to another worker
+
+
+class State:
+    """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
+
+    def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
+        self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
+        self.slots: dict[int, Any] = {}
+        if budget is not None:
+            budget.watch(self.slots)
+        self.templates: dict[int, Run] = {}  # by the first word of an instruction
+        self.info: dict[int, Any] = {}  # of those that the master has sent
+        self.teams: dict[int, Team] = {}  # by number, the meshes with members here
+        self.default = Stream(0, torch.device("cpu"))
+        self.streams: dict[int, Stream] = {0: self.default}
+        self.by_thread: dict[int, Stream] = {}
+        self.works: deque[Work] = deque()  # segments in the order of the log; each is done when those before it are
+        self.under_way: dict[int, Work] = {}  # by the id of their words
+        self.executed = 0  # position up to which the whole log has run
+        self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
+        self.gate = threading.RLock()
+        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt  # tells what is published that a write of it has failed
+        self.apart: Callable[[Callable[[], None]], None] = _now  # has a thread do what waits for the master, where the reader would have to
+        self.reader = threading.get_ident()
+        self.closed = False  # whether the master is gone, and nothing is worth waiting for
+
+    def log(self, work: Work) -> State | Team:
+        """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
+        return self if work.team is None else work.team
+
+    def named(self, number: int) -> Stream | None:
+        """Return the stream that a message names, of this worker's own log or of a mesh's."""
+        whose, stream = team_and_stream(number)
+        if whose == -1:
+            return self.streams.get(stream)
+        team = self.teams.get(whose)
+        return None if team is None else team.streams.get(stream)
+
+    def all_streams(self) -> list[dict[int, Stream]]:
+        """Return the streams of this worker's own log and of each mesh's."""
+        return [self.streams, *(team.streams for team in list(self.teams.values()))]
+
+    def waits(self) -> bool:
+        """Whether some stream has something to run that its thread has not begun."""
+        return any(not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values()))
+
+    def poisoned(self) -> list[Any]:
+        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
+        found: list[Any] = []
+        for ref, value in self.slots.copy().items():
+            if isinstance(value, Poisoned):
+                found.append(ref)
+            elif isinstance(value, Shards):
+                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+        return found
+
+    def mine(self) -> Stream:
+        """Return the stream that this thread runs."""
+        return self.by_thread[threading.get_ident()]
+
+    def work(self, p: list[Any]) -> Work:
+        """Return the segment whose words `p` is."""
+        return self.under_way[id(p)]
+
+    def failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
+        """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
+        work = self.work(p)
+        cause = failure(error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands)
+        work.failures.append(cause)
+        return cause
+
+    def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+        """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        if isinstance(template, Lanes):  # of each member its own
+            template.each(slots, p, i, [partial(self._fail_one, one, error) for one in template.templates])
+            return
+        operands = [slots.get(p[i + k]) for k in template.reads]
+        cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
+        if cause is None:
+            if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
+                error = InternalError(f"an operand of {template.name} is not here: {error!r}")
+            cause = self.failure(p, i, error, template.name, described(operands))
+            if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
+                self.orphans.append(cause)
+        self.poison(template, slots, p, i, cause)
+
+    def _fail_one(self, template: Template, error: BaseException, slots: dict[int, Any], p: list[Any], i: int) -> int:
+        self.fail(template, slots, p, i, error)
+        return i + template.length
+
+    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+        """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
+        viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
+        for k in template.writes:
+            slots[p[i + k]] = Poisoned(cause, viewed)
+        for k in template.mutates:
+            written = memory_of(slots.get(p[i + k]))
+            if written is not None:  # its views and its base hold the same bytes
+                self.spread(slots, written, cause)
+            slots[p[i + k]] = Poisoned(cause)
+
+    def spread(self, slots: dict[int, Any], memory: torch.UntypedStorage, cause: Failure) -> None:
+        """Poison everything that is in `memory`."""
+        for ref, value in slots.copy().items():  # other streams add and free meanwhile
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == memory._cdata:
+                        value[lane] = Poisoned(cause)
+            elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
+                slots[ref] = Poisoned(cause)
+        if not self.closed:  # what was dropped because the master is gone leaves published values as they are
+            self.spoil(memory, cause)
+
+
+def request_of(word: Any) -> int:
+    """Return the request that an instruction is to answer, by its number."""
+    if type(word) is not int:
+        raise ProtocolError(f"an instruction that answers a request called {str(word)[:40]!r}")
+    return word
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
+
+
+def _unspoilt(memory: torch.UntypedStorage, cause: Failure) -> None:
+    """Of a session that publishes nothing."""

@@ -1,0 +1,495 @@
+"""The worker's sockets: one reader, and the sessions of masters, each with threads of its own that run its segments."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import math
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from hmac import compare_digest
+from itertools import count
+from typing import Any
+
+import torch
+
+from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
+from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
+from distruntime.wire.codec import decode, encode, failure_fields
+from distruntime.wire.deadlines import UNREACHABLE
+from distruntime.wire.descriptors import raise_limit, spare
+from distruntime.wire.identity import has_died, process
+from distruntime.wire.messages import (
+    PROTOCOL,
+    Ack,
+    Ask,
+    BreakGroup,
+    Bury,
+    Cancel,
+    Detach,
+    Failed,
+    Fetch,
+    Goodbye,
+    Hello,
+    Join,
+    MeshSegment,
+    Message,
+    Notify,
+    OpenGroup,
+    OpenLines,
+    OpenStream,
+    OpenTeam,
+    Peers,
+    Refused,
+    Reply,
+    Segment,
+    Signal,
+    Welcome,
+)
+from distruntime.wire.tally import Tally
+
+from ..checkpoint import folder as checkpoint_folder
+from ..collectives.data_channel import prepare, report
+from ..log.budget import Budget, limits
+from ..log.turns import Turns
+from ..machine.devices import Devices
+from ..machine.settings import restore
+from ..publishing.published import Published
+from ..values.objects import failure
+from .address import data_host, peer_address, unusable_for_workers
+from .config import WorkerConfig
+from .executor import NONSENSE
+from .session import Session
+
+log = logging.getLogger("distruntime.worker")
+
+_SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
+_SPIN = 0.0002  # seconds
+_PAUSE = 0.1  # seconds before a master that has hung up is dialled again
+_SWEEP = 1.0  # seconds from the end of a session to the collection of what it leaves, which its threads may still hold before
+_LAST_WORDS = 0.3  # seconds
+_LONGEST = 300  # characters of the names in a greeting, which the log shows
+_LOOK = 0.5  # seconds between looks whether a session's time is over
+
+
+def keep_pages() -> None:
+    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills them.
+
+    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not (measured 2026-11, 2 shared
+    cores, glibc 2.36). Elsewhere than on glibc nothing happens.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        for option, setting in ((-4, 0), (-1, (1 << 31) - 1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h
+            libc.mallopt(option, setting)
+
+
+def give_pages_back() -> None:
+    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that sessions leave in the heap.
+
+    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with every other one, all of it free.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+class Daemon:
+    """Serves masters on one channel until told to stop, each in a session of its own."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._devices = Devices(config.devices, config.simulate_cuda)
+        # Its silence is the master's to notice: a large frame that is on its way here says nothing for as long as it takes.
+        self._channel = Channel(listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True)
+        self._incarnation = os.urandom(16)
+        self._sessions: dict[str, Session] = {}
+        self._by_peer: dict[bytes, Session] = {}
+        self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
+        self._gone: deque[bytes] = deque(maxlen=4096)  # of them, those that have ended, whose greeting may still lie unread
+        self._turns = Turns()
+        self._dials = count().__next__
+        self._hang_ups = 0  # of the dialled master, in the handshake, in a row
+        self._strangers = Tally(log.warning)  # what those without a session here make this worker say
+        self._master = b""  # the connection to the dialled master
+        self._dial_at = math.inf  # when to dial the master again
+        self._looked = 0.0
+        self._sweep_at = math.inf  # when to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in cycles
+        self._served = False  # whether there was a session
+        if config.listen is not None:
+            log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
+        else:
+            log.info("dialling %s, offering %s", config.master, ", ".join(self._devices.names))
+            self._dial()
+
+    def _dial(self) -> None:
+        """Dial the master anew: under its old name libzmq would send what was for the broken connection.
+
+        The greeting waits for the connection. Not for the event that tells of it: that knows an address, where the connection before may
+        just have come back, and so can come twice; two greetings on one connection would be two workers to the master.
+        """
+        assert self._config.master is not None
+        self._dial_at = math.inf
+        self._channel.hang_up(self._master)
+        self._master = b"master-%d" % self._dials()
+        self._channel.connect(self._config.master, self._master)
+        self._greet(self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation))
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        arrived: list[Any] = []
+        while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
+            # A master that has just read something often reads again. While a segment runs, its thread needs the interpreter more.
+            quick = arrived and not any(session.executor.running for session in self._sessions.values())
+            arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
+            for peer, frames in arrived:
+                self._handle(peer, frames)
+                del frames  # or this variable would hold the last upload until something else comes,
+            for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
+                self._go_on(session)
+                del session  # and this one an ended session
+            self._watch()
+        for session in list(self._sessions.values()):
+            session.send(Goodbye("the worker was stopped"))
+            self._end(session, "stopped")
+
+    def _published(self) -> dict[str, Published]:
+        """Return what each session has published."""
+        return {name: session.published for name, session in list(self._sessions.items())}
+
+    def close(self) -> None:
+        """Close the socket, after a moment for the last words to leave."""
+        self._strangers.finish()
+        self._channel.close(_LAST_WORDS)
+
+    def _watch(self) -> None:
+        for event in self._channel.events():
+            if event.kind == "connected" and event.peer is not None:
+                self._hang_ups = 0
+                with suppress(ValueError):
+                    self._gone.remove(event.peer)
+            elif event.kind == "disconnected" and event.peer is not None:
+                session = self._by_peer.pop(event.peer, None)
+                self._retired.append(event.peer)
+                self._gone.append(event.peer)
+                if session is not None:
+                    self._leave(session)
+                if event.peer == self._master:
+                    self._channel.hang_up(self._master)  # or libzmq would go on by itself, with what is to be sent again in order
+                    self._dial_at = time.monotonic() + _PAUSE
+            elif event.kind in ("auth_failed", "handshake_failed"):
+                what = event.kind.replace("_", " ")
+                if event.peer is None:
+                    self._strangers.note(f"refused a connection ({what}): {event.detail or event.address}")
+                elif self._served:
+                    self._dial_at = time.monotonic() + _PAUSE
+                else:
+                    self._hang_ups += 1
+                    if event.final or self._hang_ups >= HANG_UPS:
+                        raise ConnectionFailed(
+                            f"the master at {self._config.master} and this worker do not hold the same key ({what}), "
+                            "or the master has no descriptors left"
+                        )
+        now = time.monotonic()
+        self._strangers.look()
+        if now > self._sweep_at:
+            self._sweep_at = math.inf
+            gc.collect()
+            give_pages_back()
+        if now > self._dial_at:
+            self._dial()
+        for session in [session for session in self._sessions.values() if session.broken is not None]:
+            self._drop(session, str(session.broken))
+        if now > self._looked + _LOOK:
+            self._looked = now
+            for session in [session for session in self._sessions.values() if session.spent]:
+                dead = not session.lasting and has_died(session.process)
+                self._end(session, "its master has died" if dead else f"its master was away for {session.keep:g} s")
+
+    def _leave(self, session: Session) -> None:
+        """Note that a session's master is not connected any more."""
+        session.leave()
+        if session.spent:
+            self._end(session, "its master has died")
+        else:
+            log.info("session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep)
+
+    def _leave_for_another(self, session: Session) -> None:
+        """Dial the master anew: it has given this connection up, and waits for the worker on another."""
+        self._by_peer.pop(self._master, None)
+        self._retired.append(self._master)
+        self._leave(session)
+        self._dial()
+
+    def _end(self, session: Session, why: str) -> None:
+        log.info("session of master %s ended (%s)", session.master, why)
+        if session.link.peer is not None:
+            self._by_peer.pop(session.link.peer, None)
+            self._retired.append(session.link.peer)
+        session.close()
+        self._sweep_at = time.monotonic() + _SWEEP
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+        self._go_on(session)  # a greeting may have come behind what has ended it
+
+    def _drop(self, session: Session, why: str) -> None:
+        log.warning("dropped a peer: %s", why)
+        session.send(Goodbye(why))
+        self._end(session, "protocol error")
+
+    def _greet(self, peer: bytes, message: Message) -> None:
+        with suppress(PeerGone):  # it did not wait for the answer; an event tells of it
+            self._channel.send(peer, [encode(message)])
+
+    def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
+        """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
+        buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
+        session = self._by_peer.get(peer)
+        try:
+            if not buffers:
+                raise ProtocolError("a message without frames")
+            message = decode(buffers[0])
+            if session is None:
+                self._first(peer, message)
+                return
+            if isinstance(message, Ack):
+                session.link.acknowledge(message.received)
+                return
+            if isinstance(message, Refused) and peer == self._master:
+                self._leave_for_another(session)
+                return
+            if session.held or session.backlog:
+                session.backlog.append((peer, frames))
+                return
+            payloads = buffers[1:]
+            if not isinstance(message, Hello) and session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+                self._greet(peer, Ack(session.link.received))
+            match message:
+                case Segment():
+                    session.put(message, payloads)
+                case MeshSegment():
+                    session.put_mesh(message, payloads)
+                case OpenTeam():
+                    session.executor.open_team(message)
+                case OpenLines():
+                    session.executor.open_lines(message)
+                case Fetch():
+                    session.executor.fetch(message)
+                case Ask(what="checkpoint"):
+                    checkpoint_folder.answer(message.request, message.detail, session.send)
+                case Ask():
+                    self._reply(session, message)
+                case OpenStream():
+                    session.open(message)
+                case Signal():
+                    session.executor.signal(message)
+                case Cancel():
+                    session.executor.cancel(message)
+                case Notify():
+                    session.executor.notify(message)
+                case Peers():
+                    session.meet(message)
+                case OpenGroup():
+                    session.join(message, data_host(self._config, session.host))
+                case BreakGroup():
+                    session.executor.joint.groups.end(message.group, message.reason)
+                case Bury():
+                    dead = self._sessions.get(message.session)
+                    if dead is not None and dead.alone_since is not None and not dead.lasting:
+                        self._end(dead, f"its master has died, says {session.master}")
+                case Detach():
+                    self._greet(peer, Ack(session.link.received))
+                    log.info("master %s leaves: %s", session.master, message.reason)
+                case Hello() if message == session.greeting:
+                    pass  # it has been answered: a master that sees its connection come back before it was answered greets again
+                case Hello():
+                    self._end(session, "a new session on the same connection")
+                    self._welcome(peer, message)
+                case Goodbye():
+                    self._greet(peer, Ack(session.link.received))
+                    self._end(session, message.reason)
+                case _:
+                    raise ProtocolError(f"a master does not send {type(message).__name__}")
+        except ProtocolError as error:
+            self._broke(session, str(error))
+        except NONSENSE as error:  # whatever it is in, it must not cost the other sessions
+            self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
+
+    def _broke(self, session: Session | None, why: str) -> None:
+        if session is not None:
+            self._drop(session, why)
+        else:
+            self._strangers.note(f"dropped a peer: {why}")
+
+    def _go_on(self, session: Session) -> None:
+        """Act on what has come while a large value was being read. What is of a connection that is no more comes again on the next."""
+        waiting, session.backlog = session.backlog, []
+        for peer, frames in waiting:
+            self._handle(peer, frames)
+
+    # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
+
+    def _first(self, peer: bytes, message: Message) -> None:
+        """Act on a message of a peer that has no session."""
+        if isinstance(message, Hello):
+            self._welcome(peer, message)
+        elif not isinstance(message, Goodbye) and peer not in self._retired:  # of a master that is no longer ours
+            raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
+
+    def _welcome(self, peer: bytes, hello: Hello) -> None:
+        self._watch()  # the session's master may have gone since the last look, and this be its successor
+        if peer in self._gone:  # the session would be in use for ever, by nobody: no event tells of that connection's end any more
+            return
+        found = self._sessions.get(hello.session)
+        reason = self._refusal(hello, found)
+        if reason:
+            self._strangers.note(f"refused a master on {hello.host}: {reason}")
+            self._greet(peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token)))
+            return
+        if hello.mode == "again":
+            assert found is not None
+            if found.link.peer is not None:  # it knows of the break before we do, or this greeting is an older one that was on its way
+                self._greet(found.link.peer, Refused("the session goes on on another connection", False))
+                self._by_peer.pop(found.link.peer, None)
+                self._retired.append(found.link.peer)
+            self._by_peer[peer] = found
+            self._greet(peer, self._about_us(found, hello))
+            found.come_back(peer, hello)
+            log.info("session of master %s goes on", found.master)
+            return
+        if found is not None:
+            found.send(Detach(f"the session was taken over by a master on {hello.host}"))
+            self._end(found, f"taken over by a master on {hello.host}")
+        if not self._sessions:
+            restore()
+        before = found if hello.mode.endswith("resume") else None
+        most = self._config.max_memory
+        budget = None if most is None else Budget(hello.session, limits(most, self._devices))
+        turn = self._turns.enter(hello.session)
+        session = Session(peer, hello, self._devices, self._channel, self._published, turn, budget, before)
+        self._sessions[hello.session] = self._by_peer[peer] = session
+        self._served = True
+        log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
+        self._greet(peer, self._about_us(session, hello))
+
+    def _refusal(self, hello: Hello, found: Session | None) -> str:
+        """Return why there is no session for this master; nothing if there is one. `found` has the name that it asks for."""
+        if hello.protocol != PROTOCOL:
+            return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
+        if not 0 <= hello.keep <= 1e9:
+            raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
+        if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
+            raise ProtocolError(f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}")
+        match hello.mode:
+            case "again" if found is not None and compare_digest(found.token, hello.token):
+                return (
+                    ""
+                    if found.link.acknowledged <= hello.received <= found.link.sent
+                    else "it was left with other messages than this worker has sent"
+                )
+            case "again" if found is not None:
+                return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
+            case "again":
+                return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
+            case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
+                return ""  # its own master has given it up, and begins anew: the connection, or all of it
+            case "new" | "resume" if found is not None and found.link.peer is not None:
+                pid = ", ".join(map(str, found.process[1:2]))
+                return (
+                    f"the session {hello.session!r} is in use, by pid {pid} on {found.master.rpartition(' on ')[2]}: "
+                    "force=True takes it over, or choose another name"
+                )
+            case "new" if found is not None:
+                return f"there is a session {hello.session!r} already, without a master: resume=True attaches to it, force=True drops it"
+            case "resume" | "force resume" if found is None:
+                return f"there is no session {hello.session!r} here; there {self._listed()}"
+            case "new" | "force new" | "resume" | "force resume":
+                return ""
+        raise ProtocolError(f"a Hello of mode {hello.mode[:40]!r}")
+
+    def _listed(self) -> str:
+        names = [
+            f"{name!r} ({'in use' if session.link.peer is not None else 'without a master'})"
+            for name, session in sorted(self._sessions.items())
+            if session.lasting
+        ]
+        return "are " + ", ".join(names) if names else "are none that have a name"
+
+    def _about_us(self, session: Session, hello: Hello) -> Welcome:
+        return Welcome(
+            PROTOCOL,
+            self._incarnation,
+            session.link.received,
+            time.monotonic() - session.began,
+            torch.__version__,
+            platform.python_version(),
+            socket.gethostname(),
+            os.getpid(),
+            process(),
+            session.shared.secret(),
+            session.shared.nonce,
+            self._devices.info(),
+            self._devices.simulated,
+            [[other.name, other.process] for other in self._sessions.values() if other.alone_since is not None],
+        )
+
+    def _reply(self, session: Session, message: Ask) -> None:
+        try:
+            session.send(Reply(message.request, self._about(session, message.what, message.detail)))
+        except (ConfigurationError, OSError) as error:
+            cause = failure(error, seq=0, position=0, op=message.what, operands="")
+            session.send(Failed(message.request, failure_fields(cause)))
+
+    def _about(self, session: Session, what: str, detail: list[Any]) -> Any:
+        executor = session.executor
+        if what == "status":
+            return executor.status()
+        if what == "turns":
+            return [list(row) for row in self._turns.report()]
+        if what == "info":
+            return self._devices.info()
+        if what == "published":
+            return executor.shelf.answer(detail)
+        if what == "passed":
+            return executor.passed(detail)
+        if what == "memory":
+            return [
+                len(executor.slots),
+                executor.state.executed,
+                executor.state.poisoned(),
+            ]
+        match what, detail:
+            case "channel", [str(name)]:
+                return report(name)
+            case "listen", [str(host)]:
+                session.host = host
+                address = peer_address(self._config, host, session.number)
+                try:
+                    return session.listen(address, self._config.keys)
+                except ConfigurationError as error:
+                    raise unusable_for_workers(address, error) from error
+        raise ProtocolError(f"nothing is known about {what[:40]!r}")
+
+
+def serve(config: WorkerConfig, stop: threading.Event) -> None:
+    """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
+    raise_limit()
+    spare.keep()
+    sys.setswitchinterval(_SWITCH)
+    keep_pages()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    prepare()
+    daemon = Daemon(config)
+    try:
+        daemon.run(stop)
+    finally:
+        daemon.close()

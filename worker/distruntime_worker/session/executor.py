@@ -1,0 +1,341 @@
+"""Runs segments of the log: messages in, messages out, no sockets.
+
+Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream, which run segments.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.codec import failure_fields
+from distruntime.wire.messages import (
+    AWAIT,
+    FIRST_TEMPLATE,
+    WAIT,
+    Done,
+    MeshBody,
+    MeshSegment,
+    Message,
+    OpenLines,
+    OpenStream,
+    OpenTeam,
+    Segment,
+)
+from distruntime.wire.shared import Attached
+
+from ..collectives.mesh_operation import along
+from ..collectives.operation import PREFIX, Collective
+from ..collectives.taking_part import Joint
+from ..log.answers import MOST_FAILURES, Answers
+from ..log.budget import Budget
+from ..log.cancel import Cancelling
+from ..log.guard import guarded
+from ..log.instructions import Instructions
+from ..log.look import Look
+from ..log.state import Send, State, Tell
+from ..log.turns import Turn, Turns
+from ..log.waits import Waits
+from ..machine.devices import Devices
+from ..publishing.published import Others, Published, Shelf
+from ..values.draws import Draws
+from ..values.functions import FUNCTIONS
+from ..values.mesh_lanes import Lanes, Team
+from ..values.streams import Stream, Work
+from ..values.template import Template, operator
+
+# What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
+NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
+_LOOK = 0.1  # seconds between looks whether the master is gone
+_END = 1 << 62  # no log gets there
+_SEED = "distruntime::manual_seed"
+
+
+class Executor:
+    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`.
+
+    `draws` and `published` are the session's random state and what it has published: both outlive this log where a master resumes it.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        send: Send,
+        tell: Tell,
+        *,
+        draws: Draws | None = None,
+        published: Published | None = None,
+        others: Others = dict[str, Published],
+        turn: Turn | None = None,
+        budget: Budget | None = None,
+        shared: Attached | None = None,
+    ) -> None:
+        state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
+        self.draws = Draws() if draws is None else draws
+        look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
+        waits = Waits(state)
+        self.state = state
+        self._answers = Answers(state, look, shared, tell)
+        self.joint = Joint(state, tell, waits.signal)
+        self._cancelling = Cancelling(state, waits)
+        self.shelf = Shelf(state, published or Published(""), others)
+        own = Instructions(state, shared).table
+        self._instructions = {**own, WAIT: waits.wait, AWAIT: waits.await_signal, **self.shelf.table}
+        state.templates.update(self._instructions)
+        self._next_template = FIRST_TEMPLATE
+        self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
+        self.running = False  # whether stream 0 runs a segment
+        self._last_team: Any = None  # whose segment came last
+        self._turn: threading.Event | None = None  # set when what came before the last change of logs has run
+        # What the reader calls and looks at; whose they are need not concern it.
+        self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
+        self.notify = self._answers.notify
+        self.signal, self.cancel = waits.signal, self._cancelling.cancel
+        self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
+        self.turn.more = state.waits
+
+    def open(self, message: OpenStream) -> Stream:
+        """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
+        team = self.state.teams.get(message.team)
+        if message.team != -1 and team is None:
+            raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
+        streams = self.state.streams if team is None else team.streams
+        if not 0 < message.stream < 4096 or message.stream in streams:
+            raise ProtocolError(f"stream {message.stream} cannot be opened")
+        try:
+            stream = Stream(message.stream, self.state.devices.real(torch.device(message.device)), message.priority)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"stream {message.stream}: {error}") from error
+        streams[message.stream] = stream
+        return stream
+
+    def open_team(self, message: OpenTeam) -> None:
+        """Take part in a mesh (the reader)."""
+        state, devices = self.state, message.devices
+        good = bool(devices) and all(name in state.devices.names for name in devices) and len(set(devices)) == len(devices)
+        if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
+            raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
+        state.teams[message.team] = Team(message.team, devices, self._instructions.copy())
+
+    def open_lines(self, message: OpenLines) -> None:
+        """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
+        team, rows = self.state.teams.get(message.team), message.members
+        if team is None or message.number in team.lines:
+            raise ProtocolError(f"lines {message.number} of mesh {message.team}, which is not open or has them")
+        good = len(rows) == len(team.devices) and all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
+        if not good or len({tuple(row) for row in rows}) < len(rows):
+            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense: {rows!r:.80}")
+        for (group, rank), device in zip(rows, team.devices):
+            if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
+                raise ProtocolError(f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}")
+        team.lines[message.number] = rows
+
+    def mesh_work(self, message: MeshSegment, body: Message) -> Work:
+        """Return a mesh's segment as one of this worker's (the reader)."""
+        team = self.state.teams.get(body.team) if isinstance(body, MeshBody) else None
+        if team is None or not isinstance(body, MeshBody):
+            raise ProtocolError("MeshSegment without the body of a mesh that is open")
+        team.enter(body.start, len(body.words))
+        self.learn(body.templates, team)
+        return Work(Segment(message.seq, body.start, [], body.words, body.stretches), [], len(body.stretches) or 1, team=team)
+
+    def line_up(self, work: Work) -> None:
+        """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
+        state = self.state
+        with state.gate:
+            if work.team is not self._last_team:
+                self._last_team, self._turn = work.team, threading.Event() if state.works else None
+            if self._turn is not None and not self._turn.is_set():  # the next of the same log must not overtake it on another stream
+                work.turn = self._turn
+            state.works.append(work)
+
+    def _wait_turn(self, stream: Stream, work: Work) -> None:
+        """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
+        assert work.turn is not None
+        with self.turn.paused():
+            while not work.turn.wait(_LOOK) and not self.state.closed:
+                pass
+            for streams in self.state.all_streams():
+                for other in list(streams.values()):
+                    if other is not stream:
+                        stream.wait_for(other.events(_END))
+
+    def divide(self, work: Work) -> None:
+        """Give each stream its stretches of a segment (the reader)."""
+        i, streams = 0, self.state.log(work).streams
+        for row in work.segment.stretches:
+            match row:
+                case [int(number), int(words)] if number in streams and words > 0:
+                    (streams[number] if number else self.default).queue.put((work, i, i + words))
+                    i += words
+                case _:
+                    raise ProtocolError(f"segment {work.segment.seq}: {row!r} is no stretch")
+        if i != len(work.segment.words):
+            raise ProtocolError(f"segment {work.segment.seq}: stretches of {i} words for {len(work.segment.words)}")
+
+    def run(self, work: Work) -> None:
+        """Run a segment that is all stream 0's; raise `ProtocolError` where its words make no sense."""
+        self.running = True
+        state, segment = self.state, work.segment
+        stream = state.default if work.team is None else work.team.default
+        state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
+        words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
+        templates = (state if work.team is None else work.team).templates
+        state.under_way[id(words)] = work
+        i, n = 0, len(words)
+        if work.turn is not None:
+            self._wait_turn(stream, work)
+        if start < stream.cancelled:
+            self.run_stretch(stream, work, 0, n)
+            self.running = False
+            return
+        try:
+            while i < n:
+                word = words[i]
+                if word < 0:
+                    slots.pop(-word, None)
+                    i += 1
+                else:
+                    i = templates[word](slots, words, i)
+                    if waiting:
+                        self._answers.serve(stream, start + i)
+                        if start + i < stream.cancelled:
+                            self.run_stretch(stream, work, i, n)
+                            self.running = False
+                            return
+        except NONSENSE as error:
+            raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
+        self._finish(work)
+        stream.reached = start + n  # only now: whoever waits wants to hear of failures first
+        if waiting:
+            self._answers.serve(stream, start + n)
+        if len(state.streams) > 1 or work.team is not None:
+            stream.mark(start + n)
+        stream.publish(start + n)
+        self.running = False
+
+    def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
+        """Run a stream's words from `i` to `stop` of a segment, while other streams run theirs."""
+        state, segment = self.state, work.segment
+        if work.team is not None and stream.number == 0:
+            stream = work.team.default
+        state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
+        words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
+        templates = (state if work.team is None else work.team).templates
+        state.under_way[id(words)] = work
+        try:
+            with stream.entered():
+                if work.turn is not None:
+                    self._wait_turn(stream, work)
+                while i < stop:
+                    word = words[i]
+                    if start + i < stream.cancelled:
+                        i = self._cancelling.drop(stream, words, i)
+                    elif word < 0:
+                        slots.pop(-word, None)
+                        i += 1
+                    else:
+                        i = templates[word](slots, words, i)
+                    stream.reached = start + i
+                    if waiting:
+                        self._answers.serve(stream, start + i)
+                    if i < stop:
+                        stream.publish(start + i)
+                stream.mark(start + i)
+        except NONSENSE as error:
+            raise ProtocolError(
+                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
+            ) from error
+        self._finish(work)
+        if waiting:
+            self._answers.serve(stream, start + i)
+        stream.publish(start + i)
+
+    def _finish(self, work: Work) -> None:
+        """Count a stretch as run; send `Done` for each segment that is complete and has only such before it."""
+        state = self.state
+        with state.gate:
+            work.left -= 1
+            while state.works and state.works[0].left == 0:
+                done = state.works.popleft()
+                failures = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
+                state.send(Done(done.segment.seq, failures, done.corrections), None)
+                if done.team is None:
+                    state.executed = done.segment.start + len(done.segment.words)
+                state.under_way.pop(id(done.segment.words), None)
+                if state.works and (turn := state.works[0].turn) is not None:
+                    turn.set()
+        self._answers.executed()
+
+    def learn(self, templates: list[Any], team: Team | None = None) -> None:
+        """Compile new templates, of a mesh or of this worker's own log (the reader)."""
+        for fields in templates:
+            try:
+                self._add_to(team, *fields) if team is not None else self._add(*fields)
+                if self.shelf.read_only.watching:
+                    self.shelf.read_only.guard(team or self.state, fields[0])
+            except ProtocolError:
+                raise
+            except Exception as error:  # whatever it is, the master sent nonsense
+                raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
+
+    def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+        if number != self._next_template:
+            raise ProtocolError(f"template {number} came where {self._next_template} was expected")
+        self._next_template += 1
+        if name.startswith(PREFIX):
+            collective = Collective(name, args, self.state.devices.real, self.joint.begin)
+            self.state.templates[number], self.state.info[number] = guarded(self.state, collective, []), collective
+            return
+        call, real = FUNCTIONS.get(name) or operator(name), self.state.devices.real
+        template = Template(name, call, args, kwargs, results, real, self.state.fail)
+        on = [real(torch.device(pattern[1])) for pattern in (*args, *kwargs.values()) if _is_device(pattern)]
+        run = guarded(self.state, template, on[:1], call, args, kwargs, results)
+        self.state.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
+        self.state.info[number] = template
+
+    def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+        if number != team.next_template:
+            raise ProtocolError(f"template {number} of mesh {team.number} came where {team.next_template} was expected")
+        team.next_template += 1
+        state = self.state
+        if name.startswith(PREFIX):
+            joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
+            team.templates[number], team.info[number] = guarded(state, joint, []), joint
+            return
+        call, lanes = FUNCTIONS.get(name) or operator(name), []
+        for k in range(len(team.devices)):
+            own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
+            lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
+        # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
+        on = [state.devices.real(torch.device(d)) for d in team.devices]
+        shared = len(lanes) > 1 and all(device.type == "cpu" for device in on)
+        generators = team.generators if shared and _draws(name, call) else None
+        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
+        run = guarded(state, found, on, call, *own, results)
+        team.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
+        team.info[number] = found
+
+    def close(self) -> None:
+        """Drop what no stream has begun: the master is gone (the reader)."""
+        self.state.closed = True
+        self.turn.close()
+        self.joint.groups.end_all("its session is over")
+        for streams in self.state.all_streams():
+            for stream in streams.values():
+                self._cancelling.cut(stream, _END)
+                stream.queue.put(None)
+
+
+def _is_device(pattern: Any) -> bool:
+    return isinstance(pattern, list) and pattern[:1] == ["device"]
+
+
+def _draws(name: str, call: Any) -> bool:
+    """Whether a call may draw random numbers."""
+    composite = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng", "distruntime::set_rng"))
+    return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

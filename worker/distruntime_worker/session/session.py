@@ -1,0 +1,235 @@
+"""A master's session on this worker: its executor, its threads, and its link to the master, which may come back on another connection."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.channel import Channel, ChannelClosed
+from distruntime.wire.codec import Buffer, decode, encode, failure_fields
+from distruntime.wire.identity import has_died
+from distruntime.wire.keys import KeyPair
+from distruntime.wire.link import Link
+from distruntime.wire.messages import Failed, Hello, MeshSegment, Message, OpenGroup, OpenStream, Peers, Reply, Segment
+from distruntime.wire.shared import Attached
+
+from ..collectives.peers import PeerChannel
+from ..log.budget import Budget
+from ..log.turns import Turn
+from ..machine.devices import Devices
+from ..machine.settings import per_thread
+from ..publishing.published import Others, Published
+from ..values.objects import failure
+from ..values.streams import Stream, Work
+from .executor import Executor
+
+log = logging.getLogger("distruntime.worker")
+
+_numbers = count().__next__
+
+
+class Session:
+    """The session of one master: its executor, its queue of segments, and the threads that run them.
+
+    `before` is the same session with an earlier master.
+    """
+
+    def __init__(
+        self,
+        peer: bytes,
+        hello: Hello,
+        devices: Devices,
+        channel: Channel,
+        others: Others,
+        turn: Turn,
+        budget: Budget | None,
+        before: Session | None = None,
+    ) -> None:
+        self.link = Link(peer)
+        self.began: float = time.monotonic() if before is None else before.began
+        self.alone_since: float | None = None  # when the master was last there, if it is not
+        self._channel = channel
+        self.number = _numbers()  # of this process's sessions
+        self.greeting = hello  # which the connection was opened with
+        self.name, self.token, self.process = hello.session, hello.token, hello.process
+        self.keep, self.lasting = hello.keep, hello.lasting
+        self.master = f"{hello.session} on {hello.host}"
+        self.host = ""  # by which the master has dialled this worker, if it has
+        self._peers: PeerChannel | None = None  # once the master has asked for it
+        self.published: Published = before.published if before is not None else Published(hello.session)
+        self.shared = Attached(hello.process, hello.shared)
+        self.executor: Executor = Executor(
+            devices,
+            self.send,
+            self.tell,
+            draws=before.executor.draws if before is not None else None,
+            published=self.published,
+            others=others,
+            turn=turn,
+            budget=budget,
+            shared=self.shared,
+        )
+        self.executor.state.apart = self._do_apart
+        self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
+        self.backlog: list[tuple[bytes, Sequence[Any]]] = []  # those that do, by who sent them; not counted yet
+        self._default = self.executor.default.queue.put
+        self.broken: str | None = None
+        self._start(self.executor.default, "executor")
+
+    @property
+    def spent(self) -> bool:
+        """Whether its master has been away for as long as it has asked for, or is known to have died without a wish to be followed."""
+        if self.alone_since is None:
+            return False
+        return time.monotonic() - self.alone_since > self.keep or (not self.lasting and has_died(self.process))
+
+    def leave(self) -> None:
+        """Note that there is no connection to the master any more."""
+        self.link.peer = None
+        self.alone_since = time.monotonic()
+
+    def come_back(self, peer: bytes, hello: Hello) -> None:
+        """Go on with the master on another connection."""
+        self.alone_since = None
+        self.greeting = hello
+        self._channel.resume(self.link, peer, hello.received)
+
+    def _do_apart(self, work: Callable[[], None]) -> None:
+        """Do what waits for the master in a thread of its own, and hold what comes from the master until it is done (the reader)."""
+        self.held = True
+
+        def act() -> None:
+            try:
+                work()
+            finally:
+                self.held = False
+                with suppress(ChannelClosed):
+                    self._channel.wake()
+
+        threading.Thread(target=act, name="sends-parts", daemon=True).start()
+
+    def _start(self, stream: Stream, name: str) -> None:
+        threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+
+    def open(self, message: OpenStream) -> None:
+        """Open a stream: start its thread."""
+        try:
+            self._start(self.executor.open(message), f"stream-{message.stream}")
+        except RuntimeError as error:  # of threading: there is no more room for one
+            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
+
+    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
+        """Send to the master, from any thread; while it is away, the message waits.
+
+        Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
+        """
+        if self.executor.state.closed:  # a thread of its still ends
+            return None
+        if payload is None:
+            return self._channel.send(self.link, [encode(message)])
+        return self._channel.send(self.link, [encode(message), bytes(payload) if copy else payload], copy=False)
+
+    def listen(self, address: str, keys: KeyPair | None) -> str:
+        """Open the channel to other workers, if it is not; return where it listens."""
+        if self._peers is None:
+            self._peers = PeerChannel(address, keys, self.executor.joint.take)
+        return self._peers.address
+
+    def meet(self, message: Peers) -> None:
+        """Take the addresses of the other workers."""
+        if self._peers is None:
+            raise ProtocolError("Peers before anyone has asked where this worker listens")
+        self._peers.meet(message)
+        self.executor.joint.node = message.node
+
+    def tell(self, node: int, message: Message) -> None:
+        """Send to another worker, from any thread."""
+        if self._peers is None:
+            raise ProtocolError(f"{type(message).__name__} for node {node}, before the workers were told of each other")
+        self._peers.send(node, message)
+
+    def join(self, message: OpenGroup, host: str) -> None:
+        """Join a group; the answer goes when that has ended."""
+
+        def answer(error: BaseException | None) -> None:
+            if error is None:
+                self.send(Reply(message.request, None))
+            else:
+                cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
+                self.send(Failed(message.request, failure_fields(cause)))
+
+        self.executor.joint.groups.open(message, host, self.tell, answer)
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            self._run_all(stream)
+        finally:
+            if self.executor.state.closed:  # the session itself is in cycles, and goes when Python looks for those
+                self.executor.state.slots.clear()
+
+    def _run_all(self, stream: Stream) -> None:
+        executor = self.executor
+        with torch.no_grad():
+            while (item := stream.queue.get()) is not None and not executor.state.closed:
+                work, first, stop = item
+                try:
+                    with executor.turn:
+                        per_thread.apply()
+                        if work.segment.stretches:
+                            executor.run_stretch(stream, work, first, stop)
+                        else:
+                            executor.run(work)
+                    del item, work  # else an idle stream would hold a segment's payloads
+                except Exception as error:  # the master must hear of it, whatever it is
+                    if isinstance(error, ProtocolError):
+                        self.broken = str(error)
+                    else:
+                        self.broken = f"a defect of the worker: {error!r}"
+                        log.exception("the thread of stream %s ends", stream.number)
+                    self._channel.wake()
+                    return
+
+    def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
+        """Queue a segment in order; one that came before is dropped, so that sending again is safe."""
+        if segment.seq <= self.executor.received:
+            return
+        if segment.seq != self.executor.received + 1:
+            raise ProtocolError(f"segment {segment.seq} came after {self.executor.received}")
+        self.executor.received = segment.seq
+        if segment.templates:
+            self.executor.learn(segment.templates)
+        work = Work(segment, list(payloads), len(segment.stretches) or 1)
+        if not self.executor.state.teams:
+            self.executor.works.append(work)
+        else:
+            self.executor.line_up(work)
+        if work.segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
+
+    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+        """As `put`, for a segment whose body is a mesh's."""
+        if message.seq != self.executor.received + 1 or len(payloads) != 1:
+            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
+        self.executor.received = message.seq
+        work = self.executor.mesh_work(message, decode(payloads[0]))
+        self.executor.line_up(work)
+        if work.segment.stretches:
+            self.executor.divide(work)
+        else:
+            self._default((work, 0, 0))
+
+    def close(self) -> None:
+        """Let the threads end after the instructions that they are running; its values go with it."""
+        self.executor.close()
+        if self._peers is not None:
+            self._peers.close()

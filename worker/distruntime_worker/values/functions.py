@@ -1,0 +1,131 @@
+"""Operations of a worker that are not torch operators: settings, random state, and composites that are recorded here with their backward.
+
+Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from distruntime.errors import UsageError
+
+from ..checkpoint.files import read, read_packed, write
+from ..machine.settings import configure, settings
+from .streams import elapsed_time
+
+# In the executing thread autograd is off; what is recorded here turns it on for one call.
+
+
+seedings = [0]  # how often a generator of this worker was set
+
+
+def seed_member(device: torch.device, seed: torch.Tensor) -> None:
+    """Seed the generator of one member of a mesh."""
+    manual_seed(device, str(int(seed)))
+
+
+def manual_seed(device: torch.device, seed: str) -> None:
+    """Seed the generator of one device."""
+    seedings[0] += 1
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(int(seed))
+    else:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(int(seed))
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """Return a snapshot of one device's random state, a byte tensor on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set one device's random state."""
+    seedings[0] += 1
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Give a tensor's memory back, or take it again."""
+    tensor.untyped_storage().resize_(nbytes)
+
+
+class Tape:
+    """A recorded composite: what its backward needs. Lives in a slot like any value, freed like any value."""
+
+    __slots__ = ("inputs", "outputs")
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.inputs, self.outputs = inputs, outputs
+
+
+def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
+    """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
+
+    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if none, the tape is empty.
+    """
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    if call._schema.is_mutable:  # `ONLY_READ` says so
+        raise UsageError(f"{name} writes its operands, and only what writes nothing is recorded")
+    wanted = iter(differentiable)
+    inputs: list[torch.Tensor] = []
+    arguments = call._schema.arguments
+    fixed = sum(not a.kwarg_only for a in arguments)
+    with torch.set_grad_enabled(any(differentiable)):
+        values = [_leaf(a, wanted, inputs) for a in args]
+        results = call(*values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])})
+    outputs = list(results) if isinstance(results, (list, tuple)) else [results]
+    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
+    return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
+
+
+def record_autocast(dtype: torch.dtype, *args: Any) -> list[Any]:
+    """As `record`, under torch's autocast of this CPU."""
+    with torch.autocast("cpu", dtype=dtype):
+        return record(*args)
+
+
+def _leaf(value: Any, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_leaf(item, wanted, inputs) for item in value]
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if next(wanted):
+            inputs.append(value.requires_grad_())
+    return value
+
+
+def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the gradients of a recorded composite's differentiable inputs; zeros where one was not used."""
+    pairs = [(o, g) for o, g in zip(tape.outputs, grads) if g is not None and o.requires_grad]
+    found = torch.autograd.grad([o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(tape.inputs, found)]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::checkpoint_write": write,
+    "distruntime::checkpoint_read": read,
+    "distruntime::checkpoint_read_packed": read_packed,
+    "distruntime::config": configure,
+    "distruntime::elapsed_time": elapsed_time,
+    "distruntime::settings": settings,
+    "distruntime::manual_seed": manual_seed,
+    "distruntime::seed_member": seed_member,
+    "distruntime::get_rng_state": get_rng_state,
+    "distruntime::set_rng_state": set_rng_state,
+    "distruntime::resize_storage": resize_storage,
+    "distruntime::record": record,
+    "distruntime::record_autocast": record_autocast,
+    "distruntime::replay_backward": replay_backward,
+}
+
+# Those of them that write none of their operands: a session may call them with what it may read only.
+ONLY_READ = frozenset(FUNCTIONS) - {"distruntime::resize_storage"}

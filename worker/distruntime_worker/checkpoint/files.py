@@ -314,3 +314,10 @@ class _File:
         return CheckpointError(
             f"{self._path} is damaged: {why}. Expected: the file as dr.save wrote it; take another copy of the checkpoint"
         )
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "distruntime::checkpoint_write": write,
+    "distruntime::checkpoint_read": read,
+    "distruntime::checkpoint_read_packed": read_packed,
+}

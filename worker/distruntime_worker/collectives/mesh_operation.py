@@ -15,13 +15,15 @@ from distruntime.errors import ProtocolError
 
 from ..values.mesh_lanes import Shards, Team
 from ..values.objects import Poisoned, memory_of
+from ..values.step import Slots, Step
 from .operation import Collective
 
 Begin = Callable[..., int]
 Real = Callable[[torch.device], torch.device]
+Spread = Callable[..., None]
 
 
-def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spread: Callable[..., None]) -> Any:
+def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spread: Spread) -> Step:
     """Return what runs an operation along a dimension for a mesh's members here."""
     try:
         number, options, ins, outs = args
@@ -39,24 +41,24 @@ def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spre
     return LaneCollective(name, parts, len(ins), len(outs), begin, spread)
 
 
-class LaneCollective:
-    """Stands where a `Collective` stands, for members in one or several groups."""
+class LaneCollective(Step):
+    """As a `Collective`, for members in one or several groups."""
 
-    def __init__(
-        self, name: str, parts: list[tuple[Collective, list[int]]], ins: int, outs: int, begin: Begin, spread: Callable[..., None]
-    ) -> None:
+    joint = True
+
+    def __init__(self, name: str, parts: list[tuple[Collective, list[int]]], ins: int, outs: int, begin: Begin, spread: Spread) -> None:
         self.name, self._parts, self._begin, self._spread = name, parts, begin, spread
         self._ins = list(range(2, 2 + ins))
         self._outs = list(range(2 + ins, 2 + ins + outs))
         inplace = bool(parts[0][0].mutates)
-        self.reads, self.views, self.length = self._ins, list[int](), 2 + ins + outs
+        self.reads, self.length = self._ins, 2 + ins + outs
         self.mutates, self.writes = (self._outs, []) if inplace else ([], self._outs)
 
-    def run(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
         """Run the instruction at `i`; return the index of the word after it."""
         return self._run(slots, p, i, None)
 
-    def drop(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> int:
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
         """As `run`, for an instruction that was dropped."""
         return self._run(slots, p, i, error)
 

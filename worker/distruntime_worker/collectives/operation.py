@@ -32,6 +32,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
 from distruntime.wire.data_channel import DataChannel, Reduction
 
+from ..values.step import Slots, Step
 from .groups import Group
 
 PREFIX = "group::"
@@ -68,8 +69,10 @@ class Options:
     splits: tuple[list[list[int]], list[list[int]]] = ((), ())  # type: ignore[assignment]  # all_to_all: bytes per rank, in and out
 
 
-class Collective:
-    """One compiled template; stands where a `Template` stands."""
+class Collective(Step):
+    """One compiled template of an operation of a group."""
+
+    joint = True
 
     def __init__(self, name: str, args: list[Any], device: Callable[[torch.device], torch.device], begin: Callable[..., int]) -> None:
         self.operation = name.removeprefix(PREFIX)
@@ -93,17 +96,16 @@ class Collective:
                 self.reads += range(offset, offset + len(ins))
             written += range(offset + len(ins), offset + len(ins) + len(outs))
             offset += len(ins) + len(outs)
-        self.views: list[int] = []  # nothing that it makes is a view
         self.mutates, self.writes = (written, []) if inplace else ([], written)
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
         self._begin = begin
 
-    def run(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
         """Run the instruction at `i`; return the index of the word after it."""
         return self._begin(self, slots, p, i)
 
-    def drop(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> int:
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
         """As `run`, for an instruction that was dropped: its results are poisoned, here and at the other members."""
         return self._begin(self, slots, p, i, error)
 

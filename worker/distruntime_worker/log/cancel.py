@@ -24,13 +24,8 @@ from distruntime.wire.messages import (
     Failed,
 )
 
-from ..collectives.mesh_operation import LaneCollective
-from ..collectives.operation import Collective
-from ..values.mesh_lanes import Lanes
 from ..values.objects import Poisoned
 from ..values.streams import Stream
-from ..values.template import Template
-from .look import WAITING
 from .state import State, request_of
 from .waits import Waits
 
@@ -79,21 +74,22 @@ class Cancelling:
         if word in (UPLOAD, HOST):
             if word == UPLOAD:  # maybe into a value that another stream is still to make
                 self._waits.pay(stream, p, i)
-            slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(self._state.failure(p, i, error, WAITING[word], ""))
+            cause = self._state.failure(p, i, error, self._state.own[word].name, "")
+            slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(cause)
             return i + (6 if word == UPLOAD else 3)
         if word == PUBLISH:
-            self._state.send(Failed(request_of(p[i + 1]), failure_fields(self._state.failure(p, i, error, WAITING[word], ""))), None)
+            cause = self._state.failure(p, i, error, self._state.own[word].name, "")
+            self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
             return i + 4
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
-        template: Template | Lanes | Collective | LaneCollective = self._state.log(self._state.work(p)).info[p[first]]
+        step = self._state.log(self._state.work(p)).info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
-        if template.mutates or template.views or isinstance(template, (Collective, LaneCollective)):
+        if step.mutates or step.views or step.joint:
             self._waits.pay(stream, p, i)
-        if isinstance(template, (Collective, LaneCollective)):  # the other members count on it, in the group's order
-            return template.drop(slots, p, first, error)
-        self._state.fail(template, slots, p, first, error)
-        if word == LEARN:
-            cause = next((v.failure for k in template.writes if isinstance(v := slots.get(p[first + k]), Poisoned)), None)
-            cause = cause or self._state.failure(p, first, error, template.name, "")
+        after = step.drop(slots, p, first, error)
+        if word == LEARN and not step.joint:
+            written = (slots.get(p[first + k]) for k in step.writes)
+            poisoned = next((v.failure for v in written if isinstance(v, Poisoned)), None)
+            cause = poisoned or self._state.failure(p, first, error, step.name, "")
             self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
-        return first + template.length
+        return after

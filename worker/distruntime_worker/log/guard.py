@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch
 
 from distruntime.wire.codec import dtype_named
 
-from ..collectives.mesh_operation import LaneCollective
-from ..collectives.operation import Collective
 from ..values.functions import resize_storage
-from ..values.mesh_lanes import Lanes, Shards
+from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned, described
-from ..values.template import Run, Slots, Template
+from ..values.step import Run, Slots, Step
+from ..values.template import Template
 from .state import State
 
 log = logging.getLogger("distruntime.worker")
@@ -27,33 +27,27 @@ _MOST = 1024  # sizes that are remembered of one template
 Sizes = tuple[list[torch.device], int]  # on each of these devices, so many bytes
 
 
-def guarded(
-    state: State,
-    found: Template | Lanes | Collective | LaneCollective,
-    devices: list[torch.device],
-    call: Any = None,
-    args: Any = (),
-    kwargs: Any = None,
-    results: Any = None,
-) -> Run:
-    """Return what runs a template's instructions: its own `run`, unless the session has a budget, and they make values.
+class Shares:
+    """The link that holds instructions to what their session may hold, if it has a budget."""
 
-    `devices` are those that its results will be on, if they are known; `call` and what follows what a `Template` is made from.
-    """
-    if state.budget is None:
-        return found.run
-    operator = isinstance(call, torch._ops.OpOverload)
-    if not found.writes:
-        resize = _resize(call, args)
-        return found.run if resize is None or not isinstance(found, (Template, Lanes)) else Resizing(state, found, resize)
-    if found.views:  # an operator of views makes no memory
-        return found.run
-    guard = Guarded(state, found, devices, operator and torch.Tag.dynamic_output_shape not in call.tags)
-    if operator and devices and not found.reads:
-        guard.shadow = Template(found.name, call, args, kwargs or {}, results, lambda _: _META, _raise)
-    if isinstance(found, (Template, Lanes)):
-        found.guard = guard
-    return guard
+    each = False
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def around(self, step: Step, run: Run) -> Run | None:
+        """Return what runs a step that makes values, or gives them more memory, and counts that."""
+        if self._state.budget is None:
+            return None
+        if not step.writes:
+            resize = _resize(step.pattern.call, step.pattern.args) if step.pattern is not None else None
+            return Resizing(self._state, step, run, resize) if resize is not None else None
+        # An operator of views makes no memory.
+        if step.views:
+            return None
+        # What it has learnt of sizes stays when another link is switched on.
+        step.guard = step.guard or Guarded(self._state, step)
+        return partial(step.guard.run, run)
 
 
 def _resize(call: Any, args: list[Any]) -> Callable[[torch.Tensor], int] | None:
@@ -87,33 +81,37 @@ def _looks(value: Any) -> Any:
 
 
 class Guarded:
-    """Runs a template's instructions, and drops their results again where the session may not hold them; a `Run`.
+    """Runs a step's instructions, and drops their results again where the session may not hold them.
 
     What is known to be large is asked for first: a request for a terabyte must not be tried. How large a result is, is known from the
     master's prediction, from the last time that operands had these shapes, and without operands from torch's meta kernel.
     """
 
-    def __init__(
-        self, state: State, template: Template | Lanes | Collective | LaneCollective, devices: list[torch.device], steady: bool
-    ) -> None:
+    def __init__(self, state: State, step: Step) -> None:
         assert state.budget is not None
-        self._state, self._budget, self._template, self._devices = state, state.budget, template, devices
-        self._steady = steady  # whether operands of the same shapes give results of the same size
-        self._writes, self._name = template.writes, template.name.replace("::", ".")
-        self._numbers = [k for k in range(1, min(template.writes)) if k not in template.reads]  # offsets of words that are no refs
+        self._state, self._budget, self._step, self._devices = state, state.budget, step, [*step.devices]
+        call: Any = step.pattern.call if step.pattern is not None else None
+        operator = isinstance(call, torch._ops.OpOverload)
+        # Whether operands of the same shapes give results of the same size. An operation of a group is never
+        # dropped for its size, as other workers count on it.
+        self._steady = operator and torch.Tag.dynamic_output_shape not in call.tags
+        self._writes, self._name = step.writes, step.name.replace("::", ".")
+        # Offsets of words that are no refs.
+        self._numbers = [k for k in range(1, min(step.writes)) if k not in step.reads]
         self._known: dict[Any, Sizes] = {}
         self.shadow: Template | None = None
+        if operator and step.pattern is not None and step.devices and not step.reads:
+            self.shadow = Template(step.name, *step.pattern, lambda _: _META, _raise)
 
-    def __call__(self, slots: Slots, p: list[Any], i: int) -> int:
-        template, budget = self._template, self._budget
+    def run(self, run: Run, slots: Slots, p: list[Any], i: int) -> int:
+        """Run the instruction at `i` by calling `run`."""
+        step, budget = self._step, self._budget
         if self._known or self.shadow is not None:
             try:
                 budget.require(*self._sizes(slots, p, i), self._name)
             except torch.OutOfMemoryError as error:
-                assert isinstance(template, (Template, Lanes))  # others are never `_steady`: at other workers they are counted on
-                self._state.fail(template, slots, p, i, error)
-                return i + template.length
-        after = template.run(slots, p, i)
+                return step.drop(slots, p, i, error)
+        after = run(slots, p, i)
         value = slots.get(p[i + self._writes[0]])
         if len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided:  # as below, 0.9 us sooner
             total = value.untyped_storage().nbytes()
@@ -128,8 +126,8 @@ class Guarded:
             for device, nbytes in made:
                 budget.add(device, nbytes, self._name)
         except torch.OutOfMemoryError as error:
-            operands = described([slots.get(p[i + k]) for k in template.reads])
-            cause = self._state.failure(p, i, error, template.name, operands)
+            operands = described([slots.get(p[i + k]) for k in step.reads])
+            cause = self._state.failure(p, i, error, step.name, operands)
             for k in self._writes:
                 slots[p[i + k]] = Poisoned(cause)
         return after
@@ -138,11 +136,12 @@ class Guarded:
         """Take note of what the master says that the instruction at `i` will return."""
         nbytes = sum(prod(sizes) * dtype_named(dtype).itemsize for sizes, _, _, dtype, _ in predicted)
         if nbytes >= self._budget.large:
-            operands = _each(slots, [p[i + k] for k in self._template.reads])
+            operands = _each(slots, [p[i + k] for k in self._step.reads])
             self._remember(slots, p, i, (self._devices or [one.device for one in operands][:1], nbytes))
 
     def _key(self, slots: Slots, p: list[Any], i: int) -> Any:
-        return tuple(_looks(slots.get(p[i + k])) for k in self._template.reads), tuple(p[i + k] for k in self._numbers)
+        looks = tuple(_looks(slots.get(p[i + k])) for k in self._step.reads)
+        return looks, tuple(p[i + k] for k in self._numbers)
 
     def _remember(self, slots: Slots, p: list[Any], i: int, sizes: Sizes) -> None:
         if self._steady:
@@ -170,22 +169,21 @@ class Guarded:
 class Resizing:
     """Runs an operator that may change the size of a tensor's memory, and nothing else's; a `Run`."""
 
-    def __init__(self, state: State, template: Template | Lanes, after: Callable[[torch.Tensor], int]) -> None:
+    def __init__(self, state: State, step: Step, run: Run, after: Callable[[torch.Tensor], int]) -> None:
         assert state.budget is not None
-        self._state, self._budget, self._template, self._after = state, state.budget, template, after
-        self._name = template.name.replace("::", ".")
+        self._budget, self._step, self._run, self._after = state.budget, step, run, after
+        self._name = step.name.replace("::", ".")
 
     def __call__(self, slots: Slots, p: list[Any], i: int) -> int:
-        template, budget = self._template, self._budget
-        refs = [p[i + k] for k in template.mutates or template.reads]
+        step, budget = self._step, self._budget
+        refs = [p[i + k] for k in step.mutates or step.reads]
         before = [(one, one.untyped_storage().nbytes()) for one in _each(slots, refs)]
         try:
             for one, old in before:
                 budget.require([one.device], max(0, self._after(one) - old), self._name)
-            after = template.run(slots, p, i)
+            after = self._run(slots, p, i)
             for one, old in before:
                 budget.add(one.device, max(0, one.untyped_storage().nbytes() - old), self._name)
         except torch.OutOfMemoryError as error:
-            self._state.fail(template, slots, p, i, error)
-            return i + template.length
+            return step.drop(slots, p, i, error)
         return after

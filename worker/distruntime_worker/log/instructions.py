@@ -13,11 +13,11 @@ from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE,
 from distruntime.wire.shared import Attached, KeptMemory
 
 from ..values.functions import Tape
-from ..values.mesh_lanes import Lanes, Shards
+from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned, described, plain, spec_fields
 from ..values.staging import Staging
+from ..values.step import Own, Step
 from ..values.streams import HostCopy, Stamp
-from ..values.template import Run, Template
 from .state import State, request_of
 
 # Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
@@ -34,27 +34,26 @@ class Instructions:
         self._kept = KeptMemory()
         self._staging = Staging()
         self._users: dict[int, int] = {}  # streams that have released a value, by ref
-        self.table: dict[int, Run] = {
-            CHECK: self._check,
-            LEARN: self._learn,
-            UPLOAD: self._upload,
-            FORGET: self._forget,
-            STAMP: self._stamp,
-            RELEASE: self._release,
-            HOST: self._host,
-            TAKE: self._take,
-            GIVE: self._give,
+        self.table: dict[int, Step] = {
+            CHECK: Own("check", self._check),
+            LEARN: Own("learn", self._learn),
+            UPLOAD: Own("upload", self._upload),
+            FORGET: Own("forget", self._forget),
+            STAMP: Own("stamp", self._stamp),
+            RELEASE: Own("release", self._release),
+            HOST: Own("a copy to the host", self._host),
+            TAKE: Own("take", self._take),
+            GIVE: Own("give", self._give),
         }
 
     def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         """Run the next instruction; make its results what the master predicted, and report where they were not."""
         number, predicted = p[i + 1], p[i + 2]
         log = self._state.log(self._state.work(p))
-        template: Template | Lanes | None = log.info.get(p[i + 3])
+        template = log.info.get(p[i + 3])
         run = log.templates[p[i + 3]]
-        guard = getattr(template, "guard", None)
-        if guard is not None:
-            guard.expect(predicted, slots, p, i + 3)
+        if template is not None and template.guard is not None:
+            template.guard.expect(predicted, slots, p, i + 3)
         after = run(slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
@@ -109,7 +108,7 @@ class Instructions:
         """Run the next instruction and reply with the specs of its results."""
         request = request_of(p[i + 1])
         log = self._state.log(self._state.work(p))
-        template: Template | Lanes | None = log.info.get(p[i + 2])
+        template = log.info.get(p[i + 2])
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2
@@ -165,8 +164,10 @@ class Instructions:
 
     def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         log = self._state.log(self._state.work(p))
-        for number in [n for n in log.info.copy() if n < p[i + 1]]:  # the reader adds to it meanwhile
-            del log.templates[number], log.info[number]
+        # The reader adds to it meanwhile, and may make its entries anew.
+        with self._state.gate:
+            for number in [n for n in log.info.copy() if n < p[i + 1]]:
+                del log.templates[number], log.info[number]
         return i + 2
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:

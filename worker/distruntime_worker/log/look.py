@@ -7,19 +7,10 @@ import time
 from types import CodeType
 from typing import Any
 
-from distruntime.wire.messages import ADOPT, AWAIT, CHECK, HOST, LEARN, PUBLISH, UPLOAD, WAIT
+from distruntime.wire.messages import CHECK, LEARN
 
 from ..values.streams import Stream
 from .state import State
-
-WAITING = {
-    UPLOAD: "upload",
-    HOST: "a copy to the host",
-    WAIT: "a wait for another stream",
-    AWAIT: "a wait for another node",
-    PUBLISH: "publish",
-    ADOPT: "lookup",
-}
 
 
 class Look:
@@ -54,5 +45,5 @@ class Look:
             return [position, None, 0.0]
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
-        info = self._state.log(names["work"]).info.get(words[i])
-        return [position, info.name if info else WAITING.get(words[i], "a free"), time.monotonic() - stream.started]
+        found = self._state.log(names["work"]).info.get(words[i]) or self._state.own.get(words[i])
+        return [position, found.name if found else "a free", time.monotonic() - stream.started]

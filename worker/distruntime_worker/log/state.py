@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import Failure, Message, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Message, team_and_stream
 
-from ..collectives.operation import Collective
 from ..machine.devices import Devices
-from ..values.mesh_lanes import Lanes, Shards, Team
+from ..values.mesh_lanes import Shards, Team
 from ..values.objects import Poisoned, described, failure, memory_of
+from ..values.step import Run, Step
 from ..values.streams import Stream, Work
-from ..values.template import Run, Template
 from .budget import Budget
 from .turns import Turn
 
@@ -34,8 +32,13 @@ class State:
         self.slots: dict[int, Any] = {}
         if budget is not None:
             budget.watch(self.slots)
-        self.templates: dict[int, Run] = {}  # by the first word of an instruction
-        self.info: dict[int, Any] = {}  # of those that the master has sent
+        # By the first word of an instruction. The chain fills it: see chain.py.
+        self.templates: dict[int, Run] = {}
+        # Those that the master has sent.
+        self.info: dict[int, Step] = {}
+        self.next_template = FIRST_TEMPLATE
+        # Those of the runtime, in every log.
+        self.own: dict[int, Step] = {}
         self.teams: dict[int, Team] = {}  # by number, the meshes with members here
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
@@ -95,31 +98,29 @@ class State:
         work.failures.append(cause)
         return cause
 
-    def fail(self, template: Template | Lanes | Collective, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+    def fail(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
-        if isinstance(template, Lanes):  # of each member its own
-            template.each(slots, p, i, [partial(self._fail_one, one, error) for one in template.templates])
+        # Each member has a cause of its own.
+        if step.lanes:
+            step.drop(slots, p, i, error)
             return
-        operands = [slots.get(p[i + k]) for k in template.reads]
+        operands = [slots.get(p[i + k]) for k in step.reads]
         cause = next((v.failure for v in operands if isinstance(v, Poisoned)), None)
         if cause is None:
             if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
-                error = InternalError(f"an operand of {template.name} is not here: {error!r}")
-            cause = self.failure(p, i, error, template.name, described(operands))
-            if not template.writes and not template.mutates and not isinstance(error, StreamCancelled):
+                error = InternalError(f"an operand of {step.name} is not here: {error!r}")
+            cause = self.failure(p, i, error, step.name, described(operands))
+            if not step.writes and not step.mutates and not isinstance(error, StreamCancelled):
                 self.orphans.append(cause)
-        self.poison(template, slots, p, i, cause)
+        self.poison(step, slots, p, i, cause)
 
-    def _fail_one(self, template: Template, error: BaseException, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        self.fail(template, slots, p, i, error)
-        return i + template.length
-
-    def poison(self, template: Template | Collective, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def poison(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
-        viewed = next((memory for k in template.views if (memory := memory_of(slots.get(p[i + k]))) is not None), None)
-        for k in template.writes:
+        memories = (memory_of(slots.get(p[i + k])) for k in step.views)
+        viewed = next((memory for memory in memories if memory is not None), None)
+        for k in step.writes:
             slots[p[i + k]] = Poisoned(cause, viewed)
-        for k in template.mutates:
+        for k in step.mutates:
             written = memory_of(slots.get(p[i + k]))
             if written is not None:  # its views and its base hold the same bytes
                 self.spread(slots, written, cause)

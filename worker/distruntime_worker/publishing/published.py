@@ -22,6 +22,7 @@ from distruntime.wire.messages import ADOPT, PUBLISH, Failed, Failure, Reply
 from ..log.read_only import ReadOnly
 from ..log.state import State, request_of
 from ..values.objects import Poisoned, described, memory_of, spec_fields
+from ..values.step import Own
 
 _number = count(secrets.randbits(60)).__next__
 
@@ -107,11 +108,10 @@ Others = Callable[[], Mapping[str, Published]]  # what other sessions of this wo
 class Shelf:
     """One executor's part: its instructions, and what its master asks. `others` is called by the reader."""
 
-    def __init__(self, state: State, published: Published, others: Others) -> None:
-        self.published, self._others, self._state = published, others, state
-        self.read_only = ReadOnly(state)
+    def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
+        self.published, self._others, self._state, self.read_only = published, others, state, read_only
         self._found: dict[int, tuple[dict[int, tuple[Record, list[Any]]], bool]] = {}  # by token, until they have refs
-        self.table = {PUBLISH: self._publish, ADOPT: self._adopt}
+        self.table = {PUBLISH: Own("publish", self._publish), ADOPT: Own("lookup", self._adopt)}
         state.spoil = published.spoil
 
     # -- what the master asks (the reader) ---------------------------------------------------------------------------------------

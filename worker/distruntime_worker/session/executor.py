@@ -13,28 +13,17 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import (
-    AWAIT,
-    FIRST_TEMPLATE,
-    WAIT,
-    Done,
-    MeshBody,
-    MeshSegment,
-    Message,
-    OpenLines,
-    OpenStream,
-    OpenTeam,
-    Segment,
-)
+from distruntime.wire.messages import AWAIT, WAIT, Done, MeshBody, MeshSegment, Message, OpenLines, OpenStream, OpenTeam, Segment
 from distruntime.wire.shared import Attached
 
+from ..checkpoint import files as checkpoint
 from ..collectives.mesh_operation import along
 from ..collectives.operation import PREFIX, Collective
 from ..collectives.taking_part import Joint
 from ..log.answers import MOST_FAILURES, Answers
 from ..log.budget import Budget
 from ..log.cancel import Cancelling
-from ..log.guard import guarded
+from ..log.chain import Chain
 from ..log.instructions import Instructions
 from ..log.look import Look
 from ..log.state import Send, State, Tell
@@ -42,9 +31,10 @@ from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
 from ..publishing.published import Others, Published, Shelf
-from ..values.draws import Draws
-from ..values.functions import FUNCTIONS
+from ..values import functions
+from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, Team
+from ..values.step import Own, Step
 from ..values.streams import Stream, Work
 from ..values.template import Template, operator
 
@@ -52,7 +42,7 @@ from ..values.template import Template, operator
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 _LOOK = 0.1  # seconds between looks whether the master is gone
 _END = 1 << 62  # no log gets there
-_SEED = "distruntime::manual_seed"
+_FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
 class Executor:
@@ -82,11 +72,13 @@ class Executor:
         self._answers = Answers(state, look, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
-        self.shelf = Shelf(state, published or Published(""), others)
-        own = Instructions(state, shared).table
-        self._instructions = {**own, WAIT: waits.wait, AWAIT: waits.await_signal, **self.shelf.table}
-        state.templates.update(self._instructions)
-        self._next_template = FIRST_TEMPLATE
+        self.chain = Chain(state, self.draws)
+        self.shelf = Shelf(state, published or Published(""), others, self.chain.read_only)
+        state.own.update(Instructions(state, shared).table)
+        state.own[WAIT] = Own("a wait for another stream", waits.wait)
+        state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
+        state.own.update(self.shelf.table)
+        self.chain.begin(state)
         self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         self.running = False  # whether stream 0 runs a segment
         self._last_team: Any = None  # whose segment came last
@@ -119,7 +111,9 @@ class Executor:
         good = bool(devices) and all(name in state.devices.names for name in devices) and len(set(devices)) == len(devices)
         if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
             raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
-        state.teams[message.team] = Team(message.team, devices, self._instructions.copy())
+        team = Team(message.team, devices)
+        self.chain.begin(team)
+        state.teams[message.team] = team
 
     def open_lines(self, message: OpenLines) -> None:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
@@ -275,50 +269,43 @@ class Executor:
         """Compile new templates, of a mesh or of this worker's own log (the reader)."""
         for fields in templates:
             try:
-                self._add_to(team, *fields) if team is not None else self._add(*fields)
-                if self.shelf.read_only.watching:
-                    self.shelf.read_only.guard(team or self.state, fields[0])
+                self._add(*fields) if team is None else self._add_to(team, *fields)
             except ProtocolError:
                 raise
             except Exception as error:  # whatever it is, the master sent nonsense
                 raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 
     def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
-        if number != self._next_template:
-            raise ProtocolError(f"template {number} came where {self._next_template} was expected")
-        self._next_template += 1
+        state, real = self.state, self.state.devices.real
+        if number != state.next_template:
+            raise ProtocolError(f"template {number} came where {state.next_template} was expected")
+        state.next_template += 1
         if name.startswith(PREFIX):
-            collective = Collective(name, args, self.state.devices.real, self.joint.begin)
-            self.state.templates[number], self.state.info[number] = guarded(self.state, collective, []), collective
-            return
-        call, real = FUNCTIONS.get(name) or operator(name), self.state.devices.real
-        template = Template(name, call, args, kwargs, results, real, self.state.fail)
-        on = [real(torch.device(pattern[1])) for pattern in (*args, *kwargs.values()) if _is_device(pattern)]
-        run = guarded(self.state, template, on[:1], call, args, kwargs, results)
-        self.state.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
-        self.state.info[number] = template
+            step: Step = Collective(name, args, real, self.joint.begin)
+        else:
+            call = _FUNCTIONS.get(name) or operator(name)
+            step = Template(name, call, args, kwargs, results, real, state.fail)
+        self.chain.add(state, number, step)
 
     def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
         if number != team.next_template:
             raise ProtocolError(f"template {number} of mesh {team.number} came where {team.next_template} was expected")
         team.next_template += 1
-        state = self.state
+        state, real = self.state, self.state.devices.real
         if name.startswith(PREFIX):
-            joint = along(team, name, args, state.devices.real, self.joint.begin, state.spread)
-            team.templates[number], team.info[number] = guarded(state, joint, []), joint
+            self.chain.add(team, number, along(team, name, args, real, self.joint.begin, state.spread))
             return
-        call, lanes = FUNCTIONS.get(name) or operator(name), []
+        call, lanes = _FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
             own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
-            lanes.append(Template(name, call, *own, results, state.devices.real, state.fail))
+            lanes.append(Template(name, call, *own, results, real, state.fail))
+        if len(lanes) == 1:
+            self.chain.add(team, number, lanes[0])
+            return
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
-        on = [state.devices.real(torch.device(d)) for d in team.devices]
-        shared = len(lanes) > 1 and all(device.type == "cpu" for device in on)
-        generators = team.generators if shared and _draws(name, call) else None
-        found = lanes[0] if len(lanes) == 1 else Lanes(lanes, state.spread, generators)
-        run = guarded(state, found, on, call, *own, results)
-        team.templates[number] = self.draws.around(run) if name == _SEED or _draws(name, call) else run
-        team.info[number] = found
+        on = [real(torch.device(d)) for d in team.devices]
+        shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
+        self.chain.add(team, number, Lanes(lanes, on, state.spread, team.generators if shared else None))
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
@@ -329,13 +316,3 @@ class Executor:
             for stream in streams.values():
                 self._cancelling.cut(stream, _END)
                 stream.queue.put(None)
-
-
-def _is_device(pattern: Any) -> bool:
-    return isinstance(pattern, list) and pattern[:1] == ["device"]
-
-
-def _draws(name: str, call: Any) -> bool:
-    """Whether a call may draw random numbers."""
-    composite = name.startswith(("distruntime::record", "distruntime::seed_member", "distruntime::get_rng", "distruntime::set_rng"))
-    return composite or torch.Tag.nondeterministic_seeded in getattr(call, "tags", ())

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from .functions import seedings
-from .template import Run, Slots
+from .step import Run, Slots, Step
 
+_SEED = "distruntime::manual_seed"
+_COMPOSITES = tuple(f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng"))
 _changing = threading.Condition()
 _owner: list[Draws] = []  # whose state the process's generators hold
 _States = list[torch.Tensor]
+
+
+def may_draw(step: Step) -> bool:
+    """Whether a step may draw random numbers, or reads or sets the state that they come from."""
+    tags = getattr(step.pattern and step.pattern.call, "tags", ())
+    return step.name.startswith(_COMPOSITES) or torch.Tag.nondeterministic_seeded in tags
 
 
 def _states() -> _States:
@@ -37,6 +46,8 @@ class Draws:
     Changing the owner costs some 10 us for a CPU; who draws twice in a row does not pay it.
     """
 
+    each = False
+
     def __init__(self) -> None:
         self._kept, self._seedings = _at_start, 0
         self._inside = 0  # how many threads draw now
@@ -60,10 +71,12 @@ class Draws:
             if not self._inside:
                 _changing.notify_all()
 
-    def around(self, run: Run) -> Run:
-        """Return what runs an instruction with this session's random state."""
+    def around(self, step: Step, run: Run) -> Run | None:
+        """Return what runs an instruction that draws with this session's random state."""
+        if step.name != _SEED and not may_draw(step):
+            return None
 
-        def draw(slots: Slots, p: list[object], i: int) -> int:
+        def draw(slots: Slots, p: list[Any], i: int) -> int:
             with self:
                 return run(slots, p, i)
 

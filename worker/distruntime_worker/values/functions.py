@@ -12,7 +12,6 @@ import torch
 
 from distruntime.errors import UsageError
 
-from ..checkpoint.files import read, read_packed, write
 from ..machine.settings import configure, settings
 from .streams import elapsed_time
 
@@ -73,7 +72,7 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-    if call._schema.is_mutable:  # `ONLY_READ` says so
+    if call._schema.is_mutable:  # `WRITING` says so
         raise UsageError(f"{name} writes its operands, and only what writes nothing is recorded")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
@@ -111,9 +110,6 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "distruntime::checkpoint_write": write,
-    "distruntime::checkpoint_read": read,
-    "distruntime::checkpoint_read_packed": read_packed,
     "distruntime::config": configure,
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::settings": settings,
@@ -127,5 +123,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "distruntime::replay_backward": replay_backward,
 }
 
-# Those of them that write none of their operands: a session may call them with what it may read only.
-ONLY_READ = frozenset(FUNCTIONS) - {"distruntime::resize_storage"}
+# Those that write their operands. A session may call any other, also one of another module, with what it may
+# read only.
+WRITING = frozenset({"distruntime::resize_storage"})

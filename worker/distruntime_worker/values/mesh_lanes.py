@@ -17,8 +17,9 @@ from distruntime.wire.messages import FIRST_TEMPLATE, Failure
 
 from .functions import seedings
 from .objects import Poisoned, memory_of
+from .step import Run, Slots, Step
 from .streams import Stream
-from .template import Run, Slots, Template
+from .template import Template
 
 MEMBER = ["device", "member"]  # stands in a template for the device of whichever member runs it
 
@@ -30,10 +31,11 @@ class Shards(list[Any]):
 class Team:
     """One mesh as this worker sees it."""
 
-    def __init__(self, number: int, devices: list[str], instructions: dict[int, Run]) -> None:
+    def __init__(self, number: int, devices: list[str]) -> None:
         self.number, self.devices = number, devices
         self.received = 0  # words
-        self.templates, self.info = instructions, dict[int, Any]()  # as a worker's own: see State
+        # As of a worker's own log: see State.
+        self.templates, self.info = dict[int, Run](), dict[int, Step]()
         self.next_template = FIRST_TEMPLATE
         self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
         self.generators = Generators(len(devices))
@@ -86,26 +88,37 @@ class Generators:
             torch.set_rng_state(self._base)
 
 
-class Lanes:
-    """The templates of one instruction, one for each member here; stands where a `Template` stands."""
+class Lanes(Step):
+    """The templates of one instruction, one for each member here, on `devices`."""
 
     def __init__(
-        self, templates: list[Template], spread: Callable[[Slots, torch.UntypedStorage, Failure], None], generators: Generators | None
+        self,
+        templates: list[Template],
+        devices: list[torch.device],
+        spread: Callable[[Slots, torch.UntypedStorage, Failure], None],
+        generators: Generators | None,
     ) -> None:
         first = templates[0]
-        self.templates, self._spread, self._generators = templates, spread, generators
+        self.lanes, self.devices, self._spread, self._generators = templates, devices, spread, generators
+        self.runs: list[Run] = [template.run for template in templates]
         self.name, self.reads, self.writes, self.mutates = first.name, first.reads, first.writes, first.mutates
-        self.views, self.length = first.views, first.length
-        self.guard: Any = None  # as a template's
+        self.unsaid, self.views, self.length = first.unsaid, first.views, first.length
+        self.pattern = first.pattern
 
-    def run(self, slots: Slots, p: list[Any], i: int) -> int:
+    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""
         if self._generators is None:
-            return self.each(slots, p, i, [template.run for template in self.templates])
+            return self._each(slots, p, i, self.runs)
         with self._generators:
-            return self.each(slots, p, i, [partial(self._generators.draw, k, t.run) for k, t in enumerate(self.templates)])
+            runs: list[Run] = [partial(self._generators.draw, k, run) for k, run in enumerate(self.runs)]
+            return self._each(slots, p, i, runs)
 
-    def each(self, slots: Slots, p: list[Any], i: int, runs: list[Run]) -> int:
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+        """Let the instruction at `i` fail for each member."""
+        drops: list[Run] = [partial(_drop, template, error) for template in self.lanes]
+        return self._each(slots, p, i, drops)
+
+    def _each(self, slots: Slots, p: list[Any], i: int, runs: list[Run]) -> int:
         """Let each of `runs` act on its member's values."""
         refs = [p[i + k] for k in self.reads]
         operands = [slots.get(ref) for ref in refs]
@@ -128,3 +141,7 @@ class Lanes:
             memory, whole[lane] = memory_of(whole[lane]), after
             if memory is not None:
                 self._spread(slots, memory, after.failure)
+
+
+def _drop(step: Step, error: BaseException, slots: Slots, p: list[Any], i: int) -> int:
+    return step.drop(slots, p, i, error)

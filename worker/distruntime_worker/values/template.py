@@ -17,8 +17,8 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.codec import OPERAND, unpack_constant
 from distruntime.wire.unsaid import unsaid_writes
 
-Slots = dict[int, Any]
-Run = Callable[[Slots, list[Any], int], int]
+from .step import Pattern, Run, Slots, Step
+
 Fail = Callable[["Template", Slots, list[Any], int, BaseException], None]
 
 
@@ -45,14 +45,8 @@ def operator(name: str) -> Callable[..., Any]:
     return found
 
 
-class Template:
-    """One compiled template. `reads` and `writes` are the offsets of the words that name operands and results.
-
-    `mutates` are those of operands that it writes, `unsaid` those that it writes too although its schema does not say so, `views` those
-    that its results may be views of. `guard` is what holds it to its session's share of memory, if anything does: see guard.py.
-    """
-
-    __slots__ = ("guard", "length", "mutates", "name", "reads", "run", "unsaid", "views", "writes")
+class Template(Step):
+    """One compiled template."""
 
     def __init__(
         self,
@@ -64,8 +58,8 @@ class Template:
         device: Callable[[torch.device], torch.device],
         fail: Fail,
     ) -> None:
-        self.name = name
-        self.guard: Any = None
+        self.name, self.pattern, self._fail = name, Pattern(call, args, kwargs, results), fail
+        self.devices: list[torch.device] = []
         self.reads: list[int] = []
         self.mutates: list[int] = []
         self.views: list[int] = []
@@ -97,6 +91,7 @@ class Template:
             constant = unpack_constant(pattern)
             if isinstance(constant, torch.device):
                 constant = device(constant)
+                self.devices = self.devices or [constant]
             name = f"c{len(closure)}"
             closure[name] = constant
             return name
@@ -132,3 +127,8 @@ class Template:
         source += f"    except Exception as error:\n        fail(template, slots, p, i, error)\n    return i + {offset}\n"
         exec(compile(source, f"<{name}>", "exec"), closure)
         self.run: Run = closure["run"]
+
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+        """Let the instruction at `i` fail with `error`, as if its operator had raised it."""
+        self._fail(self, slots, p, i, error)
+        return i + self.length

@@ -1,0 +1,77 @@
+"""The chain of links around an instruction: nothing else puts anything around a step's run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ..values.draws import Draws
+from ..values.mesh_lanes import Team
+from ..values.step import Run, Step
+from .guard import Shares
+from .read_only import ReadOnly
+from .state import State
+
+
+class Link(Protocol):
+    """One thing that stands around instructions.
+
+    `each` says where it stands for a mesh's instruction: around each member's part, or around the whole.
+    """
+
+    each: bool
+
+    def around(self, step: Step, run: Run) -> Run | None:
+        """Return what runs `step`, by calling `run`; None where the link has nothing to do with it.
+
+        The chain asks again for each step when a link is switched on. So a link keeps in the step what it has
+        learnt of it.
+        """
+
+
+class Chain:
+    """The links of one session, and the tables of its logs, which hold what they make of each step.
+
+    Invariant: each entry of a log's `templates` was made by `around`. It is the step's own `run` where no
+    link concerns the step.
+    """
+
+    def __init__(self, state: State, draws: Draws) -> None:
+        self._state = state
+        self.read_only = ReadOnly(state, self.renew)
+        # From the outermost inwards. What may not be written is refused first: it neither draws nor counts.
+        # Draws may wait for another session that has the generators, so memory is asked for after that wait.
+        self.links: list[Link] = [self.read_only, draws, Shares(state)]
+
+    def begin(self, log: State | Team) -> None:
+        """Put the runtime's own instructions into the table of a new log (the reader)."""
+        for word, step in self._state.own.items():
+            log.templates[word] = self.around(step)
+
+    def add(self, log: State | Team, number: int, step: Step) -> None:
+        """Put a new step into the table of a log (the reader)."""
+        log.templates[number], log.info[number] = self.around(step), step
+
+    def renew(self) -> None:
+        """Make all tables anew: a link was switched on (the reader)."""
+        logs: list[State | Team] = [self._state, *self._state.teams.values()]
+        for log in logs:
+            self.begin(log)
+            # A stream's thread forgets templates meanwhile, and what it has forgotten must not come back.
+            with self._state.gate:
+                for number, step in log.info.items():
+                    log.templates[number] = self.around(step)
+
+    def around(self, step: Step) -> Run:
+        """Return what runs a step: its own run, and the links that concern it around that."""
+        if not step.lanes:
+            return _linked(step, self.links)
+        step.runs = [_linked(lane, [link for link in self.links if link.each]) for lane in step.lanes]
+        return _linked(step, [link for link in self.links if not link.each])
+
+
+def _linked(step: Step, links: Iterable[Link]) -> Run:
+    run: Run = step.run
+    for link in reversed([*links]):
+        run = link.around(step, run) or run
+    return run

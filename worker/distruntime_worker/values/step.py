@@ -1,0 +1,72 @@
+"""A step: one instruction of a log, as whoever stands around its run, or drops it, sees it.
+
+Steps are the templates of a master's operators (`Template`, and `Lanes` for a mesh's members), the operations
+of groups (`Collective`, and `LaneCollective` along a mesh), and the runtime's own instructions (`Own`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distruntime.errors import InternalError
+
+Slots = dict[int, Any]
+Run = Callable[[Slots, list[Any], int], int]
+
+
+class Pattern(NamedTuple):
+    """What the template of an operator was compiled from."""
+
+    call: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: Any
+
+
+class Step(Protocol):
+    """What one instruction runs, and which of its words name values, by their offsets from its first word.
+
+    Class attributes are what holds for a step that says nothing else.
+    """
+
+    name: str
+    # Runs the instruction at an index of the words; returns the index of the word after it.
+    run: Run
+    length: int = 0
+    reads: Sequence[int] = ()
+    writes: Sequence[int] = ()
+    # Operands that it writes, and those that it writes although its schema does not say so.
+    mutates: Sequence[int] = ()
+    unsaid: Sequence[int] = ()
+    # Operands that its results may be views of.
+    views: Sequence[int] = ()
+    # Where its results will be, as far as that is known.
+    devices: Sequence[torch.device] = ()
+    # None where it is no operator.
+    pattern: Pattern | None = None
+    # Other workers count on it, so it takes part even where it is dropped.
+    joint: bool = False
+    # The steps of a mesh's members, where several are here.
+    lanes: Sequence[Step] = ()
+    # What each of those runs. The chain replaces it: see chain.py.
+    runs: Sequence[Run] = ()
+    # What holds it to its session's share of memory, if anything does: see guard.py.
+    guard: Any = None
+
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+        """Poison what the instruction at `i` would have made or written; return the index after it."""
+
+
+class Own(Step):
+    """An instruction of the runtime itself. It names no operands, as it sees to them itself."""
+
+    def __init__(self, name: str, run: Run) -> None:
+        self.name = name
+        self.run = run
+
+    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+        """Raise `InternalError`: `Cancelling` knows how each of these is dropped, and no link refuses one."""
+        raise InternalError(f"{self.name} cannot be dropped as a template is: see cancel.py") from error

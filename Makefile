@@ -1,8 +1,9 @@
 # Each target makes .venv on first use and keeps it; it is brought up to date when pyproject.toml or constraints.txt change.
 #   make demo     train a small network on a worker, on this machine
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
-#   make check    format, lint, types, layers: before every commit
+#   make check    format, lint, types, layers, links: before every commit
 #   make rooms    the rooms of both packages, and which imports which
+#   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
 #   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
@@ -24,7 +25,12 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py
+	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py \
+		tests/test_links.py
+
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
+	@echo "the site is in build/docs, its first page is build/docs/index.html"
 
 rooms: .venv/.tests
 	PYTHONPATH=tests/help $(BIN)/python -m rooms
@@ -56,4 +62,4 @@ long: .venv/.tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test check rooms bench gpu long
+.PHONY: demo test check rooms docs bench gpu long

@@ -113,7 +113,8 @@ sys.modules[f"{__name__}.functional"], sys.modules[f"{__name__}.primitives"] = f
 
 def __getattr__(name: str) -> typing.Any:
     if name == "lines":
-        return importlib.import_module(".mesh.lines", __name__)
+        sys.modules[f"{__name__}.lines"] = module = importlib.import_module(".mesh.lines", __name__)
+        return module
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LATER[name], __name__)

@@ -63,6 +63,11 @@ def test_a_public_name_is_documented(name: str) -> None:
     assert own, f"{name} has no docstring of its own"
 
 
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isfunction(value)])
+def test_a_public_function_has_a_signature(name: str) -> None:
+    assert inspect.signature(PUBLIC[name]).return_annotation is not inspect.Signature.empty
+
+
 @pytest.mark.parametrize("name", ["Session", "DistributedTensor", "Place"])
 def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: str) -> None:
     cls = getattr(dr, name)

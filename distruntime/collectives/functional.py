@@ -1,4 +1,6 @@
-"""Collectives that return new tensors, as the RFC wrote them, and can be differentiated: each one's backward is its adjoint.
+"""Collectives that return new tensors, as the RFC wrote them, and can be differentiated.
+
+The backward of each is its adjoint::
 
     broadcast        sum to the root            reduce, gather     broadcast, scatter
     all_reduce       all_reduce                 all_gather         reduce_scatter

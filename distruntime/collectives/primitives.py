@@ -1,4 +1,6 @@
-"""Linear maps of partitioned tensors, each with its adjoint as its gradient: what layers that span several workers are made of.
+"""Linear maps of partitioned tensors, each with its adjoint as its gradient.
+
+Layers that span several workers are made of them. Each adjoint stands on the right::
 
     broadcast       sum_reduce              all_gather      reduce_scatter
     all_sum_reduce  all_sum_reduce          repartition     repartition, the other way

@@ -22,6 +22,8 @@ def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedT
     def make(*args: Any, device: Any = None, **kwargs: Any) -> DistributedTensor:
         return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
 
+    # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
+    del make.__wrapped__
     make.__module__ = __name__
     make.__doc__ = f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. Return at once."
     return make

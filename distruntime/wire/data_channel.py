@@ -29,8 +29,8 @@ class Capabilities:
         operations: the methods of `DataChannel` that it has, by name; "send" stands for `receive` too.
         reductions: by the name of a `ReduceOp`, the dtypes that it reduces; empty without `all_reduce`, `reduce` and `reduce_scatter`.
         devices: types of devices whose tensors it takes; others go through the CPU of their node.
-        tags: whether `send`s with several tags may be under way between two members, from several threads. If not, the master keeps
-            them in one order.
+        tags: whether calls of `send` with several tags may be under way between two members, from several threads.
+            If not, the master keeps them in one order.
         concurrent: whether two groups may be at work on one device at a time, in different orders on different members.
     """
 

@@ -1,0 +1,98 @@
+"""Every link of a Markdown file leads to a file of the repository, a heading, or a well-formed address."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ["benchmarks", "distruntime", "docs", "examples", "tests", "worker"]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+
+
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> Iterator[str]:
+    for token in tokens(page):
+        for child in token.children or []:
+            if child.type in ("link_open", "image"):
+                yield str(child.attrGet("href" if child.type == "link_open" else "src"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to headings. From the second of a name on they end in a number."""
+    found: Counter[str] = Counter()
+    for opening, inline in pairwise(tokens(page)):
+        if opening.type == "heading_open":
+            text = "".join(child.content for child in inline.children or [])
+            name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found[name] += 1
+    return {f"{name}-{k}" if k else name for name, times in found.items() for k in range(times)}
+
+
+def fault(page: Path, link: str, root: Path = ROOT) -> str | None:
+    """Return what is wrong with a link, None if nothing is. Nothing is asked for over the network."""
+    address = urlsplit(link)
+    if address.scheme == "mailto":
+        return None if re.fullmatch(r"[^@\s]+@[^@\s]+\.[^@\s]+", address.path) else "no address of a mailbox"
+    if address.scheme or address.netloc:
+        complete = address.scheme in ("http", "https") and address.hostname and "." in address.hostname
+        return None if complete else "no https address"
+    target = (page.parent / unquote(address.path)).resolve() if address.path else page
+    if not target.is_relative_to(root):
+        return "outside the repository"
+    if not target.exists():
+        return "no such file"
+    if address.fragment and address.fragment not in (anchors(target) if target.suffix == ".md" else ()):
+        return "no such heading"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    found = [(link, fault(page, link)) for link in links(page)]
+    assert [(link, wrong) for link, wrong in found if wrong] == []
+
+
+def test_the_pages_have_links() -> None:
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= {page.name for page in PAGES}
+    assert sum(len(list(links(page))) for page in PAGES) > 30
+
+
+@pytest.mark.parametrize(
+    "link, wrong",
+    [
+        ("other.md", None),
+        ("other.md#what-it-is-1", None),
+        ("#a-call-for-drx", None),
+        ("https://pytorch.org/docs", None),
+        ("mailto:ann@example.org", None),
+        ("missing.md", "no such file"),
+        ("other.md#what-it-is-2", "no such heading"),
+        ("#missing", "no such heading"),
+        ("data.txt#L3", "no such heading"),
+        ("../../etc/hostname", "outside the repository"),
+        ("https:/pytorch.org", "no https address"),
+        ("htps://pytorch.org", "no https address"),
+        ("https://pytorch", "no https address"),
+        ("mailto:ann", "no address of a mailbox"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, wrong: str | None) -> None:
+    page = tmp_path / "page.md"
+    code = "`[c](code.md)`\n\n    [d](code.md)\n"
+    page.write_text(f"# A call, for `dr.x`?\n| a | [b]({link}) |\n|---|---|\n\n[e]({link})\n\n{code}")
+    (tmp_path / "other.md").write_text("# What it is\n\n## What it is\n\n```\n# What it is\n```\n")
+    (tmp_path / "data.txt").write_text("")
+    assert list(links(page)) == [link, link]
+    assert fault(page, link, tmp_path) == wrong

@@ -14,7 +14,19 @@ from collections.abc import Callable
 
 import torch
 
-from . import bandwidth, distance, floor, gpu, groups, latency, mesh, strangers, streams, survival, training_step
+from . import (
+    bandwidth,
+    distance,
+    floor,
+    gpu,
+    groups,
+    latency,
+    mesh,
+    strangers,
+    streams,
+    survival,
+    training_step,
+)
 from .harness import Figure
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
@@ -34,9 +46,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
 
 def machine() -> str:
     """Return one line about this machine."""
-    return (
-        f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def row(figure: Figure) -> str:
@@ -48,8 +58,14 @@ def row(figure: Figure) -> str:
 
 def main() -> int:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is given, gpu only where there is one")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help=f"of {', '.join(BENCHMARKS)}; all if none is given, gpu only where there is one",
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that they run, not to quote")
     asked = parser.parse_args()
     unknown = set(asked.names) - set(BENCHMARKS)

@@ -72,9 +72,13 @@ def _against(session: dr.Session, way: str, plain: socket.socket, rounds: int, s
         assert torch.equal(remote[0].cpu(), tensor)
         figures = []
         for name, ours, theirs in (("up", up, plain_up), ("down", down, plain_down)):
-            ratio, mine, other = in_turn(theirs, ours, rounds)  # seconds of theirs over ours: a ratio of rates
+            ratio, mine, other = in_turn(
+                theirs, ours, rounds
+            )  # seconds of theirs over ours: a ratio of rates
             note = f"{NBYTES / other / 2**30:.2f} GiB/s, plain socket {NBYTES / mine / 2**30:.2f}"
-            figures.append(Figure(f"64 MiB {name}, {way} / plain TCP socket", ratio, "x", 1.0, note, most=False))
+            figures.append(
+                Figure(f"64 MiB {name}, {way} / plain TCP socket", ratio, "x", 1.0, note, most=False)
+            )
         remote.clear()
     return figures
 
@@ -95,6 +99,8 @@ def measure(quick: bool) -> list[Figure]:
         with daemon("--insecure") as address:
             session = dr.init_master_worker(workers=[address], insecure=True, quiet=True)
             figures = _against(session, "tcp", plain, rounds, shared=False)
-        figures += _against(dr.init_master_worker(world_size=1, quiet=True), "same machine", plain, rounds, shared=True)
+        figures += _against(
+            dr.init_master_worker(world_size=1, quiet=True), "same machine", plain, rounds, shared=True
+        )
     process.join()
     return figures

@@ -65,7 +65,12 @@ def measure(transport: str, folder: str, rounds: int) -> tuple[float, float, flo
     spawn = multiprocessing.get_context("spawn")
     for name, echo in (("raw", echo_raw), ("channel", echo_channel)):
         here, there = spawn.Pipe()
-        processes.append(spawn.Process(target=echo, args=(f"ipc://{folder}/{name}" if transport == "ipc" else "tcp://127.0.0.1:*", there)))
+        processes.append(
+            spawn.Process(
+                target=echo,
+                args=(f"ipc://{folder}/{name}" if transport == "ipc" else "tcp://127.0.0.1:*", there),
+            )
+        )
         processes[-1].start()
         told.append(here)
         addresses.append(here.recv())
@@ -94,7 +99,11 @@ def measure(transport: str, folder: str, rounds: int) -> tuple[float, float, flo
     for process, here in zip(processes, told):
         here.send(None)
         process.join()
-    return statistics.median(r for r, _ in pairs), statistics.median(o for _, o in pairs), statistics.median(o / r for r, o in pairs)
+    return (
+        statistics.median(r for r, _ in pairs),
+        statistics.median(o for _, o in pairs),
+        statistics.median(o / r for r, o in pairs),
+    )
 
 
 def main() -> None:

@@ -51,7 +51,10 @@ def measure(quick: bool) -> list[Figure]:
     with daemon("--insecure") as address:
         for _ in range(1 if quick else 3):
             for delay in DELAYS:
-                with delayed(address, delay) as far, dr.init_master_worker(workers=[far], insecure=True, quiet=True):
+                with (
+                    delayed(address, delay) as far,
+                    dr.init_master_worker(workers=[far], insecure=True, quiet=True),
+                ):
                     rates[delay].append(_issue_rate(count))
                     times[delay].append(_training(steps))
     rate, near = statistics.median(rates[0.0]), statistics.median(times[0.0])
@@ -60,8 +63,12 @@ def measure(quick: bool) -> list[Figure]:
         ms = f"{delay * 1e3:.0f} ms each way"
         ratio = statistics.median(far / here for far, here in zip(rates[delay], rates[0.0]))
         note = f"{statistics.median(rates[delay]):,.0f} a second, undelayed {rate:,.0f}"
-        figures.append(Figure(f"operations issued a second / undelayed, {ms}", ratio, "x", 0.95, note, most=False))
+        figures.append(
+            Figure(f"operations issued a second / undelayed, {ms}", ratio, "x", 0.95, note, most=False)
+        )
         ratio = statistics.median(far / here for far, here in zip(times[delay], times[0.0]))
         note = f"{statistics.median(times[delay]):.2f} s for {steps:,} steps, undelayed {near:.2f} s"
-        figures.append(Figure(f"training, loss read asynchronously / undelayed, {ms}", ratio, "x", 1.05, note))
+        figures.append(
+            Figure(f"training, loss read asynchronously / undelayed, {ms}", ratio, "x", 1.05, note)
+        )
     return figures

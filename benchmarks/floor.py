@@ -21,7 +21,13 @@ class Empty(torch.Tensor):
     @staticmethod
     def __new__(cls) -> Any:
         return torch.Tensor._make_wrapper_subclass(
-            cls, (20, 20), strides=(20, 1), storage_offset=0, dtype=torch.float32, device=torch.device("lazy", 5), storage_size=1 << 50
+            cls,
+            (20, 20),
+            strides=(20, 1),
+            storage_offset=0,
+            dtype=torch.float32,
+            device=torch.device("lazy", 5),
+            storage_size=1 << 50,
         )
 
     def __init__(self, *_: Any) -> None:

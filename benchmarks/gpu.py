@@ -51,9 +51,14 @@ def stepper(device: str, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
 
 def training(quick: bool) -> list[Figure]:
     """Return the ratio of a step of GPT-2 small (124 million parameters), 8 x 512 tokens, the loss read after the last."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # only here, as it takes seconds, and other benchmarks do without it
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+    )  # only here, as it takes seconds, and other benchmarks do without it
 
-    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # no dropout, so that both sides draw nothing
+    model = GPT2LMHeadModel(
+        GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )  # no dropout, so that both sides draw nothing
     steps, rounds = (STEPS // 5, 3) if quick else (STEPS, 9)
     local, remote = stepper("cuda", copy.deepcopy(model)), stepper("remote", model)
 
@@ -67,7 +72,9 @@ def training(quick: bool) -> list[Figure]:
 
     losses: dict[Callable[[], torch.Tensor], float] = {}
     run(remote), run(local)
-    assert math.isclose(losses[remote], losses[local], rel_tol=0.01), f"the losses differ: {losses[remote]}, local {losses[local]}"
+    assert math.isclose(losses[remote], losses[local], rel_tol=0.01), (
+        f"the losses differ: {losses[remote]}, local {losses[local]}"
+    )
     ratio, ours, theirs = in_turn(lambda: run(remote), lambda: run(local), rounds)
     note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms, {BATCH * CONTEXT / ours:,.0f} tokens a second"
     return [Figure("GPT-2 small step, op by op / local on the same GPU", ratio, "x", 1.05, note)]
@@ -103,7 +110,16 @@ def copies(quick: bool) -> list[Figure]:
             ours(), theirs()
         ratio, other, mine = in_turn(theirs, ours, rounds)  # seconds of theirs over ours: a ratio of rates
         note = f"{NBYTES / mine / 2**30:.2f} GiB/s, pinned {NBYTES / other / 2**30:.2f}"
-        figures.append(Figure(f"256 MiB {name}, GPU of a worker / local copy of pinned memory", ratio, "x", None, note, most=False))
+        figures.append(
+            Figure(
+                f"256 MiB {name}, GPU of a worker / local copy of pinned memory",
+                ratio,
+                "x",
+                None,
+                note,
+                most=False,
+            )
+        )
     assert torch.equal(remote[0].cpu(), tensor)
     return figures
 
@@ -146,7 +162,21 @@ def overlap(quick: bool) -> list[Figure]:
     chains(one, two), download(), both()
     ratio, alone, together = in_turn(lambda: chains(one, one), lambda: chains(one, two), rounds)
     note = f"{alone * 1e3:.1f} ms, {together * 1e3:.1f} ms"
-    figures = [Figure("GPU: two chains of products (1024 x 1024), on one stream / on two", ratio, "x", None, note, most=False)]
+    figures = [
+        Figure(
+            "GPU: two chains of products (1024 x 1024), on one stream / on two",
+            ratio,
+            "x",
+            None,
+            note,
+            most=False,
+        )
+    ]
     ratio, total, longer = in_turn(both, lambda: max(chains(one), download()), rounds)
     note = f"{total * 1e3:.1f} ms, the longer alone {longer * 1e3:.1f} ms"
-    return [*figures, Figure("GPU: a chain of products with a 256 MiB download beside it / the longer", ratio, "x", 1.3, note)]
+    return [
+        *figures,
+        Figure(
+            "GPU: a chain of products with a 256 MiB download beside it / the longer", ratio, "x", 1.3, note
+        ),
+    ]

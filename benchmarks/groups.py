@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ dist: Any = torch.distributed
 _LARGE = 16 << 20  # float32 elements: 64 MiB
 _SMALL = 256  # 1 KiB
 _FLIGHT = 100
+
+
+def _inverse(measure: Callable[[], float]) -> float:
+    return 1 / measure()
 
 
 def plain(rank: int, store: str) -> None:
@@ -46,7 +52,12 @@ def plain(rank: int, store: str) -> None:
         for tensor in small:
             dist.all_reduce(tensor)
 
-    work = {"copy": copy, "all_reduce": lambda: dist.all_reduce(large), "in_flight": in_flight, "one_by_one": one_by_one}
+    work = {
+        "copy": copy,
+        "all_reduce": lambda: dist.all_reduce(large),
+        "in_flight": in_flight,
+        "one_by_one": one_by_one,
+    }
     for line in sys.stdin:
         name, times = line.split()
         dist.barrier()
@@ -63,7 +74,10 @@ class _Plain:
     def __init__(self, store: str) -> None:
         command = [sys.executable, "-m", "benchmarks.groups"]
         self._members = [
-            subprocess.Popen([*command, str(k), store], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for k in (0, 1)
+            subprocess.Popen(
+                [*command, str(k), store], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for k in (0, 1)
         ]
 
     def time(self, name: str, times: int) -> float:
@@ -90,8 +104,15 @@ def measure(quick: bool) -> list[Figure]:
         finally:
             gloo.close()
     rounds = 1 if quick else 3
-    ratio, tls, tcp = in_turn(lambda: _rate("tcp+tls", times, rounds), lambda: _rate("tcp", times, rounds), rounds)
-    return [*figures, Figure("64 MiB copy by tcp+tls / by tcp", ratio, "x", None, f"{tls:.2f} GiB/s, tcp {tcp:.2f}", most=False)]
+    ratio, tls, tcp = in_turn(
+        lambda: _rate("tcp+tls", times, rounds), lambda: _rate("tcp", times, rounds), rounds
+    )
+    return [
+        *figures,
+        Figure(
+            "64 MiB copy by tcp+tls / by tcp", ratio, "x", None, f"{tls:.2f} GiB/s, tcp {tcp:.2f}", most=False
+        ),
+    ]
 
 
 def _rate(channel: str, times: int, rounds: int) -> float:
@@ -134,8 +155,12 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
         seconds(work, 2)
     gib = _LARGE * 4 / 2**30
     # As rates, so that more is better, as the bar says.
-    for name, plain_name, work in (("copy", "copy", copy), ("all_reduce", "all_reduce", lambda: dr.all_reduce(large))):
-        ratio, ours, theirs = in_turn(lambda: 1 / seconds(work, times), lambda: 1 / gloo.time(plain_name, times), rounds)  # noqa: B023
+    for name, plain_name, work in (
+        ("copy", "copy", copy),
+        ("all_reduce", "all_reduce", lambda: dr.all_reduce(large)),
+    ):
+        measure, plain = partial(seconds, work, times), partial(gloo.time, plain_name, times)
+        ratio, ours, theirs = in_turn(partial(_inverse, measure), partial(_inverse, plain), rounds)
         figures.append(
             Figure(
                 f"64 MiB {name} between 2 workers / plain gloo",
@@ -151,9 +176,19 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
     before = channel.sent_bytes + channel.received_bytes
     seconds(copy, 16)
     kib = (channel.sent_bytes + channel.received_bytes - before) / 1024
-    figures.append(Figure("1 GiB copied between workers, through the command channel", kib, "KiB", 100, "16 copies of 64 MiB"))
+    figures.append(
+        Figure(
+            "1 GiB copied between workers, through the command channel",
+            kib,
+            "KiB",
+            100,
+            "16 copies of 64 MiB",
+        )
+    )
     for plain_name, text, bar in (("one_by_one", "one by one", 1.3), ("in_flight", "100 in flight too", 1.3)):
-        ratio, ours, theirs = in_turn(lambda: seconds(flight, times), lambda: gloo.time(plain_name, times), rounds)  # noqa: B023
+        ratio, ours, theirs = in_turn(
+            partial(seconds, flight, times), partial(gloo.time, plain_name, times), rounds
+        )
         note = f"{ours / _FLIGHT * 1e6:.0f} us, gloo {theirs / _FLIGHT * 1e6:.0f} us"
         figures.append(Figure(f"1 KiB all_reduce, 100 in flight / gloo's own, {text}", ratio, "x", bar, note))
     return figures

@@ -45,10 +45,16 @@ def seconds(work: Callable[[], object], times: int = 1) -> float:
     return (time.perf_counter() - start) / times
 
 
-def in_turn(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[float, float, float]:
+def in_turn(
+    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
+) -> tuple[float, float, float]:
     """Measure the two in turn; return the median of the ratios and both medians."""
     pairs = [(ours(), theirs()) for _ in range(rounds)]
-    return statistics.median(a / b for a, b in pairs), statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+    return (
+        statistics.median(a / b for a, b in pairs),
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+    )
 
 
 def free_port() -> int:
@@ -63,12 +69,26 @@ def daemon(*options: str, address: str = "") -> Iterator[str]:
     """Run `distruntime-worker --listen` on this machine; give its address."""
     where = address or f"tcp://127.0.0.1:{free_port()}"
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "distruntime_worker", "--listen", where, "--threads", "1", "--log-level", "error", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "distruntime_worker",
+        "--listen",
+        where,
+        "--threads",
+        "1",
+        "--log-level",
+        "error",
+        *options,
+    ]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     try:
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         while process.poll() is None:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), timeout=10):
+            with (
+                contextlib.suppress(ConnectionRefusedError),
+                socket.create_connection((host, int(port)), timeout=10),
+            ):
                 break
         yield where
     finally:
@@ -79,7 +99,12 @@ def daemon(*options: str, address: str = "") -> Iterator[str]:
 @contextlib.contextmanager
 def delayed(address: str, delay: float) -> Iterator[str]:
     """Run the proxy of `benchmarks.delay` in front of `address`, in a process of its own; give its address."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.delay", address, str(delay)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.delay", address, str(delay)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         yield process.stdout.readline().strip()

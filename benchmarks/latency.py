@@ -28,7 +28,9 @@ def _echo(address: str) -> None:
                 return
 
 
-def _compare(name: str, raw: str, session: dr.Session, rounds: int, note: str = "", bar: float | None = 1.5) -> Figure:
+def _compare(
+    name: str, raw: str, session: dr.Session, rounds: int, note: str = "", bar: float | None = 1.5
+) -> Figure:
     process = multiprocessing.get_context("spawn").Process(target=_echo, args=(raw,))
     process.start()
     with session, zmq.Context() as context, context.socket(zmq.REQ) as socket:
@@ -49,7 +51,11 @@ def _compare(name: str, raw: str, session: dr.Session, rounds: int, note: str = 
         socket.recv()
     process.join()
     return Figure(
-        f".item() of a ready value / raw ping-pong, {name}", ratio, "x", bar, f"{ours * 1e6:.0f} us, raw {theirs * 1e6:.0f} us{note}"
+        f".item() of a ready value / raw ping-pong, {name}",
+        ratio,
+        "x",
+        bar,
+        f"{ours * 1e6:.0f} us, raw {theirs * 1e6:.0f} us{note}",
     )
 
 
@@ -57,13 +63,24 @@ def measure(quick: bool) -> list[Figure]:
     """Return the figures for ipc and for tcp with and without keys."""
     rounds = 3 if quick else 15
     with tempfile.TemporaryDirectory() as folder:
-        figures = [_compare("ipc", f"ipc://{folder}/raw", dr.init_master_worker(world_size=1, quiet=True), rounds)]
+        figures = [
+            _compare("ipc", f"ipc://{folder}/raw", dr.init_master_worker(world_size=1, quiet=True), rounds)
+        ]
         with daemon("--insecure") as address:
             session = dr.init_master_worker(workers=[address], insecure=True, quiet=True)
             figures.append(_compare("tcp", f"tcp://127.0.0.1:{free_port()}", session, rounds))
         os.environ["DISTRUNTIME_KEY"] = f"{folder}/key"
         with daemon() as address:
             session = dr.init_master_worker(workers=[address], quiet=True)
-            figures.append(_compare("tcp with keys", f"tcp://127.0.0.1:{free_port()}", session, rounds, " without keys", bar=None))
+            figures.append(
+                _compare(
+                    "tcp with keys",
+                    f"tcp://127.0.0.1:{free_port()}",
+                    session,
+                    rounds,
+                    " without keys",
+                    bar=None,
+                )
+            )
         del os.environ["DISTRUNTIME_KEY"]
     return figures

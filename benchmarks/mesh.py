@@ -32,7 +32,10 @@ Work = Callable[[], Any]
 _SIZES = (1, 2, 8, 64, 256, 1024)
 _BUSY = 1024  # the product of matrices of this size keeps a worker's one thread busy for some 50 ms, in which full batches gather
 _BURST = 100
-SHAPES = {"Replicate": (20, 20), "Shard(0)": (10, 20)}  # of a member's part of a DTensor of 20 x 20, on two members
+SHAPES = {
+    "Replicate": (20, 20),
+    "Shard(0)": (10, 20),
+}  # of a member's part of a DTensor of 20 x 20, on two members
 
 
 def placed(name: str) -> list[Any]:
@@ -62,7 +65,11 @@ class _Cost:
     """What issuing so many operators has cost, in seconds for one."""
 
     def __init__(self, session: Session, work: Work, count: int, busy: Any = None) -> None:
-        threads = [time.pthread_getcpuclockid(thread.ident) for thread in (threading.current_thread(), session._pump) if thread.ident]
+        threads = [
+            time.pthread_getcpuclockid(thread.ident)
+            for thread in (threading.current_thread(), session._pump)
+            if thread.ident
+        ]
 
         def clocks() -> list[float]:
             return [*map(time.clock_gettime, threads), time.process_time()]
@@ -88,7 +95,9 @@ class _Cost:
 @contextmanager
 def played(count: int) -> Iterator[list[str]]:
     """Yield the addresses of so many workers, which one process plays."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.played", str(count)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.played", str(count)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         with process.stdout:
@@ -117,14 +126,25 @@ def _by_members(quick: bool) -> list[Figure]:
     figures = []
     for size, costs in found.items():
         total, issuing, pump, wall = (
-            1e6 * statistics.median(getattr(c, name) for c in costs) for name in ("total", "issuing", "pump", "wall")
+            1e6 * statistics.median(getattr(c, name) for c in costs)
+            for name in ("total", "issuing", "pump", "wall")
         )
         note = f"issuing {issuing:.1f}, acknowledgements {pump:.1f}, libzmq {total - issuing - pump:.1f} us; passes in {wall:.0f} us"
-        figures.append(Figure(f"operator, mesh of {size} played worker{'s' if size > 1 else ''}", total, "us", None, note))
+        figures.append(
+            Figure(
+                f"operator, mesh of {size} played worker{'s' if size > 1 else ''}", total, "us", None, note
+            )
+        )
     for size in sizes[3:]:
         growth = [1e6 * (many.total - one.total) / (size - 1) for many, one in zip(found[size], found[1])]
-        note = f"{min(growth):.3f} to {max(growth):.3f} in {len(growth)} round{'s' if len(growth) > 1 else ''}"
-        figures.append(Figure(f"operator, for each member more, up to {size}", statistics.median(growth), "us", 0.1, note))
+        note = (
+            f"{min(growth):.3f} to {max(growth):.3f} in {len(growth)} round{'s' if len(growth) > 1 else ''}"
+        )
+        figures.append(
+            Figure(
+                f"operator, for each member more, up to {size}", statistics.median(growth), "us", 0.1, note
+            )
+        )
     return figures
 
 
@@ -136,7 +156,11 @@ class _Plain:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.plain_dtensor"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.plain_dtensor"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def quickest(self, name: str, op: str, bursts: int) -> tuple[float, float]:
@@ -175,13 +199,19 @@ def _hot_path(operators: int, rounds: int) -> Figure:
     mesh = dr.init_device_mesh("cpu", (2,))
     sides = []
     for device in (mesh.device, torch.device("remote", dr.nodes()[0].devices[0].number)):
-        x, y, busy = torch.ones(20, 20, device=device), torch.ones(20, 20, device=device), torch.ones(_BUSY, _BUSY, device=device)
+        x, y, busy = (
+            torch.ones(20, 20, device=device),
+            torch.ones(20, 20, device=device),
+            torch.ones(_BUSY, _BUSY, device=device),
+        )
         sides.append((works(x, y, y)["add"], busy))
         _cost(sides[-1][0], 1000, busy)
     pairs = [[_cost(work, operators, busy) for work, busy in sides] for _ in range(rounds)]
     ours, theirs = (statistics.median(side) for side in zip(*pairs))
     note = f"{ours * 1e6:.1f} us, one place {theirs * 1e6:.1f} us"
-    return Figure("operator, mesh of 2 / one place", statistics.median(a / b for a, b in pairs), "x", 1.2, note)
+    return Figure(
+        "operator, mesh of 2 / one place", statistics.median(a / b for a, b in pairs), "x", 1.2, note
+    )
 
 
 def _dtensors(dtensor: _Plain, bursts: int, rounds: int) -> list[Figure]:
@@ -198,19 +228,33 @@ def _dtensors(dtensor: _Plain, bursts: int, rounds: int) -> list[Figure]:
     for k in range(rounds + 1):
         for case, (whole, part) in cases.items():
             local, distributed = dtensor.quickest(*case, bursts)
-            row = quickest(whole, bursts), distributed - local, quickest(part, bursts), _cost(whole, 5000), _cost(part, 5000)
+            row = (
+                quickest(whole, bursts),
+                distributed - local,
+                quickest(part, bursts),
+                _cost(whole, 5000),
+                _cost(part, 5000),
+            )
             if k:  # the first is to warm up
                 rows[case].append(row)
     figures = []
     for (name, op), found in rows.items():
         ratio = statistics.median(whole / (own + part) for whole, own, part, _, _ in found)
-        total, own, mesh_own, all_whole, all_part = (1e6 * statistics.median(column) for column in zip(*found))
+        total, own, mesh_own, all_whole, all_part = (
+            1e6 * statistics.median(column) for column in zip(*found)
+        )
         note = (
             f"{total:.1f} us, DTensor itself {own:.1f}, mesh operator {mesh_own:.1f}; all threads, disturbed: {all_whole:.1f} us, "
             f"mesh operator {all_part:.1f}"
         )
         figures.append(
-            Figure(f"DTensor {op}, {name} on a mesh of 2 played workers / DTensor itself + mesh operator", ratio, "x", 1.2, note)
+            Figure(
+                f"DTensor {op}, {name} on a mesh of 2 played workers / DTensor itself + mesh operator",
+                ratio,
+                "x",
+                1.2,
+                note,
+            )
         )
     return figures
 

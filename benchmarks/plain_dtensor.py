@@ -23,7 +23,10 @@ def main() -> None:
     for name, shape in SHAPES.items():
         x, y, square = torch.ones(shape), torch.ones(shape), torch.ones(20, 20)
         whole = [tensor.DTensor.from_local(t, mesh, placed(name)) for t in (x, y)]
-        local, distributed = works(x, y, square), works(*whole, tensor.DTensor.from_local(square, mesh, placed("Replicate")))
+        local, distributed = (
+            works(x, y, square),
+            works(*whole, tensor.DTensor.from_local(square, mesh, placed("Replicate"))),
+        )
         table.update({(name, op): (local[op], distributed[op]) for op in local})
     for line in sys.stdin:
         name, op, bursts = line.split()

@@ -17,7 +17,18 @@ import torch
 import zmq
 
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import MESSAGES, PROTOCOL, Ask, Done, Fetch, Hello, MeshSegment, Reply, Segment, Welcome
+from distruntime.wire.messages import (
+    MESSAGES,
+    PROTOCOL,
+    Ask,
+    Done,
+    Fetch,
+    Hello,
+    MeshSegment,
+    Reply,
+    Segment,
+    Welcome,
+)
 
 _SEGMENTS = {MESSAGES.index(Segment), MESSAGES.index(MeshSegment)}
 _DONE = MESSAGES.index(Done)

@@ -28,7 +28,12 @@ STORM = ("1000", "100", "20", "20", "0")  # as fast as one process can: some 2,0
 def _flooded(address: str, work: int, flood_of: tuple[str, ...]) -> float:
     """Return the seconds of a read while the port of `address` is flooded."""
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}"}
-    command = [sys.executable, str(ROOT / "tests" / "help" / "flooding.py"), address.rpartition(":")[2], *flood_of]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "help" / "flooding.py"),
+        address.rpartition(":")[2],
+        *flood_of,
+    ]
     flood = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path)
     assert flood.stdin is not None and flood.stdout is not None
     try:
@@ -61,16 +66,32 @@ def measure(quick: bool) -> list[Figure]:
             with dr.init_master_worker(workers=[ours], key=key, quiet=True):
                 _reads(work)
                 return [
-                    _figure("session under 1,000 strangers / strangers elsewhere", 0.9, STRANGERS, ours, other, work, rounds),
-                    _figure("session under a storm of strangers / the storm elsewhere", None, STORM, ours, other, work, rounds),
+                    _figure(
+                        "session under 1,000 strangers / strangers elsewhere",
+                        0.9,
+                        STRANGERS,
+                        ours,
+                        other,
+                        work,
+                        rounds,
+                    ),
+                    _figure(
+                        "session under a storm of strangers / the storm elsewhere",
+                        None,
+                        STORM,
+                        ours,
+                        other,
+                        work,
+                        rounds,
+                    ),
                 ]
 
 
-def _figure(name: str, bar: float | None, flood: tuple[str, ...], ours: str, other: str, work: int, rounds: int) -> Figure:
+def _figure(
+    name: str, bar: float | None, flood: tuple[str, ...], ours: str, other: str, work: int, rounds: int
+) -> Figure:
     pairs = [(_flooded(other, work, flood), _flooded(ours, work, flood), _reads(work)) for _ in range(rounds)]
     elsewhere, here, none = (statistics.median(times) for times in zip(*pairs))
     ratio = statistics.median(a / b for a, b, _ in pairs)
-    note = (
-        f"{1 / here:,.0f} operations with reads a second, {1 / elsewhere:,.0f} with the flood at another worker, {1 / none:,.0f} with none"
-    )
+    note = f"{1 / here:,.0f} operations with reads a second, {1 / elsewhere:,.0f} with the flood at another worker, {1 / none:,.0f} with none"
     return Figure(name, ratio, "x", bar, note, most=False)

@@ -60,10 +60,22 @@ def _overlap(rounds: int) -> list[Figure]:
     one(), two(), unstreamed()
     ratio, alone, both = in_turn(one, two, rounds)
     note = f"{alone * 1e3:.0f} ms on one stream, {both * 1e3:.0f} ms on two"
-    figures = [Figure(f"two chains of products ({SIZE} x {SIZE}), on one stream / on two", ratio, "x", 1.6, note, most=False)]
+    figures = [
+        Figure(
+            f"two chains of products ({SIZE} x {SIZE}), on one stream / on two",
+            ratio,
+            "x",
+            1.6,
+            note,
+            most=False,
+        )
+    ]
     ratio, mine, other = in_turn(one, unstreamed, rounds)
     note = f"{mine * 1e3:.0f} ms, {other * 1e3:.0f} ms"
-    return [*figures, Figure("one stream on a node that has several / on a node that has one", ratio, "x", 1.1, note)]
+    return [
+        *figures,
+        Figure("one stream on a node that has several / on a node that has one", ratio, "x", 1.1, note),
+    ]
 
 
 def _copy(rounds: int) -> Figure:
@@ -94,8 +106,12 @@ def _copy(rounds: int) -> Figure:
 
     both(), longer()
     ratio, total, alone = in_turn(both, longer, rounds)
-    note = f"{total * 1e3:.0f} ms, the longer alone {alone * 1e3:.0f} ms, the download {download() * 1e3:.0f} ms"
-    return Figure("a chain of products with a 64 MiB download beside it / the longer of the two", ratio, "x", 1.3, note)
+    note = (
+        f"{total * 1e3:.0f} ms, the longer alone {alone * 1e3:.0f} ms, the download {download() * 1e3:.0f} ms"
+    )
+    return Figure(
+        "a chain of products with a 64 MiB download beside it / the longer of the two", ratio, "x", 1.3, note
+    )
 
 
 def _cost(rounds: int) -> list[Figure]:
@@ -149,10 +165,24 @@ def _cost(rounds: int) -> list[Figure]:
     figures = []
     for name, cost in (("record an event", record), ("wait for an event", wait)):
         ratio, mine, other = in_turn(cost, ordinary, rounds)
-        figures.append(Figure(f"{name} / an ordinary instruction", ratio, "x", 2.0, f"{mine * 1e6:.1f} us, {other * 1e6:.1f} us"))
+        figures.append(
+            Figure(
+                f"{name} / an ordinary instruction",
+                ratio,
+                "x",
+                2.0,
+                f"{mine * 1e6:.1f} us, {other * 1e6:.1f} us",
+            )
+        )
     ratio, mine, other = in_turn(ordinary, plain, rounds)
     figures.append(
-        Figure("an instruction on a node with several streams / with one", ratio, "x", None, f"{mine * 1e6:.1f} us, {other * 1e6:.1f} us")
+        Figure(
+            "an instruction on a node with several streams / with one",
+            ratio,
+            "x",
+            None,
+            f"{mine * 1e6:.1f} us, {other * 1e6:.1f} us",
+        )
     )
     return figures
 

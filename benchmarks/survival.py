@@ -45,7 +45,9 @@ dr.shutdown()
 
 def _python(code: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")])}
-    return subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    ).stdout
 
 
 def _resume(layers: int) -> Figure:
@@ -54,7 +56,9 @@ def _resume(layers: int) -> Figure:
     attach, lookup, first, forward = json.loads(_python(_SECOND).splitlines()[-1])
     nbytes = layers * 2048 * 2048 * 4 / 2**30
     note = f"attach {attach:.2f} s, lookup {lookup:.2f} s, first value {first:.2f} s; then a forward pass, {forward:.2f} s"
-    return Figure(f"a killed master's model of {nbytes:.2f} GiB, in a new one", attach + lookup + first, "s", 1.0, note)
+    return Figure(
+        f"a killed master's model of {nbytes:.2f} GiB, in a new one", attach + lookup + first, "s", 1.0, note
+    )
 
 
 def _death(seconds: float) -> list[Figure]:
@@ -94,7 +98,13 @@ def _death(seconds: float) -> list[Figure]:
             thread.join()
     ratio = sum(after) / sum(before)
     return [
-        Figure("a worker's death, until it is an error", ends[1] - killed, "s", 1.0, "kill -9 of one of three under load"),
+        Figure(
+            "a worker's death, until it is an error",
+            ends[1] - killed,
+            "s",
+            1.0,
+            "kill -9 of one of three under load",
+        ),
         Figure(
             "the other two after it / before",
             ratio,
@@ -109,7 +119,11 @@ def _death(seconds: float) -> list[Figure]:
 def measure(quick: bool) -> list[Figure]:
     """Return the figures; the session is noted in a directory of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        for variable, name in (("STATE", "state"), ("SIGNING_KEY", "signing-key"), ("TRUSTED_KEYS", "trusted-keys")):
+        for variable, name in (
+            ("STATE", "state"),
+            ("SIGNING_KEY", "signing-key"),
+            ("TRUSTED_KEYS", "trusted-keys"),
+        ):
             os.environ[f"DISTRUNTIME_{variable}"] = f"{folder}/{name}"
         resumed = [_resume(64) for _ in range(1 if quick else 3)]
     middle = statistics.median(figure.value for figure in resumed)

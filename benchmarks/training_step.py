@@ -17,7 +17,11 @@ def stepper(device: str) -> Callable[[], torch.Tensor]:
     """Return a function that makes one step and returns the loss, on `device`."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+        torch.nn.Linear(256, 256),
+        torch.nn.ReLU(),
+        torch.nn.Linear(256, 256),
+        torch.nn.ReLU(),
+        torch.nn.Linear(256, 10),
     ).to(device)
     x, y = torch.randn(64, 256).to(device), torch.randint(0, 10, (64,)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -51,7 +55,19 @@ def measure(quick: bool) -> list[Figure]:
 
         at_the_end(remote), at_the_end(local)
         ratio, ours, theirs = in_turn(lambda: at_the_end(remote), lambda: at_the_end(local), rounds)
-        figures = [Figure("training step / local", ratio, "x", 1.5, f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms")]
+        figures = [
+            Figure(
+                "training step / local", ratio, "x", 1.5, f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms"
+            )
+        ]
         ratio, ours, theirs = in_turn(lambda: each(remote), lambda: each(local), rounds)
-        figures.append(Figure("the same, loss read each step", ratio, "x", None, f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms"))
+        figures.append(
+            Figure(
+                "the same, loss read each step",
+                ratio,
+                "x",
+                None,
+                f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms",
+            )
+        )
     return figures

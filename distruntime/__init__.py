@@ -118,12 +118,16 @@ def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LATER[name], __name__)
-    globals().update((found, getattr(module, found)) for found, where in _LATER.items() if where == _LATER[name])
+    globals().update(
+        (found, getattr(module, found)) for found, where in _LATER.items() if where == _LATER[name]
+    )
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])  # what completion at a prompt offers
+    return sorted(
+        [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    )  # what completion at a prompt offers
 
 
 __all__ = [

@@ -23,14 +23,39 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train a small network on a worker of this machine")
-    repl = commands.add_parser("repl", help="an interactive Python with a session (IPython where it is installed)")
-    repl.add_argument("workers", nargs="*", metavar="ADDRESS", help="running workers, such as tcp://gpu1:29400; none: start some here")
-    repl.add_argument("--world-size", type=int, metavar="N", help="how many to start here, or to wait for with --listen (default: 2)")
+    repl = commands.add_parser(
+        "repl", help="an interactive Python with a session (IPython where it is installed)"
+    )
+    repl.add_argument(
+        "workers",
+        nargs="*",
+        metavar="ADDRESS",
+        help="running workers, such as tcp://gpu1:29400; none: start some here",
+    )
+    repl.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="how many to start here, or to wait for with --listen (default: 2)",
+    )
     repl.add_argument("--listen", metavar="ADDRESS", help="wait here for workers that dial in")
-    repl.add_argument("--simulate-cuda", type=int, default=0, metavar="N", help="workers started here offer N GPUs that are CPU tensors")
+    repl.add_argument(
+        "--simulate-cuda",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers started here offer N GPUs that are CPU tensors",
+    )
     repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
-    repl.add_argument("--insecure", action="store_true", help="no encryption and no authentication: who reaches a port owns that machine")
-    commands.add_parser("key", help="print your public signing key, as others put it into their trusted-keys; made if there is none")
+    repl.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no encryption and no authentication: who reaches a port owns that machine",
+    )
+    commands.add_parser(
+        "key",
+        help="print your public signing key, as others put it into their trusted-keys; made if there is none",
+    )
     return parser
 
 
@@ -48,7 +73,9 @@ def _demo() -> int:
     """Run the example `02_digits.py`; `demo.py` beside this file is a link to it, and a copy in the wheel."""
     missing = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"the demo needs {', '.join(missing)} as well:  pip install 'distruntime[demo]'", file=sys.stderr)
+        print(
+            f"the demo needs {', '.join(missing)} as well:  pip install 'distruntime[demo]'", file=sys.stderr
+        )
         return 1
     runpy.run_module("distruntime.demo", run_name="__main__")
     return 0
@@ -75,9 +102,13 @@ def _repl(options: argparse.Namespace) -> int:
             code.interact(_HELLO, local=names, exitmsg="")
         else:  # not imported at the top: it is optional, and takes half a second
             print(_HELLO, end="")
-            importlib.import_module("IPython").start_ipython(argv=["--no-banner", "--no-confirm-exit"], user_ns=names)
+            importlib.import_module("IPython").start_ipython(
+                argv=["--no-banner", "--no-confirm-exit"], user_ns=names
+            )
     finally:
-        session.shutdown(raise_unread=False)  # who leaves has had the chance to read what failed, and need not wait for what runs
+        session.shutdown(
+            raise_unread=False
+        )  # who leaves has had the chance to read what failed, and need not wait for what runs
     return 0
 
 
@@ -85,7 +116,9 @@ def _complete(names: dict[str, Any]) -> None:
     """Give the prompt what Python's own has: lines that can be edited and completed. Both modules are missing from some builds."""
     if importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline").parse_and_bind("tab: complete")
-        importlib.import_module("readline").set_completer(importlib.import_module("rlcompleter").Completer(names).complete)
+        importlib.import_module("readline").set_completer(
+            importlib.import_module("rlcompleter").Completer(names).complete
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -47,7 +47,12 @@ def train(device: str) -> tuple[list[float], float]:
     model = network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
-    bar = tqdm(range(EPOCHS), f"{device:>8}", bar_format="{desc}  {bar:20}  {n}/{total} epochs  {elapsed}", disable=None)
+    bar = tqdm(
+        range(EPOCHS),
+        f"{device:>8}",
+        bar_format="{desc}  {bar:20}  {n}/{total} epochs  {elapsed}",
+        disable=None,
+    )
     for _ in bar:
         for image, label in batches():
             loss = nn.functional.cross_entropy(model(image.to(device)), label.to(device))
@@ -78,7 +83,11 @@ if __name__ == "__main__":
         seconds = time.perf_counter() - started
         local, _ = train("cpu")
     difference = max(abs(a - b) for a, b in zip(local, remote))
-    same = ("yes" if difference < 1e-3 else "NO") + (f", within {difference:.0e}" if difference else ", to the last bit")
+    same = ("yes" if difference < 1e-3 else "NO") + (
+        f", within {difference:.0e}" if difference else ", to the last bit"
+    )
     draw(local, remote)
-    print(f"  digits  {EPOCHS}/{EPOCHS} epochs   test accuracy {100 * accuracy:.1f} %   {seconds:.1f} s   (same losses as local: {same})")
+    print(
+        f"  digits  {EPOCHS}/{EPOCHS} epochs   test accuracy {100 * accuracy:.1f} %   {seconds:.1f} s   (same losses as local: {same})"
+    )
     print(f"  picture: {PICTURE}     try next:  python -m distruntime repl")

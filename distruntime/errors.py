@@ -88,4 +88,6 @@ def of_caller(error: Exception) -> Exception:
 
 def is_of_caller(error: BaseException) -> bool:
     """Whether frames of this package in the error's traceback would only stand between the reader and the line that matters."""
-    return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(error, "_of_caller")
+    return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(
+        error, "_of_caller"
+    )

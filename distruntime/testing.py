@@ -17,7 +17,17 @@ from .collectives.group import groups_of
 from .session.session import active_session
 from .wire.data_channel import MOVES, REDUCES
 
-_KINDS = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+_KINDS = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _FACTOR = 0.5
 _LARGE = 4 << 20  # float32 numbers: 16 MiB
@@ -67,11 +77,15 @@ class _Check:
 
     def __init__(self, name: str, size: int) -> None:
         if len(dr.nodes()) < size:
-            raise dr.UsageError(f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give sizes=")
+            raise dr.UsageError(
+                f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give sizes="
+            )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
         if groups_of(active_session()).backend_for(homes, None) != name:
-            raise dr.UsageError(f"copies in this session use another data channel: open it with data_channel={name!r}")
+            raise dr.UsageError(
+                f"copies in this session use another data channel: open it with data_channel={name!r}"
+            )
         self.places = [dr.place(k, "cpu") for k in range(size)]
         try:
             self.group = dr.new_group(self.places, backend=name)
@@ -99,12 +113,16 @@ class _Check:
         try:
             yield
         except (dr.DistruntimeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
-            raise AssertionError(f"data channel {self.name!r}, {self.size} members, {what}: {error}") from error
+            raise AssertionError(
+                f"data channel {self.name!r}, {self.size} members, {what}: {error}"
+            ) from error
 
     def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """Return small whole numbers, so that sums and products are exact in any dtype."""
         low, high = (0, 2) if dtype == torch.bool else (1, 4)
-        whole = torch.randint(low, high, shape if shape != (_LARGE,) else (_LARGE >> 6,), generator=self._random).to(dtype)
+        whole = torch.randint(
+            low, high, shape if shape != (_LARGE,) else (_LARGE >> 6,), generator=self._random
+        ).to(dtype)
         return whole if whole.shape == shape else whole.repeat(1 << 6)  # drawing so many takes long
 
     def rows(self, dtype: torch.dtype, *shape: int) -> Tensors:
@@ -122,7 +140,10 @@ class _Check:
 
     def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
         """Return a list of zeros for each member, one for each."""
-        return [self.there_at(rank, [torch.zeros(shape, dtype=dtype) for _ in self.places]) for rank in range(self.size)]
+        return [
+            self.there_at(rank, [torch.zeros(shape, dtype=dtype) for _ in self.places])
+            for rank in range(self.size)
+        ]
 
     def there_at(self, rank: int, values: Sequence[torch.Tensor]) -> Tensors:
         """Return tensors of one member."""
@@ -139,13 +160,20 @@ class _Check:
         for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
             self._copy(0, 1, self.draw(dtype, *shape), lambda x: x)
         base = self.draw(torch.float32, 64, 48)
-        for form in (torch.t, lambda x: x[::3, 1::2], lambda x: x[1:2].expand(8, 48), lambda x: x.to(torch.complex64).conj()):
+        for form in (
+            torch.t,
+            lambda x: x[::3, 1::2],
+            lambda x: x[1:2].expand(8, 48),
+            lambda x: x.to(torch.complex64).conj(),
+        ):
             self._copy(1, 0, base, form)
         for source in range(self.size):
             for target in {*range(self.size)} - {source}:
                 self._copy(source, target, self.draw(torch.float32, 1000), lambda x: x)
 
-    def _copy(self, source: int, target: int, value: torch.Tensor, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _copy(
+        self, source: int, target: int, value: torch.Tensor, form: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         wanted = form(value)
         with self.trying(f"copy from rank {source} to {target} of {_text(wanted)}"):
             moved = _moved(form(self.at(source, value)), self.places[target])
@@ -157,7 +185,9 @@ class _Check:
         pairs = [(dr.Stream(here.node, here.device), dr.Stream(there.node, there.device)) for _ in range(4)]
         values = [self.draw(torch.int32, 1 << 16) + 10 * k for k in range(len(pairs))]
         forth, back = self.there_at(0, values), self.there_at(1, [-v for v in values])
-        with self.trying(f"{len(pairs)} copies of {_text(values[0])} at once, each on a stream of its own, both ways"):
+        with self.trying(
+            f"{len(pairs)} copies of {_text(values[0])} at once, each on a stream of its own, both ways"
+        ):
             for _ in range(_ROUNDS):
                 arrived = []
                 for k, (first, second) in enumerate(pairs):
@@ -211,10 +241,14 @@ class _Check:
             table = [self.rows(dtype, *shape) for _ in self.places]
             with self.trying(f"all_to_all of {_text(table[0][0])}"):
                 lists = self.lists(dtype, *shape)
-                dr.all_to_all(lists, [self.there_at(rank, row) for rank, row in enumerate(table)], group=self.group)
+                dr.all_to_all(
+                    lists, [self.there_at(rank, row) for rank, row in enumerate(table)], group=self.group
+                )
                 for rank, found in enumerate(lists):
                     _same(found, [row[rank] for row in table])
-        splits = [[(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)]  # uneven, and some are empty
+        splits = [
+            [(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)
+        ]  # uneven, and some are empty
         rows = [self.draw(torch.int64, sum(row), 2) for row in splits]
         with self.trying(f"all_to_all_single of int64 with the splits {splits}"):
             parts = [row.split(sizes) for row, sizes in zip(rows, splits)]
@@ -243,7 +277,9 @@ class _Check:
                     tensors = self.there(rows)
                     dr.all_reduce(tensors, given, group=self.group)
                     _same(tensors, [_reduced(op, rows)] * self.size)
-        op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))  # float32 or int32, if it can
+        op, given, dtype = min(
+            self._declared(), key=lambda declared: abs(declared[2].itemsize - 4)
+        )  # float32 or int32, if it can
         rows = self.rows(dtype, _LARGE)
         with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
             tensors = self.there(rows)
@@ -262,7 +298,10 @@ class _Check:
                 with self.trying(f"reduce by {op} to rank {root} of {_text(rows[0])}"):
                     tensors = self.there(rows)
                     dr.reduce(tensors, op=given, group=self.group, group_dst=root)
-                    _same(tensors, [_reduced(op, rows) if rank == root else row for rank, row in enumerate(rows)])
+                    _same(
+                        tensors,
+                        [_reduced(op, rows) if rank == root else row for rank, row in enumerate(rows)],
+                    )
 
     def reduce_scatter(self) -> None:
         for op, given, dtype in self._declared():
@@ -284,7 +323,9 @@ class _Check:
                 for dtype in {*_KINDS, torch.int8, torch.int32} - self.has.reductions.get(op, frozenset()):
                     if not dtype.is_complex:  # may count as two real numbers
                         self._refused(operation, dtype, op)
-        assert self.group.sequence() == issued + 1, f"data channel {self.name!r}: something that was refused has been issued all the same"
+        assert self.group.sequence() == issued + 1, (
+            f"data channel {self.name!r}: something that was refused has been issued all the same"
+        )
 
     def _refused(self, operation: str, dtype: torch.dtype, op: str) -> None:
         rows = self.there(self.rows(dtype, 2 * self.size))
@@ -299,14 +340,18 @@ class _Check:
             "barrier": lambda: dr.barrier(self.group),
             "all_reduce": lambda: dr.all_reduce(rows, _op(op), group=self.group),
             "reduce": lambda: dr.reduce(rows, op=_op(op), group=self.group),
-            "reduce_scatter": lambda: dr.reduce_scatter_tensor([t[:2] for t in rows], rows, _op(op), group=self.group),
+            "reduce_scatter": lambda: dr.reduce_scatter_tensor(
+                [t[:2] for t in rows], rows, _op(op), group=self.group
+            ),
         }
         try:
             calls[operation]()
         except dr.NotSupportedError:
             return
         reduced = f" by {op} of {str(dtype)[6:]}" if operation in REDUCES else ""
-        raise AssertionError(f"data channel {self.name!r}, {self.size} members: {operation}{reduced} is not declared, and not refused")
+        raise AssertionError(
+            f"data channel {self.name!r}, {self.size} members: {operation}{reduced} is not declared, and not refused"
+        )
 
     def again(self) -> None:
         """Several groups of the same members side by side, closed and made again."""
@@ -358,7 +403,9 @@ class _Check:
         except dr.NodeFailed:
             return
         except dr.WaitTimeout as error:
-            raise AssertionError(f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}") from error
+            raise AssertionError(
+                f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}"
+            ) from error
         raise AssertionError(f"data channel {self.name!r}, {what}: it came to an end all the same")
 
 
@@ -408,7 +455,9 @@ def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None
         if here.dtype == torch.bool:  # a bool may hold a 2, which compares equal to another that does
             here, expected = here.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
         if not torch.equal(here, expected):
-            torch.testing.assert_close(here, expected, msg=lambda text, rank=rank: f"[{rank}] is wrong: {text}")  # type: ignore[misc]
+            torch.testing.assert_close(
+                here, expected, msg=functools.partial("[{}] is wrong: {}".format, rank)
+            )
 
 
 def _text(tensor: torch.Tensor) -> str:

@@ -20,7 +20,9 @@ import distruntime as dr
 
 with dr.init_master_worker(backend="zmq", simulate_cuda=2):
     torch.manual_seed(0)
-    x = dr.FloatTensor(20, 20).fill_(4)  # nothing said: node 0, and the CPU (device -1), as a tensor class of that name promises
+    x = dr.FloatTensor(20, 20).fill_(
+        4
+    )  # nothing said: node 0, and the CPU (device -1), as a tensor class of that name promises
     y = torch.randn(20, 20).dist_send()  # a local tensor, sent to the current node
     z = x + y
     assert (z.get_node(), z.get_device()) == (0, -1)

@@ -36,7 +36,9 @@ config = GPT2Config(
 with dr.init_master_worker(backend="zmq"):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).to("remote")
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {model.lm_head.weight.place}, {len(text):,} bytes to learn from")
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters on {model.lm_head.weight.place}, {len(text):,} bytes to learn from"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.1)
     text = text.to("remote")  # the whole text lives there; a batch is a few integers away
@@ -52,5 +54,7 @@ with dr.init_master_worker(backend="zmq"):
             print(f"step {step:3}  loss {loss:.2f}")  # shows the loss, so it waits for it
 
     prompt = torch.tensor([list(PROMPT.encode())], device="remote")
-    written = model.eval().generate(prompt, max_new_tokens=WRITTEN, do_sample=True, top_k=5, attention_mask=torch.ones_like(prompt))
+    written = model.eval().generate(
+        prompt, max_new_tokens=WRITTEN, do_sample=True, top_k=5, attention_mask=torch.ones_like(prompt)
+    )
     print(bytes(written[0].tolist()).decode(errors="replace"))

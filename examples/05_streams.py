@@ -31,7 +31,9 @@ def timed(*streams: dr.Stream) -> list[torch.Tensor]:
     started = time.perf_counter()
     sums = [chain(stream, matrix) for stream in streams]
     dr.synchronize()
-    print(f"{'two chains on one stream' if len(set(streams)) == 1 else 'the same on two streams '}  {time.perf_counter() - started:.3f} s")
+    print(
+        f"{'two chains on one stream' if len(set(streams)) == 1 else 'the same on two streams '}  {time.perf_counter() - started:.3f} s"
+    )
     return sums
 
 

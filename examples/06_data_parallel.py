@@ -24,7 +24,15 @@ labels = torch.tensor(data.target)
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128),
+        nn.Tanh(),
+        nn.Linear(128, 128),
+        nn.Tanh(),
+        nn.Linear(128, 64),
+        nn.Tanh(),
+        nn.Linear(64, 10),
+    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +70,9 @@ class DataParallel:
             twins[-1].register_post_accumulate_grad_hook(lambda _, twins=twins: self.reduce(twins))
 
     def reduce(self, twins: tuple[nn.Parameter, ...]) -> None:
-        work = dr.all_reduce([twin.grad for twin in twins if twin.grad is not None], group=self.group, async_op=True)
+        work = dr.all_reduce(
+            [twin.grad for twin in twins if twin.grad is not None], group=self.group, async_op=True
+        )
         assert work is not None
         self.works.append(work)
 
@@ -93,7 +103,11 @@ def parallel() -> tuple[list[float], list[list[Tensor]], int]:
             for optimizer in optimizers:
                 optimizer.step()
         losses = [sum(part.item() for part in step) for step in dr.fetch(parts)]
-        return losses, dr.fetch([[p.detach() for p in copy.parameters()] for copy in model.copies]), len(list(model.copies[0].parameters()))
+        return (
+            losses,
+            dr.fetch([[p.detach() for p in copy.parameters()] for copy in model.copies]),
+            len(list(model.copies[0].parameters())),
+        )
 
 
 if __name__ == "__main__":
@@ -101,5 +115,9 @@ if __name__ == "__main__":
     expected, parameters = serial()
     print(f"{WORKERS} workers, {STEPS} steps, {sums} sums of gradients a step, beside the backward pass")
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, serial {expected[0]:.4f} -> {expected[-1]:.4f}")
-    apart = max((mine - theirs).abs().max().item() for copy in copies for mine, theirs in zip(copy, parameters))
-    print(f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}")
+    apart = max(
+        (mine - theirs).abs().max().item() for copy in copies for mine, theirs in zip(copy, parameters)
+    )
+    print(
+        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}"
+    )

@@ -22,12 +22,17 @@ STAGES, MICRO, STEPS, WIDTH = 3, 8, 5, 64
 
 def stages() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        for _ in range(STAGES)
+    ]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(16 * MICRO, WIDTH, generator=generator), torch.randn(16 * MICRO, WIDTH, generator=generator)
+    return torch.randn(16 * MICRO, WIDTH, generator=generator), torch.randn(
+        16 * MICRO, WIDTH, generator=generator
+    )
 
 
 def serial() -> tuple[list[float], list[Tensor]]:
@@ -60,7 +65,13 @@ def schedule() -> list[tuple[int, str, int]]:
         for stage, order in enumerate(orders):
             while order:
                 kind, k = order[0]
-                before = (stage - 1, "F", k) if kind == "F" else (stage + 1, "B", k) if stage < STAGES - 1 else (stage, "F", k)
+                before = (
+                    (stage - 1, "F", k)
+                    if kind == "F"
+                    else (stage + 1, "B", k)
+                    if stage < STAGES - 1
+                    else (stage, "F", k)
+                )
                 if before[0] >= 0 and before not in said:
                     break
                 said.add((stage, kind, k))
@@ -87,7 +98,11 @@ class Pipeline:
         xs, ys = x.to(self.devices[0]).chunk(MICRO), y.to(self.devices[-1]).chunk(MICRO)
         for stage, kind, k in schedule():
             if kind == "F":
-                here = xs[k] if stage == 0 else outputs[stage - 1, k].detach().to(self.devices[stage]).requires_grad_()
+                here = (
+                    xs[k]
+                    if stage == 0
+                    else outputs[stage - 1, k].detach().to(self.devices[stage]).requires_grad_()
+                )
                 inputs[stage, k], outputs[stage, k] = here, self.stages[stage](here)
             elif stage == STAGES - 1:
                 loss = 0.25 * nn.functional.mse_loss(outputs.pop((stage, k)), ys[k]) / MICRO
@@ -112,7 +127,9 @@ def pipelined() -> tuple[list[float], list[Tensor]]:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        return [sum(part.item() for part in step) for step in dr.fetch(parts)], dr.fetch([p.detach() for p in parameters])
+        return [sum(part.item() for part in step) for step in dr.fetch(parts)], dr.fetch(
+            [p.detach() for p in parameters]
+        )
 
 
 if __name__ == "__main__":
@@ -123,4 +140,6 @@ if __name__ == "__main__":
         print(f"what node {node} was given: ", *(kind for stage, kind, _ in schedule() if stage == node))
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, serial {expected[0]:.4f} -> {expected[-1]:.4f}")
     apart = max((a - b).abs().max().item() for a, b in zip(parameters, wanted))
-    print(f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}")
+    print(
+        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}"
+    )

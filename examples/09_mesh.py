@@ -64,7 +64,9 @@ def parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[list[Tensor]]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        image, label = (dr.from_shards(whole.chunk(mesh.size()), mesh) for whole in batch(step))  # a chunk for each
+        image, label = (
+            dr.from_shards(whole.chunk(mesh.size()), mesh) for whole in batch(step)
+        )  # a chunk for each
         loss = nn.functional.cross_entropy(model(image), label)
         optimizer.zero_grad()
         loss.backward()
@@ -85,7 +87,9 @@ if __name__ == "__main__":
     expected, wanted = serial()
     for step in range(1, STEPS, 2):
         print(f"step {step + 1:2}  loss {losses[step]:.4f}  serial {expected[step]:.4f}")
-    apart = max((mine - theirs).abs().max().item() for shards, theirs in zip(parameters, wanted) for mine in shards)
+    apart = max(
+        (mine - theirs).abs().max().item() for shards, theirs in zip(parameters, wanted) for mine in shards
+    )
     worst = max(abs(a - b) for a, b in zip(losses, expected))
     print(f"largest difference: losses {worst:.1e}, parameters {apart:.1e}")
     sys.exit(not max(worst, apart) < 1e-5)

@@ -24,7 +24,12 @@ import sys
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +44,9 @@ config = LlamaConfig(
 )  # fmt: skip
 
 
-text = torch.tensor(list(__doc__.encode()[: BATCH * (CONTEXT + 1)])).reshape(BATCH, CONTEXT + 1)  # learns how this file begins
+text = torch.tensor(list(__doc__.encode()[: BATCH * (CONTEXT + 1)])).reshape(
+    BATCH, CONTEXT + 1
+)  # learns how this file begins
 
 
 def llama() -> LlamaForCausalLM:
@@ -71,7 +78,13 @@ def plan() -> dict[str, ParallelStyle]:
     }
     for k in range(LAYERS):
         layer = f"model.layers.{k}."
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        for name in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ):
             styles[layer + name] = ColwiseParallel()
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             styles[layer + name] = RowwiseParallel()
@@ -91,7 +104,9 @@ if __name__ == "__main__":
         model = llama().to(mesh.device)
         parallelize_module(model, mesh, plan())
         query = model.model.layers[0].self_attn.q_proj.weight
-        print(f"queries of a layer: {tuple(query.shape)}, of which each member has {tuple(query.to_local().shape)}")
+        print(
+            f"queries of a layer: {tuple(query.shape)}, of which each member has {tuple(query.to_local().shape)}"
+        )
         losses = [loss.item() for loss in dr.fetch(train(model, mesh.device))]
         parameters = [whole(p.detach()) for p in model.parameters()]
     model = llama()
@@ -99,7 +114,9 @@ if __name__ == "__main__":
     wanted = [p.detach() for p in model.parameters()]
     for step in range(STEPS):
         print(f"step {step + 1}  loss {losses[step]:.4f}  serial {expected[step]:.4f}")
-    apart = max((mine - theirs).abs().max().item() for copies, theirs in zip(parameters, wanted) for mine in copies)
+    apart = max(
+        (mine - theirs).abs().max().item() for copies, theirs in zip(parameters, wanted) for mine in copies
+    )
     worst = max(abs(a - b) for a, b in zip(losses, expected))
     print(f"largest difference: losses {worst:.1e}, parameters {apart:.1e}")
     sys.exit(not max(worst, apart) < 1e-5)

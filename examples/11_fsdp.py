@@ -35,7 +35,9 @@ config = LlamaConfig(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     max_position_embeddings=CONTEXT, use_cache=False,
 )  # fmt: skip
-text = torch.tensor(list(__doc__.encode()[: BATCH * (CONTEXT + 1)])).reshape(BATCH, CONTEXT + 1)  # learns how this file begins
+text = torch.tensor(list(__doc__.encode()[: BATCH * (CONTEXT + 1)])).reshape(
+    BATCH, CONTEXT + 1
+)  # learns how this file begins
 
 
 def llama() -> LlamaForCausalLM:
@@ -67,16 +69,24 @@ if __name__ == "__main__":
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         kept = sum(p.to_local().numel() for p in model.parameters())
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, of which each member keeps {kept:,}")
-        own = train(model, dr.from_shards(text.chunk(MEMBERS), mesh))  # on each member the loss of its own rows
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, of which each member keeps {kept:,}"
+        )
+        own = train(
+            model, dr.from_shards(text.chunk(MEMBERS), mesh)
+        )  # on each member the loss of its own rows
         losses = [sum(loss.item() for loss in dr.shards(step)) / MEMBERS for step in own]
-        parameters = [dr.shards(p.detach().full_tensor()) for p in model.parameters()]  # in full, as each member gathers them
+        parameters = [
+            dr.shards(p.detach().full_tensor()) for p in model.parameters()
+        ]  # in full, as each member gathers them
     model = llama()
     expected = [loss.item() for loss in train(model, text)]
     wanted = [p.detach() for p in model.parameters()]
     for step in range(STEPS):
         print(f"step {step + 1}  loss {losses[step]:.4f}  serial {expected[step]:.4f}")
-    apart = max((mine - theirs).abs().max().item() for copies, theirs in zip(parameters, wanted) for mine in copies)
+    apart = max(
+        (mine - theirs).abs().max().item() for copies, theirs in zip(parameters, wanted) for mine in copies
+    )
     worst = max(abs(a - b) for a, b in zip(losses, expected))
     print(f"largest difference: losses {worst:.1e}, parameters {apart:.1e}")
     sys.exit(not max(worst, apart) < 1e-5)

@@ -15,9 +15,13 @@ import distruntime as dr
 from agree import REMOTE
 from processes import STARTING
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
+torch.set_num_threads(
+    1
+)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
 
 # The first session imports both anyway. What torch's modules consist of, 280,000 objects, need not be looked through by each collection,
 # of which the tests of finalizers and of what stays behind ask for many: 0.1 s each, and four times that beside another test.

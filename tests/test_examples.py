@@ -17,16 +17,32 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def run(*arguments: str, folder: Path, stdin: str = "") -> str:
     """Return what a Python process printed; fail with all of it where its status is not 0."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
-    quiet = {"IPYTHONDIR": str(folder), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}  # kernel threads get in each other's way in CI
+    quiet = {
+        "IPYTHONDIR": str(folder),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }  # kernel threads get in each other's way in CI
     env = {**os.environ, "PYTHONPATH": path, **quiet}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, input=stdin, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=env,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def shown(example: Path) -> list[str]:
     """Return the output that an example's docstring shows: the indented lines after its command."""
-    after = example.read_text(encoding="utf-8").partition(f"    $ python examples/{example.name}")[2].partition("\n")[2]
+    after = (
+        example.read_text(encoding="utf-8")
+        .partition(f"    $ python examples/{example.name}")[2]
+        .partition("\n")[2]
+    )
     lines = re.match(r"(?:    .*\n|\n(?=    ))*", after)
     assert lines is not None
     return [line[4:] for line in lines.group().rstrip().splitlines()]
@@ -52,8 +68,12 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     else:
         assert without_figures(printed) == without_figures(shown(example))
     apart = [line.partition(":")[2] for line in printed if line.startswith("largest difference:")]
-    assert len(apart) == (example.stem in ("06_data_parallel", "07_pipeline", "09_mesh", "10_tensor_parallel", "11_fsdp"))
-    assert all(float(figure) < 1e-5 for line in apart for figure in re.findall(r"\d[.\d]*(?:e[+-]?\d+)?", line))
+    assert len(apart) == (
+        example.stem in ("06_data_parallel", "07_pipeline", "09_mesh", "10_tensor_parallel", "11_fsdp")
+    )
+    assert all(
+        float(figure) < 1e-5 for line in apart for figure in re.findall(r"\d[.\d]*(?:e[+-]?\d+)?", line)
+    )
 
 
 def test_the_readme_examples_print_what_they_show(tmp_path: Path) -> None:
@@ -61,7 +81,9 @@ def test_the_readme_examples_print_what_they_show(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n((?:(?!```).)*)```\n```text\n(.*?)```", page, re.S)
     assert len(blocks) == 2
     printed = run("-c", "".join(code for code, _ in blocks), folder=tmp_path)
-    assert without_figures(printed.splitlines()) == without_figures([line for _, text in blocks for line in text.splitlines()])
+    assert without_figures(printed.splitlines()) == without_figures(
+        [line for _, text in blocks for line in text.splitlines()]
+    )
 
 
 def check_digits(printed: str, folder: Path) -> None:
@@ -77,13 +99,17 @@ def test_an_example_is_short(example: Path) -> None:
 
 
 def test_the_demo_of_the_package_is_the_example() -> None:
-    assert (ROOT / "distruntime" / "demo.py").read_bytes() == (ROOT / "examples" / "02_digits.py").read_bytes()
+    assert (ROOT / "distruntime" / "demo.py").read_bytes() == (
+        ROOT / "examples" / "02_digits.py"
+    ).read_bytes()
 
 
 def test_the_demo_runs_without_a_clone_in_mind(tmp_path: Path) -> None:
     printed = run("-m", "distruntime", "demo", folder=tmp_path)
     check_digits(printed, tmp_path)
-    assert without_figures(printed.rstrip().splitlines()) == without_figures(shown(ROOT / "examples" / "02_digits.py"))
+    assert without_figures(printed.rstrip().splitlines()) == without_figures(
+        shown(ROOT / "examples" / "02_digits.py")
+    )
 
 
 LINES = "x = torch.arange(4, device='remote')\nprint('sum', x.sum().item(), dr.is_initialized())\n"
@@ -94,15 +120,20 @@ def test_the_repl_has_a_session(tmp_path: Path) -> None:
 
 
 def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
-    start = (
-        "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; sys.exit(main(['repl', '--world-size', '1']))"
-    )
+    start = "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; sys.exit(main(['repl', '--world-size', '1']))"
     assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
 
 
 def test_a_repl_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     command = [sys.executable, "-m", "distruntime", "repl", "nonsense://here"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1
     assert re.match(r"\w+: ", done.stderr) and "Traceback" not in done.stderr

@@ -16,7 +16,11 @@ import distruntime as dr
 from distruntime.backend import install
 
 EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
-PUBLIC = {name: value for name, value in EVERY.items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+PUBLIC = {
+    name: value
+    for name, value in EVERY.items()
+    if not name.startswith("_") and not isinstance(value, ModuleType)
+}
 
 
 def test_all_is_complete_and_has_no_strangers() -> None:
@@ -31,7 +35,9 @@ def test_no_public_name_hides_a_module() -> None:
 def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
     code = "import distruntime.functional as F, distruntime.primitives; from distruntime import lines"
     code += "; print(F.__name__, lines.all_reduce.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
+    )
     assert done.stdout == "distruntime.collectives.functional all_reduce\n"
 
 
@@ -43,7 +49,12 @@ def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
 def test_workers_do_not_import_what_only_meshes_need() -> None:
     meshes = "{'torch.distributed.tensor', 'torch._dynamo', 'sympy'}"
     code = f"import sys, distruntime_worker.session.daemon as _; print({meshes} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
+        ).stdout
+        == "set()\n"
+    )
 
 
 def test_the_names_of_the_design_are_there() -> None:
@@ -52,11 +63,15 @@ def test_the_names_of_the_design_are_there() -> None:
     tensors = "DistributedTensor FloatTensor DoubleTensor HalfTensor ByteTensor CharTensor ShortTensor IntTensor LongTensor"
     factories = "fetch fetch_async zeros ones full empty rand randn randint arange linspace eye tensor"
     errors = "DistruntimeError UsageError PlacementError SessionClosed NotSupportedError ConfigurationError RemoteError NodeFailed"
-    wanted = " ".join((sessions, places, tensors, factories, errors, "ConnectionFailed ProtocolError InternalError")).split()
+    wanted = " ".join(
+        (sessions, places, tensors, factories, errors, "ConnectionFailed ProtocolError InternalError")
+    ).split()
     assert [name for name in wanted if name not in dr.__all__] == []
 
 
-@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if callable(value) and not isinstance(value, torch.dtype)])
+@pytest.mark.parametrize(
+    "name", [name for name, value in PUBLIC.items() if callable(value) and not isinstance(value, torch.dtype)]
+)
 def test_a_public_name_is_documented(name: str) -> None:
     value = PUBLIC[name]
     own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
@@ -71,11 +86,19 @@ def test_a_public_function_has_a_signature(name: str) -> None:
 @pytest.mark.parametrize("name", ["Session", "DistributedTensor", "Place"])
 def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: str) -> None:
     cls = getattr(dr, name)
-    methods = {key: value for key, value in vars(cls).items() if not key.startswith("_") and inspect.isfunction(value)}
-    assert [key for key, method in methods.items() if not method.__doc__ and key not in dir(torch.Tensor)] == []
+    methods = {
+        key: value
+        for key, value in vars(cls).items()
+        if not key.startswith("_") and inspect.isfunction(value)
+    }
+    assert [
+        key for key, method in methods.items() if not method.__doc__ and key not in dir(torch.Tensor)
+    ] == []
 
 
-def test_an_import_ahead_that_fails_because_the_process_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_ahead_that_fails_because_the_process_ends_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(name: str) -> None:
         raise RuntimeError("can't register atexit after shutdown")
 

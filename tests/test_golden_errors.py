@@ -38,7 +38,9 @@ def plain(text: str) -> str:
     return re.sub(r"[ \t]+$", "", text, flags=re.M)
 
 
-def says(code: Callable[[], object], expected: str, kind: type[BaseException] = dr.DistruntimeError) -> BaseException:
+def says(
+    code: Callable[[], object], expected: str, kind: type[BaseException] = dr.DistruntimeError
+) -> BaseException:
     """Hold that `code` raises a `kind` with this text."""
     with pytest.raises(kind) as caught:
         code()
@@ -100,8 +102,16 @@ aten.add_.Tensor: `self` () is local and written by this call, the other operand
 
 
 def test_no_such_device() -> None:
-    says(lambda: at(0).cuda(7), "node 0 (HOST) has no device 'cuda:7': it has cpu, cuda:0, cuda:1", dr.PlacementError)
-    says(lambda: dr.on(1, "cuda:2"), "node 1 has no device 'cuda:2': it has cpu, cuda:0, cuda:1", dr.PlacementError)
+    says(
+        lambda: at(0).cuda(7),
+        "node 0 (HOST) has no device 'cuda:7': it has cpu, cuda:0, cuda:1",
+        dr.PlacementError,
+    )
+    says(
+        lambda: dr.on(1, "cuda:2"),
+        "node 1 has no device 'cuda:2': it has cpu, cuda:0, cuda:1",
+        dr.PlacementError,
+    )
 
 
 def test_no_such_node() -> None:
@@ -240,7 +250,14 @@ def outlive_a_session() -> None:
     print("repr", repr(x))
     dr.init_master_worker(world_size=1)
     y = torch.ones(3, device=REMOTE)
-    for code in (lambda: x + 1, lambda: x + y, lambda: y + x, lambda: y.copy_(x), x.cpu, lambda: torch.stack([y, x])):
+    for code in (
+        lambda: x + 1,
+        lambda: x + y,
+        lambda: y + x,
+        lambda: y.copy_(x),
+        x.cpu,
+        lambda: torch.stack([y, x]),
+    ):
         try:
             code()
             print("no error")
@@ -254,13 +271,18 @@ def outlive_a_session() -> None:
 def test_tensors_of_sessions_that_have_ended() -> None:
     ended = "this session has ended (it was shut down); tensors of it are gone. Call init_master_worker for a new one"
     with Child(outlive_a_session) as child:
-        assert child.expect("before") == "RuntimeError Expected one of cpu"  # torch's own, which docs/limits.md explains
+        assert (
+            child.expect("before") == "RuntimeError Expected one of cpu"
+        )  # torch's own, which docs/limits.md explains
         assert child.expect("none") == "there is no session: call distruntime.init_master_worker() first"
         for _ in range(7):
             assert child.line() == f"after {ended}"
         assert child.line() == "repr <remote 3 float32, 12 B, node 0 cpu: its session has ended>"
         for _ in range(6):
-            assert child.line() == f"older {ended.partition(' Call ')[0]} Make them again in the session that is open"
+            assert (
+                child.line()
+                == f"older {ended.partition(' Call ')[0]} Make them again in the session that is open"
+            )
         child.finish()
 
 
@@ -336,17 +358,32 @@ def test_no_backend_at_all() -> None:
     "arguments, text",
     [
         ({"workers": "tcp://a:1"}, "workers is a list of addresses, got one string: workers=['tcp://a:1']"),
-        ({"workers": []}, "workers is an empty list: name the daemons, or leave it out to start workers on this machine"),
+        (
+            {"workers": []},
+            "workers is an empty list: name the daemons, or leave it out to start workers on this machine",
+        ),
         ({"world_size": 0}, "world_size is a number of workers, at least 1, got 0"),
-        ({"timeout": float("nan")}, "timeout is a number of seconds above 0 (up to 1e9, some thirty years), got nan"),
+        (
+            {"timeout": float("nan")},
+            "timeout is a number of seconds above 0 (up to 1e9, some thirty years), got nan",
+        ),
         ({"grace": 0}, "grace is a number of seconds above 0 (up to 1e9, some thirty years), got 0"),
-        ({"keep": 60}, "resume=, force= and keep= are about a session that has a name: give session= as well"),
+        (
+            {"keep": 60},
+            "resume=, force= and keep= are about a session that has a name: give session= as well",
+        ),
         (
             {"session": "a/b"},
             "a session's name is made of letters, digits, '.', '_' and '-', 100 at most, and begins with none of '.-'; got 'a/b'",
         ),
-        ({"listen": "tcp://127.0.0.1:0"}, "listen='tcp://127.0.0.1:0' needs world_size=: how many workers will dial in"),
-        ({"workers": ["tcp://a:1"], "world_size": 2}, "world_size=2 but workers names 1: leave world_size out"),
+        (
+            {"listen": "tcp://127.0.0.1:0"},
+            "listen='tcp://127.0.0.1:0' needs world_size=: how many workers will dial in",
+        ),
+        (
+            {"workers": ["tcp://a:1"], "world_size": 2},
+            "world_size=2 but workers names 1: leave world_size out",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
@@ -393,13 +430,23 @@ def test_no_text_shows_the_plumbing() -> None:
         lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), lambda: torch.autocast(REMOTE, dtype=torch.int8), lambda: torch.as_tensor(x, device="meta").cpu(),
         lambda: torch.nested.nested_tensor([x, x]), lambda: torch.tensor(x.device).cpu(),
     ]  # fmt: skip
-    texts = [repr(x), str(x.device), str(x.place), repr(dr.nodes()), x.type(), str(x.layout), str(type(x).__name__)]
+    texts = [
+        repr(x),
+        str(x.device),
+        str(x.place),
+        repr(dr.nodes()),
+        x.type(),
+        str(x.layout),
+        str(type(x).__name__),
+    ]
     for code in codes:
         try:
             code()
         except Exception as error:  # whichever: its text is looked at
             texts.append(str(error))
-    assert [text for text in texts if re.search(r"(?i)\blazy\b|wrapper_?subclass|privateuse|_handle\b", text)] == []
+    assert [
+        text for text in texts if re.search(r"(?i)\blazy\b|wrapper_?subclass|privateuse|_handle\b", text)
+    ] == []
 
 
 # Tracebacks
@@ -416,7 +463,9 @@ def test_no_text_shows_the_plumbing() -> None:
     ],
     ids=["matmul", "reshape", "local operand", "other node", "poisoned"],
 )
-def test_a_mistake_shows_the_callers_line_and_hardly_any_of_ours(mistake: Callable[[torch.Tensor], object]) -> None:
+def test_a_mistake_shows_the_callers_line_and_hardly_any_of_ours(
+    mistake: Callable[[torch.Tensor], object],
+) -> None:
     x = at(0, "cpu", 3, 3)
     with pytest.raises(Exception) as caught:  # of several classes, with texts held elsewhere
         mistake(x)

@@ -8,7 +8,10 @@ from rooms import MODULES, ROOMS, imports, ours, room
 
 MOST_ROOMS = {"distruntime": 14, "distruntime_worker": 8}
 MOST_FILES = 21
-WORKER_MAY_USE = {"distruntime.errors", "distruntime.wire"}  # of the master's side; with everything below them
+WORKER_MAY_USE = {
+    "distruntime.errors",
+    "distruntime.wire",
+}  # of the master's side; with everything below them
 
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
@@ -64,7 +67,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_worker_knows_the_wire_and_the_errors_only_and_the_master_does_not_know_the_worker(module: str) -> None:
+def test_the_worker_knows_the_wire_and_the_errors_only_and_the_master_does_not_know_the_worker(
+    module: str,
+) -> None:
     foreign = {name for name in ours(module) if _package(name) != _package(module)}
     assert not foreign or _package(module) == "distruntime_worker"
     assert all(any(f"{name}.".startswith(f"{allowed}.") for allowed in WORKER_MAY_USE) for name in foreign)

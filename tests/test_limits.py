@@ -25,10 +25,20 @@ def test_it_refuses(session: dr.Session, code: str, error: str) -> None:
     x, local = torch.ones(3, 3, device="remote"), torch.ones(3, 3)
     y = x.to(node=1)
     module = torch.nn.Linear(3, 1).to("remote")
-    names: dict[str, Any] = {"x": x, "y": y, "local": local, "module": module, "torch": torch, "dr": dr, "pickle": pickle}
+    names: dict[str, Any] = {
+        "x": x,
+        "y": y,
+        "local": local,
+        "module": module,
+        "torch": torch,
+        "dr": dr,
+        "pickle": pickle,
+    }
     expected = (
         getattr(dr, error, None)
-        or {"TypeError": TypeError, "RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError}[error]
+        or {"TypeError": TypeError, "RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError}[
+            error
+        ]
     )
     with pytest.raises(expected) as caught:
         exec(code, names)

@@ -14,7 +14,11 @@ def names() -> set[str]:
     """Return the names of all tests of the suite."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        found |= {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+        found |= {
+            node.name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+        }
     return found
 
 
@@ -26,7 +30,9 @@ def test_each_test_that_the_page_names_exists() -> None:
 
 def test_each_row_about_an_attacker_names_a_test_or_says_that_it_can() -> None:
     _, _, attackers = PAGE.partition("## A stranger")
-    rows = [line for line in attackers.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")]
+    rows = [
+        line for line in attackers.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")
+    ]
     assert len(rows) > 20
     for row in rows:
         assert "`test_" in row.rsplit("|", 2)[1] or "trusted with its tensors" in row, row

@@ -39,7 +39,9 @@ _LOWERED = frozenset(  # run in autocast's dtype, on CPUs and GPUs
 )
 _PROMOTED = {  # run in the widest dtype among their operands
     CPU: frozenset("cat index_copy stack".split()),
-    GPU: frozenset("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()),
+    GPU: frozenset(
+        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+    ),
 }
 
 
@@ -88,7 +90,11 @@ def in_float32(op: Any) -> Policy:
     """Cast what can be cast to float32."""
 
     def run(args: Any, kwargs: Any) -> Any:
-        return _call(op, [_cast(a, torch.float32) for a in args], {k: _cast(a, torch.float32) for k, a in kwargs.items()})
+        return _call(
+            op,
+            [_cast(a, torch.float32) for a in args],
+            {k: _cast(a, torch.float32) for k, a in kwargs.items()},
+        )
 
     return run
 
@@ -131,7 +137,9 @@ def with_float32_result(op: Any) -> Policy:
 def appended(op: Any) -> Policy:
     """Call the overload that takes the result's dtype: `norm` has overloads with it and without."""
     packet = getattr(_aten, op._schema.name.removeprefix("aten::"))
-    typed = getattr(packet, "ScalarOpt_dtype" if op._overloadname == "Scalar" else op._overloadname + "_dtype")
+    typed = getattr(
+        packet, "ScalarOpt_dtype" if op._overloadname == "Scalar" else op._overloadname + "_dtype"
+    )
     defaults = [a.default_value for a in op._schema.arguments]
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -202,7 +210,10 @@ def _cast_once(leaf: Any, dtype: torch.dtype) -> Any:
     known = _casts.get((id(leaf), dtype))
     if known is None:
         with torch.enable_grad():  # a cast that `no_grad` code makes may be met by code that wants gradients
-            known = _casts[id(leaf), dtype] = leaf, _to(leaf, dtype)  # the leaf is held: its id must not be given away
+            known = _casts[id(leaf), dtype] = (
+                leaf,
+                _to(leaf, dtype),
+            )  # the leaf is held: its id must not be given away
     return known[1]
 
 

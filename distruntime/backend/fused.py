@@ -52,19 +52,28 @@ def attention(
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     if not all(type(t) is DistributedTensor for t in given):
         for compute in of_dtensors:
-            found = compute(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            found = compute(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
             if found is not NotImplemented:
                 return found
-        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return op.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     place = common_place(DistributedTensor, op, (query, key, value), {})
     if place.has_cpu_kernels:
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
         enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
         specs = tuple(t._handle.spec for t in given)
-        if _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled) == _FLASH:
+        if (
+            _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled)
+            == _FLASH
+        ):
             if attn_mask is not None and attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                    attn_mask.logical_not(), float("-inf")
+                )
             single = query.dim() == 3  # from torch 2.15: the kernel takes it as a batch of one
             if single:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -74,8 +83,15 @@ def attention(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
             return result.squeeze(0) if single else result
-        return op.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return whole(op, (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}, place)
+        return op.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return whole(
+        op,
+        (query, key, value, attn_mask, dropout_p, is_causal),
+        {"scale": scale, "enable_gqa": enable_gqa},
+        place,
+    )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -124,7 +140,11 @@ def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
     if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
         return op.decompose(*args, **kwargs)
-    lower = None if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY) else torch.get_autocast_dtype("remote")
+    lower = (
+        None
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY)
+        else torch.get_autocast_dtype("remote")
+    )
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         with torch._C._AutoDispatchBelowAutograd():
             if lower is None:
@@ -137,7 +157,12 @@ def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
 
 
 def _record(
-    op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, flags: list[bool], lower: torch.dtype | None
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    flags: list[bool],
+    lower: torch.dtype | None,
 ) -> list[Handle]:
     """Have a worker run a composite with autograd on; return the handles of its results and, last, of the tape.
 
@@ -152,13 +177,21 @@ def _record(
         function = "distruntime::record"
     else:
         flat, shape = tree_flatten((list(args), kwargs))
-        key = (op, lower, *flags, str(shape), *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+        key = (
+            op,
+            lower,
+            *flags,
+            str(shape),
+            *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
+        )
         specs = place.known.get(key)
         packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
     count = len(op._schema.returns) + 1
-    handles = [Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
+    handles = [
+        Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)
+    ]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
     random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
@@ -170,7 +203,9 @@ def _record(
         request = ask_specs(words, handles, operands, (), place, user_line(), random)
     tensors = [*[True] * (count - 1), False]
     # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
-    place.known[key] = found = [spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]]
+    place.known[key] = found = [
+        spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]
+    ]
     for handle, described in zip(handles, found):
         handle.spec = described
     return handles
@@ -200,7 +235,9 @@ class _Whole(torch.autograd.Function):
     """A composite recorded on its worker: autograd runs there, and this process holds the tape's ref."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, rebuild: Any, place: Residence, lower: torch.dtype | None, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, op: Any, rebuild: Any, place: Residence, lower: torch.dtype | None, *tensors: Any
+    ) -> Any:
         ctx.op, ctx.rebuild, ctx.place, ctx.lower = op, rebuild, place, lower
         ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
         ctx.set_materialize_grads(False)
@@ -213,28 +250,44 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: differentiate the formula, as the recorded backward has no graph here
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: differentiate the formula, as the recorded backward has no graph here
             with torch.enable_grad(), _autocast(ctx.lower):
                 args, kwargs = ctx.rebuild(tensors)
                 out = ctx.op.decompose(*args, **kwargs)
             outs = [out] if isinstance(out, torch.Tensor) else list(out)
             pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
             wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+            )
             back = iter(found)
             return None, None, None, None, *(next(back) if want else None for want in ctx.wanted)
         place: Residence = ctx.place
         tape = wrap(DistributedTensor, ctx.tape)
         wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
         number, words = template(
-            None, DistributedTensor, [tape, *grads], {}, [1] * len(wanted), place.node, name="distruntime::replay_backward"
+            None,
+            DistributedTensor,
+            [tape, *grads],
+            {},
+            [1] * len(wanted),
+            place.node,
+            name="distruntime::replay_backward",
         )
         handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
         # The tape shares the memory of the forward's operands, which nobody may write, on whatever stream, before this has read it.
         operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)
-        return None, None, None, None, *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted),
+        )
 
 
 def _autocast(lower: torch.dtype | None) -> Any:
@@ -249,20 +302,32 @@ def _dense(given: Spec) -> Spec:
 def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
     """Return the metadata of a composite's results, from its formula on `meta`, once per signature."""
     flat, shape = tree_flatten((list(args), kwargs))
-    key = (op, str(shape), tuple(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat))
+    key = (
+        op,
+        str(shape),
+        tuple(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
+    )
     found = _outputs.get(key)
     if found is None:
         if len(_outputs) > 1 << 12:
             _outputs.clear()
-        margs, mkwargs = tree_map_only(DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs)))
+        margs, mkwargs = tree_map_only(
+            DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs))
+        )
         if op._overloadname == "data":  # the formula reads the batch sizes
             margs[1] = args[1].cpu()
         out = op(*margs, **mkwargs)
-        found = _outputs[key] = [spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)]
+        found = _outputs[key] = [
+            spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)
+        ]
     return found
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: attention,
-    **{op: recurrent(op) for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu) for op in (packet.input, packet.data)},
+    **{
+        op: recurrent(op)
+        for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
+        for op in (packet.input, packet.data)
+    },
 }

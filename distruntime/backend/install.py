@@ -63,7 +63,11 @@ def install() -> None:
         torch._C._acc.register_python_privateuseone_device_guard(_kept[0])
     _library.append(torch.library.Library("aten", "IMPL"))
     for backend in ("Lazy", "PrivateUse1"):
-        for op in (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default):
+        for op in (
+            _aten.empty.memory_format,
+            _aten.empty_strided.default,
+            _aten._efficientzerotensor.default,
+        ):
             _implement(op, _factory(op), backend)
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
@@ -111,7 +115,9 @@ _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native
 
 
 def _implement(op: Any, function: Any, backend: str) -> None:
-    name = op._schema.name.removeprefix("aten::") + ("" if op._overloadname == "default" else "." + op._overloadname)
+    name = op._schema.name.removeprefix("aten::") + (
+        "" if op._overloadname == "default" else "." + op._overloadname
+    )
     _library[0].impl(name, function, backend)
 
 
@@ -183,7 +189,9 @@ def _convert(self: torch.nn.Module, fn: Any, recurse: bool) -> Any:
     if not _crosses(self, fn):
         return _apply(self, fn, recurse)
     if isinstance(self, torch.jit.ScriptModule):
-        raise NotSupportedError("a scripted module keeps its parameters in C++ and stays where it is; send the original: module.to(...)")
+        raise NotSupportedError(
+            "a scripted module keeps its parameters in C++ and stays where it is; send the original: module.to(...)"
+        )
     future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
     try:
@@ -200,7 +208,9 @@ def _crosses(module: torch.nn.Module, fn: Any) -> bool:
         if remote not in samples:
             samples[remote] = torch.empty(0, dtype=p.dtype, device=p.device)
     with torch.no_grad():
-        return any(isinstance(fn(sample), DistributedTensor) is not remote for remote, sample in samples.items())
+        return any(
+            isinstance(fn(sample), DistributedTensor) is not remote for remote, sample in samples.items()
+        )
 
 
 def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> Any:

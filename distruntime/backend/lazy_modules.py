@@ -22,9 +22,15 @@ def set_aside(module: torch.nn.Module, fn: Any) -> Iterator[None]:
     aside: list[tuple[dict[str, Any], str, Any]] = []
     for part in module.modules():
         for owner in (part._parameters, part._buffers):
-            aside += [(owner, name, value) for name, value in owner.items() if value is not None and is_lazy(value)]
+            aside += [
+                (owner, name, value) for name, value in owner.items() if value is not None and is_lazy(value)
+            ]
     for owner, name, value in aside:
-        sample = fn(torch.empty(0, dtype=value.data.dtype, device=getattr(value, "_remote", None) or value.data.device))
+        sample = fn(
+            torch.empty(
+                0, dtype=value.data.dtype, device=getattr(value, "_remote", None) or value.data.device
+            )
+        )
         value._remote = sample.device if isinstance(sample, DistributedTensor) else None
         if value._remote is None:
             value.data = sample

@@ -40,7 +40,11 @@ def hide(package: str) -> None:
         if name != package and not name.startswith(package + "."):
             continue
         for value in list(vars(module).values()):
-            members = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
+            members = (
+                list(vars(value).values())
+                if isinstance(value, type) and value.__module__ == name
+                else [value]
+            )
             for function in (f for member in members for f in _functions(member, name)):
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]
                 function._torchdynamo_disable_msg = "remote tensors run on their workers"  # type: ignore[attr-defined]

@@ -55,7 +55,9 @@ def load(path: str | os.PathLike[str], *, place: Any = None) -> Any:
     found = find(session, folder_of(path))
     if found is None:
         where = ", ".join(f"node {node.index} ({node.host})" for node in session.nodes if node.failed is None)
-        raise CheckpointError(f"there is no checkpoint in {folder_of(path)} on {where}: expected distruntime.json, as dr.save writes it")
+        raise CheckpointError(
+            f"there is no checkpoint in {folder_of(path)} on {where}: expected distruntime.json, as dr.save writes it"
+        )
     return found.tree(place)
 
 
@@ -77,7 +79,9 @@ class Found:
             values = reading.values()
             return unpacked(self.index["tree"], partial(reading.leaf, values))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: {error}") from None
+            raise CheckpointError(
+                f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: {error}"
+            ) from None
 
 
 def find(session: Session, folder: str) -> Found | None:
@@ -99,23 +103,36 @@ def find(session: Session, folder: str) -> Found | None:
             if entry[1]:
                 problems.append(f"{entry[0]} on {node}: {entry[1]}")
             elif entry[2] != VERSION:
-                raise CheckpointError(other_version(folder, entry[2]) + ": load it with the distruntime that wrote it, and save it anew")
+                raise CheckpointError(
+                    other_version(folder, entry[2])
+                    + ": load it with the distruntime that wrote it, and save it anew"
+                )
             else:
                 entries.setdefault(entry[4], (node, entry))
     for node, entry in sorted(entries.values(), key=lambda found: (found[1][3], found[1][4]), reverse=True):
         missing = [file for file, nbytes in entry[5] if (file, nbytes) not in holders]
         if not missing:
             if problems:
-                log.warning("the checkpoint in %s is not the newest that was begun there: %s", folder, "; ".join(problems))
+                log.warning(
+                    "the checkpoint in %s is not the newest that was begun there: %s",
+                    folder,
+                    "; ".join(problems),
+                )
             text = _answers(session, [session.ask(node, "checkpoint", ["index", folder, entry[0]])])[0]
             try:
                 index = _DECODER.decode(text)
                 same = index["save"] == entry[4]
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise CheckpointError(f"the index of the checkpoint in {folder} makes no sense: {error!r}") from None
+                raise CheckpointError(
+                    f"the index of the checkpoint in {folder} makes no sense: {error!r}"
+                ) from None
             if not same:
-                raise CheckpointError(f"the checkpoint in {folder} was replaced while it was being read: load it again")
-            return Found(session, folder, entry[4], index, {file: holders[file, nbytes] for file, nbytes in entry[5]})
+                raise CheckpointError(
+                    f"the checkpoint in {folder} was replaced while it was being read: load it again"
+                )
+            return Found(
+                session, folder, entry[4], index, {file: holders[file, nbytes] for file, nbytes in entry[5]}
+            )
         sizes_of = {file: sorted(nbytes for name, nbytes in holders if name == file) for file in missing}
         for file, nbytes in entry[5]:
             if file in missing:
@@ -123,7 +140,9 @@ def find(session: Session, folder: str) -> Found | None:
                 problems.append(f"{file}: expected {nbytes} bytes, got {got}")
     if problems:
         raise CheckpointError(
-            f"the checkpoint in {folder} is not whole:\n  " + "\n  ".join(problems) + "\n  Bring the missing files there, on any node, "
+            f"the checkpoint in {folder} is not whole:\n  "
+            + "\n  ".join(problems)
+            + "\n  Bring the missing files there, on any node, "
             "or attach the workers that have them"
         )
     return None
@@ -175,7 +194,11 @@ class _Target:
         if self._node is not None:
             have = places.devices(self._node)
             return places.residence(Place(self._node, device if device in have else have[0]))
-        if 0 <= node < len(self._session.nodes) and self._session.nodes[node].failed is None and device in places.devices(node):
+        if (
+            0 <= node < len(self._session.nodes)
+            and self._session.nodes[node].failed is None
+            and device in places.devices(node)
+        ):
             return places.residence(Place(node, device))
         return places.current()
 
@@ -211,7 +234,8 @@ class _Reading:
         if mesh is None or len(mesh.places) != members:
             raise UsageError(
                 f"{key!r} was on a mesh of {members} members, and comes back to one of as many: dr.load(path, place=mesh), with "
-                f"dr.init_device_mesh of {members} places" + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
+                f"dr.init_device_mesh of {members} places"
+                + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
             )
         for k in range(members):
             self._want(f"{key}.member{k}", mesh.places[k])
@@ -222,12 +246,21 @@ class _Reading:
         about = self._found.index["tensors"][key]
         size = torch.Size(about["shape"])
         stride = about.get("stride")
-        of = spec(size, tuple(stride) if stride else torch.empty(size, device="meta").stride(), 0, dtype_named(about["dtype"]))
+        of = spec(
+            size,
+            tuple(stride) if stride else torch.empty(size, device="meta").stride(),
+            0,
+            dtype_named(about["dtype"]),
+        )
         file = self._files[about["file"]]
         was = about.get("place")
         home = None
         if was is not None and not self._target.here:
-            home = self._target.of(*was) if place is None else self._session.places.residence(place, numbered=False)
+            home = (
+                self._target.of(*was)
+                if place is None
+                else self._session.places.residence(place, numbered=False)
+            )
         holders = self._found.holders[file]
         if home is not None and home.node in holders:
             reader = home
@@ -252,10 +285,16 @@ class _Reading:
                 report, made = self._read(reader, keys)
                 reports.append(report)
                 read.update(made)
-        _answers(self._session, [self._session.fetch(r.place.node, r.ref, ready(r), "item", {}) for r in reports])
+        _answers(
+            self._session, [self._session.fetch(r.place.node, r.ref, ready(r), "item", {}) for r in reports]
+        )
         for keys, pack in packs:
             read.update(self._apart(keys, download(pack, "explicit load")))
-        far = {key: tensor for key, tensor in read.items() if self._wanted[key].home is None and isinstance(tensor, DistributedTensor)}
+        far = {
+            key: tensor
+            for key, tensor in read.items()
+            if self._wanted[key].home is None and isinstance(tensor, DistributedTensor)
+        }
         read.update(fetch(far) if far else {})
         for key, wanted in self._wanted.items():
             if wanted.home is not None and wanted.home is not wanted.reader:
@@ -272,14 +311,23 @@ class _Reading:
         plan = send_plan(reader.node, self._plan(keys))
         one = spec((), (), 0, torch.int64)
         report = Handle(next_ref(), one, host_of(self._session, reader.node), Storage(one))
-        handles = [Handle(next_ref(), w.spec, reader, Storage(w.spec)) for w in (self._wanted[key] for key in keys)]
-        issue_function(reader.node, "checkpoint_read", [plan, torch.device(reader.place.device)], fresh=[report, *handles])
+        handles = [
+            Handle(next_ref(), w.spec, reader, Storage(w.spec)) for w in (self._wanted[key] for key in keys)
+        ]
+        issue_function(
+            reader.node,
+            "checkpoint_read",
+            [plan, torch.device(reader.place.device)],
+            fresh=[report, *handles],
+        )
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
 
     def _read_packed(self, reader: Residence, keys: list[str]) -> Handle:
         whole = spec((sum(self._wanted[key].spec.nbytes for key in keys),), (1,), 0, torch.uint8)
         pack = Handle(next_ref(), whole, host_of(self._session, reader.node), Storage(whole))
-        issue_function(reader.node, "checkpoint_read_packed", [send_plan(reader.node, self._plan(keys))], fresh=pack)
+        issue_function(
+            reader.node, "checkpoint_read_packed", [send_plan(reader.node, self._plan(keys))], fresh=pack
+        )
         return pack
 
     def _apart(self, keys: list[str], pack: torch.Tensor) -> dict[str, torch.Tensor]:

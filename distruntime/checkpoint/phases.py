@@ -42,7 +42,9 @@ class Part:
 class Saving:
     """A checkpoint that is being written. `wait()` for it; nothing else must be done."""
 
-    def __init__(self, session: Session, folder: str, save: str, index: dict[str, Any], line: Line, background: bool) -> None:
+    def __init__(
+        self, session: Session, folder: str, save: str, index: dict[str, Any], line: Line, background: bool
+    ) -> None:
         self._session, self.folder, self._save, self._index, self._line = session, folder, save, index, line
         self._background = background
         self._parts: list[Part] = []
@@ -54,7 +56,9 @@ class Saving:
         self._settled: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        state = "being written" if not self._whole.done else "failed" if self._failure is not None else "complete"
+        state = (
+            "being written" if not self._whole.done else "failed" if self._failure is not None else "complete"
+        )
         return f"<distruntime checkpoint in {self.folder}, {state}>"
 
     # -- as users have it --------------------------------------------------------------------------------------------------------
@@ -111,7 +115,9 @@ class Saving:
         """
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
         while not self._whole.done and not self._session.result(self._whole, patience):
-            if not self._looks or any(node.failed is None and node.absence is not None for node in self._session.nodes):
+            if not self._looks or any(
+                node.failed is None and node.absence is not None for node in self._session.nodes
+            ):
                 return self._whole.done
             patience = _LOOK
         return True
@@ -127,7 +133,9 @@ class Saving:
             self._end(partial(type(error), str(error)))
         except Exception as error:
             log.exception("a defect of distruntime: the checkpoint in %s", self.folder)
-            self._end(partial(CheckpointError, f"the checkpoint in {self.folder} was not completed: {error!r}"))
+            self._end(
+                partial(CheckpointError, f"the checkpoint in {self.folder} was not completed: {error!r}")
+            )
 
     def _have_written(self) -> None:
         failed = self._first_failure([*(part.written for part in self._parts), *self._looks])
@@ -139,27 +147,51 @@ class Saving:
                 numbers.append(entry[3])
                 if not entry[1] and entry[2] != VERSION:
                     failed = partial(
-                        CheckpointError, other_version(self.folder, entry[2]) + ". Save into another folder, or empty this one"
+                        CheckpointError,
+                        other_version(self.folder, entry[2])
+                        + ". Save into another folder, or empty this one",
                     )
         if failed is not None:
-            there = [part for part in self._parts if part.node.failed is None and self._session.closed is None]
-            removals = [self._session.ask(part.node, "checkpoint", ["remove", self.folder, [part.file]]) for part in there]
+            there = [
+                part for part in self._parts if part.node.failed is None and self._session.closed is None
+            ]
+            removals = [
+                self._session.ask(part.node, "checkpoint", ["remove", self.folder, [part.file]])
+                for part in there
+            ]
             _when_all(removals, self._guarded(partial(self._end, failed)))
             return
-        index = {"format": "distruntime", "version": VERSION, "number": max(numbers) + 1, "save": self._save, **self._index}
-        index["files"] = {part.file: {"node": part.node.index, "host": part.node.host, "bytes": part.written.value} for part in self._parts}
+        index = {
+            "format": "distruntime",
+            "version": VERSION,
+            "number": max(numbers) + 1,
+            "save": self._save,
+            **self._index,
+        }
+        index["files"] = {
+            part.file: {"node": part.node.index, "host": part.node.host, "bytes": part.written.value}
+            for part in self._parts
+        }
         names = list(index["files"])
         weights = {
             "metadata": {"total_size": sum(part.written.value for part in self._parts)},
             "weight_map": {key: names[entry["file"]] for key, entry in self._index["tensors"].items()},
         }
-        detail = ["commit", self.folder, self._save, json.dumps(index, allow_nan=False), json.dumps(weights, indent=1)]
+        detail = [
+            "commit",
+            self.folder,
+            self._save,
+            json.dumps(index, allow_nan=False),
+            json.dumps(weights, indent=1),
+        ]
         commits = [self._session.ask(part.node, "checkpoint", detail) for part in self._parts]
         _when_all(commits, self._guarded(partial(self._have_committed, commits)))
 
     def _have_committed(self, commits: list[Request]) -> None:
         failed = self._first_failure(commits)
-        if failed is not None:  # what was there before stays too: on another disk it may be the one that a load needs
+        if (
+            failed is not None
+        ):  # what was there before stays too: on another disk it may be the one that a load needs
             self._end(failed)
             return
         keep = [part.file for part in self._parts]
@@ -173,7 +205,12 @@ class Saving:
     def _have_swept(self, sweeps: list[Request]) -> None:
         for sweep in sweeps:
             if sweep.cause is not None:
-                log.warning("%s: old files in %s could not be removed: %s", sweep.node, self.folder, sweep.cause.failure.text)
+                log.warning(
+                    "%s: old files in %s could not be removed: %s",
+                    sweep.node,
+                    self.folder,
+                    sweep.cause.failure.text,
+                )
         self._end(None)
 
     def _first_failure(self, requests: Sequence[Request]) -> Callable[[], BaseException] | None:
@@ -182,16 +219,19 @@ class Saving:
                 failure = request.cause.failure
                 cause = request.cause
                 if failure.seq == 0:  # of no instruction: what the worker's thread met
-                    cause = Cause(replace(failure, op="saving a checkpoint", operands=""), line_text(self._line))
+                    cause = Cause(
+                        replace(failure, op="saving a checkpoint", operands=""), line_text(self._line)
+                    )
                 if self._background:
                     self._file(request.node, cause)
                 return partial(remote_error, request.node, cause)
             if request.lost is not None:
                 if self._session.closed is not None:
-                    return partial(SessionClosed, f"the session was shut down before the checkpoint in {self.folder} was complete")
-                text = (
-                    f"the checkpoint in {self.folder} was not completed, as {request.node} {request.lost}. The one before it is as it was"
-                )
+                    return partial(
+                        SessionClosed,
+                        f"the session was shut down before the checkpoint in {self.folder} was complete",
+                    )
+                text = f"the checkpoint in {self.folder} was not completed, as {request.node} {request.lost}. The one before it is as it was"
                 return partial(NodeFailed, text)
         return None
 

@@ -100,15 +100,31 @@ def save(tree: Any, path: str | os.PathLike[str], *, async_op: bool = False) -> 
     return None
 
 
-def _begin(session: Session, saving: Saving, save_id: str, parts: list[tuple[Node, _Share]], background: bool) -> None:
-    plans = [send_plan(node, share.plan(saving.folder, save_id, node), [tensor_bytes(t) for _, t in share.small]) for node, share in parts]
+def _begin(
+    session: Session, saving: Saving, save_id: str, parts: list[tuple[Node, _Share]], background: bool
+) -> None:
+    plans = [
+        send_plan(node, share.plan(saving.folder, save_id, node), [tensor_bytes(t) for _, t in share.small])
+        for node, share in parts
+    ]
     with session.lock:  # one moment of the program on all of them
-        reports = [_issue_write(node, plan, background, share.tensors) for (node, share), plan in zip(parts, plans)]
+        reports = [
+            _issue_write(node, plan, background, share.tensors) for (node, share), plan in zip(parts, plans)
+        ]
     written = [
-        Part(node, share.file(save_id, node), session.fetch(node, report.ref, ready(report), "item", {}), report)
+        Part(
+            node,
+            share.file(save_id, node),
+            session.fetch(node, report.ref, ready(report), "item", {}),
+            report,
+        )
         for (node, share), report in zip(parts, reports)
     ]
-    looks = [session.ask(node, "checkpoint", ["look", saving.folder]) for node in session.nodes if node.failed is None]
+    looks = [
+        session.ask(node, "checkpoint", ["look", saving.folder])
+        for node in session.nodes
+        if node.failed is None
+    ]
     saving.begin(written, looks, partial(_over, session.name, saving.folder, saving))
 
 
@@ -122,7 +138,10 @@ def _finish_saves(session: str, deadline: float | None) -> None:
         if name == session:
             log.info("the session waits for the checkpoint in %s", folder)
             if not saving.await_end(deadline):
-                log.warning("the session ends before the checkpoint in %s is complete; the one before it is as it was", folder)
+                log.warning(
+                    "the session ends before the checkpoint in %s is complete; the one before it is as it was",
+                    folder,
+                )
                 under_way.pop((name, folder), None)  # the pump's thread may have ended it meanwhile
 
 
@@ -148,7 +167,13 @@ class _Share:
     def plan(self, folder: str, save_id: str, node: Node) -> dict[str, Any]:
         """Return what the worker is told, besides the values of small local tensors."""
         small = [[key, dtype_name(t.dtype), list(t.shape), t.nbytes] for key, t in self.small]
-        return {"folder": folder, "file": self.file(save_id, node), "save": save_id, "keys": self.keys, "small": small}
+        return {
+            "folder": folder,
+            "file": self.file(save_id, node),
+            "save": save_id,
+            "keys": self.keys,
+            "small": small,
+        }
 
 
 class _Gathered:
@@ -162,7 +187,9 @@ class _Gathered:
         self._keys: dict[tuple[Any, ...], str] = {}  # of what has been met, by memory and metadata
         self._forms: dict[int, list[Any]] = {}  # by the tensor's identity
         self._aliases: dict[str, int] = {}
-        self._held: list[torch.Tensor] = []  # `state_dict()` makes tensors anew, and identities are used again
+        self._held: list[
+            torch.Tensor
+        ] = []  # `state_dict()` makes tensors anew, and identities are used again
         self._taken = {"__metadata__"}  # which safetensors uses itself
         self.about: dict[str, dict[str, Any]] = {}
 
@@ -185,7 +212,9 @@ class _Gathered:
                 key = self._keys[what] = self._name(path)
                 self._add(key, tensor)
             alias = self._aliases[key] = self._aliases.get(key, -1) + 1
-            flags = (GRAD if tensor.requires_grad else 0) | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
+            flags = (GRAD if tensor.requires_grad else 0) | (
+                PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0
+            )
             found = self._forms[id(tensor)] = [key, alias, flags, members]
         return found
 
@@ -237,7 +266,9 @@ class _Gathered:
                 else:
                     node.require_alive()
                     share.keys.append(key)
-                    share.tensors.append(wrap(DistributedTensor, upload(tensor, host_of(self._session, node))))
+                    share.tensors.append(
+                        wrap(DistributedTensor, upload(tensor, host_of(self._session, node)))
+                    )
         return list(self._shares.items())
 
 
@@ -249,7 +280,13 @@ def _require_plain(tensor: torch.Tensor, path: str) -> None:
             "each member's shard, which dr.load(path, place=mesh) brings back to a mesh of as many members"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "quantized" if tensor.is_quantized else "on meta" if tensor.device.type == "meta" else f"{tensor.layout}"
+        kind = (
+            "quantized"
+            if tensor.is_quantized
+            else "on meta"
+            if tensor.device.type == "meta"
+            else f"{tensor.layout}"
+        )
         raise NotSupportedError(
             f"{name} is {kind}; a checkpoint holds strided tensors with values: save x.to_dense(), or what it is made of"
         )
@@ -280,11 +317,15 @@ def send_plan(node: Node, fields: dict[str, Any], rest: Sequence[Any] = ()) -> D
     """Send a worker what it is to do, as one tensor of bytes: as constants of the instruction it would be remembered there for good."""
     text = json.dumps(fields).encode()
     data = bytearray(b"".join([struct.pack("<Q", len(text)), text, *rest]))
-    found: DistributedTensor = wrap(DistributedTensor, upload(torch.frombuffer(data, dtype=torch.uint8), host_of(node.session, node)))
+    found: DistributedTensor = wrap(
+        DistributedTensor, upload(torch.frombuffer(data, dtype=torch.uint8), host_of(node.session, node))
+    )
     return found
 
 
-def _issue_write(node: Node, plan: DistributedTensor, background: bool, tensors: list[DistributedTensor]) -> Handle:
+def _issue_write(
+    node: Node, plan: DistributedTensor, background: bool, tensors: list[DistributedTensor]
+) -> Handle:
     report = Handle(next_ref(), NO_TENSOR, host_of(node.session, node), Storage(NO_TENSOR))
     issue_function(node, "checkpoint_write", [plan, background, tensors], fresh=report)
     return report

@@ -37,7 +37,9 @@ class Checkpoint:
         """Save a tree as `dr.save` does, with the random states of all places and of torch's CPU generator in this process."""
         session = active_session()
         states = {str(place): get_rng_state(session.places.residence(place)) for place in _places(session)}
-        return save({"tree": tree, "here": torch.get_rng_state(), "places": states}, self.path, async_op=async_op)
+        return save(
+            {"tree": tree, "here": torch.get_rng_state(), "places": states}, self.path, async_op=async_op
+        )
 
     def load(self, *, place: Any = None) -> Any:
         """Return the tree of the last complete checkpoint, as `dr.load` does, and go on with its random states; None if there is none.
@@ -48,8 +50,14 @@ class Checkpoint:
         found = find(session, self.path)
         if found is None:
             return None
-        if not isinstance(found.index["tree"], dict) or set(found.index["tree"]) != {"tree", "here", "places"}:
-            raise UsageError(f"the checkpoint in {self.path} was not saved by a training of run_with_restarts: dr.load reads it")
+        if not isinstance(found.index["tree"], dict) or set(found.index["tree"]) != {
+            "tree",
+            "here",
+            "places",
+        }:
+            raise UsageError(
+                f"the checkpoint in {self.path} was not saved by a training of run_with_restarts: dr.load reads it"
+            )
         whole = found.tree(place)
         torch.set_rng_state(whole["here"])
         for there in _places(session):
@@ -64,7 +72,9 @@ def _places(session: Session) -> list[Place]:
     return [Place(node, device) for node in there for device in session.places.devices(node)]
 
 
-def run_with_restarts(train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]) -> T:
+def run_with_restarts(
+    train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]
+) -> T:
     """Call `train` with a `Checkpoint` and return what it returns; when a worker is lost, start that again and call it anew.
 
     Args:
@@ -101,12 +111,20 @@ def _start_again(session: Session, attempt: int) -> None:
         if node.failed is None:
             try:
                 session.synchronize(node)
-            except DistruntimeError as error:  # of the attempt that has ended, and nobody's business in the next one
+            except (
+                DistruntimeError
+            ) as error:  # of the attempt that has ended, and nobody's business in the next one
                 log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
         # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to keep it.
         if session.nodes[index].failed is not None:
             where = f"at {node.address}" if session.starter is None else "that is started on this machine"
-            log.warning("attempt %d waits for a worker %s to be node %d again, %g s at most", attempt, where, index, session.patience)
+            log.warning(
+                "attempt %d waits for a worker %s to be node %d again, %g s at most",
+                attempt,
+                where,
+                index,
+                session.patience,
+            )
             restart(index)
 
 
@@ -120,6 +138,10 @@ def _is_loss(error: BaseException) -> bool:
         seen.add(id(one))
         if isinstance(one, (NodeFailed, ConnectionFailed)):
             return True
-        causes = [one.__cause__, None if one.__suppress_context__ else one.__context__, *getattr(one, "exceptions", ())]
+        causes = [
+            one.__cause__,
+            None if one.__suppress_context__ else one.__context__,
+            *getattr(one, "exceptions", ()),
+        ]
         left += [cause for cause in causes if isinstance(cause, BaseException)]
     return False

@@ -28,7 +28,9 @@ def packed(tree: Any, leaf: Pack) -> Any:
     try:
         return _packed(tree, leaf, "", ())
     except RecursionError:
-        raise UsageError(f"the tree is nested too deeply: {_HOLDS}, some hundred of them within each other at most") from None
+        raise UsageError(
+            f"the tree is nested too deeply: {_HOLDS}, some hundred of them within each other at most"
+        ) from None
 
 
 def _packed(value: Any, leaf: Pack, path: str, above: tuple[int, ...]) -> Any:
@@ -50,17 +52,31 @@ def _packed(value: Any, leaf: Pack, path: str, above: tuple[int, ...]) -> Any:
         raise UsageError(f"{_named(path)} holds itself: {_HOLDS}, none of them within itself")
     above = (*above, id(value))
     if isinstance(value, (list, tuple)):
-        return ["tuple" if isinstance(value, tuple) else "list", *(_packed(v, leaf, _below(path, k), above) for k, v in enumerate(value))]
+        return [
+            "tuple" if isinstance(value, tuple) else "list",
+            *(_packed(v, leaf, _below(path, k), above) for k, v in enumerate(value)),
+        ]
     if isinstance(value, dict):
         strange = next((key for key in value if type(key) not in (str, int)), None)
         if strange is not None:
-            raise UsageError(f"{_named(path)} has the key {strange!r:.80}, of class {_class(strange)}: {_HOLDS}")
+            raise UsageError(
+                f"{_named(path)} has the key {strange!r:.80}, of class {_class(strange)}: {_HOLDS}"
+            )
         if all(type(key) is str for key in value):
             return {key: _packed(item, leaf, _below(path, key), above) for key, item in value.items()}
-        return ["dict", *([key, _packed(item, leaf, _below(path, key), above)] for key, item in value.items())]
-    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return [
+            "dict",
+            *([key, _packed(item, leaf, _below(path, key), above)] for key, item in value.items()),
+        ]
+    if (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    ):
         return _packed(value.state_dict(), leaf, path, above)
-    raise UsageError(f"{_named(path)} is of class {_class(value)}: {_HOLDS}. Leave it out, or save what it is made of")
+    raise UsageError(
+        f"{_named(path)} is of class {_class(value)}: {_HOLDS}. Leave it out, or save what it is made of"
+    )
 
 
 def _below(path: str, key: Any) -> str:

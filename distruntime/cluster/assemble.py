@@ -27,7 +27,10 @@ from .scratch import scratch_folder
 log = logging.getLogger("distruntime")
 
 _ANSWER = 5.0  # seconds for a worker to answer on its first connection; each further one gets twice as long
-_PAUSE, _REFUSALS = 0.1, 5  # seconds after the first handshake that fails, twice as many after each further one, and how many of them
+_PAUSE, _REFUSALS = (
+    0.1,
+    5,
+)  # seconds after the first handshake that fails, twice as many after each further one, and how many of them
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
     if plan.name is None:
         return _start_own(plan, count, simulate_cuda, scratch_folder())
     before = read(plan.name)
-    there = [k for k, address in enumerate(before.workers) if not refuses(address)] if before is not None and before.directory else []
+    there = (
+        [k for k, address in enumerate(before.workers) if not refuses(address)]
+        if before is not None and before.directory
+        else []
+    )
     if before is not None and there:
         if plan.mode == "new":
             raise ConnectionFailed(
@@ -150,14 +157,23 @@ def gather_at(plan: Plan, address: str, count: int) -> Session:
     """Wait for workers that dial this process."""
     if plan.insecure:
         warn_of_strangers([address])
-    session = _session(plan, Channel(listen=address, keys=choose(address, path=plan.key, insecure=plan.insecure), silence=plan.unreachable))
+    session = _session(
+        plan,
+        Channel(
+            listen=address,
+            keys=choose(address, path=plan.key, insecure=plan.insecure),
+            silence=plan.unreachable,
+        ),
+    )
     listening = session.channel.address
     plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
     try:
         _gather(plan, session, count, f"dial {listening}")
         if plan.name is not None:
             names = tuple(node.host for node in session.nodes)
-            _note(session, Entry(plan.name, names, "", str(plan.key or ""), plan.insecure, listening, 0, now()))
+            _note(
+                session, Entry(plan.name, names, "", str(plan.key or ""), plan.insecure, listening, 0, now())
+            )
     except BaseException:
         _abandon(session)
         raise
@@ -172,7 +188,10 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
     try:
         _connect(plan, session, addresses, [plan.mode] * len(addresses))
         if plan.name is not None:
-            _note(session, Entry(plan.name, tuple(addresses), "", str(plan.key or ""), plan.insecure, "", 0, now()))
+            _note(
+                session,
+                Entry(plan.name, tuple(addresses), "", str(plan.key or ""), plan.insecure, "", 0, now()),
+            )
     except BaseException:
         _abandon(session)
         raise
@@ -182,7 +201,11 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
 
 def resume_entry(plan: Plan, entry: Entry) -> Session:
     """Attach to the workers of a session that was noted here. Those of this machine that have died are started again."""
-    plan = replace(plan, key=plan.key or (Path(entry.key) if entry.key else None), insecure=plan.insecure or entry.insecure)
+    plan = replace(
+        plan,
+        key=plan.key or (Path(entry.key) if entry.key else None),
+        insecure=plan.insecure or entry.insecure,
+    )
     if entry.listen:
         return gather_at(plan, entry.listen, len(entry.workers))
     if not entry.directory:
@@ -199,7 +222,11 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
             )
         for k in dead:
             if k not in before:
-                log.warning("node %d of session %r has died; it begins anew, and what lived there is lost", k, entry.name)
+                log.warning(
+                    "node %d of session %r has died; it begins anew, and what lived there is lost",
+                    k,
+                    entry.name,
+                )
         try:
             return _attach_local(plan, entry, dead)
         except ConnectionFailed:
@@ -213,7 +240,9 @@ def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
     if plan.insecure:
         warn_of_strangers(addresses)
     if len(keys) > 1:
-        raise ConfigurationError("some of these addresses need a key and some do not: name the key file for all of them with key=")
+        raise ConfigurationError(
+            "some of these addresses need a key and some do not: name the key file for all of them with key="
+        )
     return keys.pop()
 
 
@@ -221,7 +250,9 @@ def _ended(session: Session, welcomed: dict[int, Node]) -> None:
     """Raise `ConnectionFailed` where a worker that was started has ended before it was ready."""
     for index, worker in enumerate(session.local_workers):
         if worker is not None and index not in welcomed and (ended := worker.poll()) is not None:
-            raise ConnectionFailed(f"worker {index} ended before it was ready ({ended}){_last_words([worker])}")
+            raise ConnectionFailed(
+                f"worker {index} ended before it was ready ({ended}){_last_words([worker])}"
+            )
 
 
 def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
@@ -243,10 +274,16 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
         for event in session.channel.events():
             if event.kind == "disconnected" and event.peer is not None:
                 session.parted.add(event.peer)
-                for index in [index for index, (peer, _) in joined.items() if peer == event.peer and index not in welcomed]:
+                for index in [
+                    index
+                    for index, (peer, _) in joined.items()
+                    if peer == event.peer and index not in welcomed
+                ]:
                     del joined[index]
             elif event.kind in ("auth_failed", "handshake_failed"):
-                session.strangers.note(f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}")
+                session.strangers.note(
+                    f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
+                )
         for peer, frames in session.channel.receive(0.05):
             session.take(peer, frames)
         for peer, message in session.greetings:
@@ -255,8 +292,14 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
             elif isinstance(message, Join):
                 wish = message.node
                 if wish is not None and not 0 <= wish < count:
-                    raise ConnectionFailed(f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}")
-                index = wish if wish is not None and wish not in joined else next(k for k in range(count + 1) if k not in joined)
+                    raise ConnectionFailed(
+                        f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}"
+                    )
+                index = (
+                    wish
+                    if wish is not None and wish not in joined
+                    else next(k for k in range(count + 1) if k not in joined)
+                )
                 if index < count:
                     joined[index] = peer, time.monotonic()
                     session.greet(peer, session.keeper_to_be.hello(plan.mode))
@@ -265,7 +308,9 @@ def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
             else:
                 for index, (known, at) in joined.items():
                     if known == peer:
-                        welcomed[index] = node_of(session, index, peer, session.channel.address, message, time.monotonic() - at)
+                        welcomed[index] = node_of(
+                            session, index, peer, session.channel.address, message, time.monotonic() - at
+                        )
         session.greetings.clear()
     for index in sorted(welcomed):
         session.add_node(welcomed[index])
@@ -336,7 +381,14 @@ def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str
         one.dial(session)
     while len(welcomed) < len(addresses):
         for event in channel.events():
-            found = next((one for one in dialled if event.peer == one.peer or (event.peer is None and event.address == one.address)), None)
+            found = next(
+                (
+                    one
+                    for one in dialled
+                    if event.peer == one.peer or (event.peer is None and event.address == one.address)
+                ),
+                None,
+            )
             if found is None:
                 continue
             found.seen.append(event)
@@ -348,12 +400,16 @@ def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str
                 session.parted.add(found.peer)
             elif event.kind in ("auth_failed", "handshake_failed") and not there:
                 # Another key fails in the same way as a connection that is reset in its first moments, or as one at a flooded worker.
-                if event.kind == "auth_failed" or not (found.refused(session) if event.final else found.hung_up()):
+                if event.kind == "auth_failed" or not (
+                    found.refused(session) if event.final else found.hung_up()
+                ):
                     raise ConnectionFailed(_unanswered(found.address, found.seen, time.monotonic() - started))
         _ended(session, welcomed)
         late = [one for one in dialled if one.number not in welcomed]
         if time.monotonic() > deadline:
-            raise ConnectionFailed("\n".join(_unanswered(one.address, one.seen, plan.timeout) for one in late))
+            raise ConnectionFailed(
+                "\n".join(_unanswered(one.address, one.seen, plan.timeout) for one in late)
+            )
         for one in late:
             if time.monotonic() > one.anew_at:
                 if one.ended():
@@ -372,7 +428,9 @@ def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str
                 raise ConnectionFailed(f"the worker at {answered.address} refused: {message.reason}")
             if isinstance(message, Welcome):
                 round_trip = time.monotonic() - answered.greeted_at
-                welcomed[answered.number] = node_of(session, answered.number, peer, answered.address, message, round_trip)
+                welcomed[answered.number] = node_of(
+                    session, answered.number, peer, answered.address, message, round_trip
+                )
                 if not session.local_workers:
                     plan.say(f"{message.host} ({time.monotonic() - started:.1f} s) ")
         session.greetings.clear()
@@ -399,7 +457,9 @@ def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
     )
 
 
-def node_of(session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float) -> Node:
+def node_of(
+    session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float
+) -> Node:
     """Return the node of a worker that has welcomed the session."""
     if welcome.protocol != PROTOCOL:
         raise ConnectionFailed(
@@ -440,4 +500,8 @@ def attached(session: Session) -> str:
     shown = [f"{one.name} ({one.what}, {', '.join(map(str, one.places[:2]))})" for one in names[:5]]
     rest = f", and {len(names) - 5} more" if len(names) > 5 else ""
     text = f'attached to session "{session.name}": {count} node{"s" if count > 1 else ""}, up {span(age)}, '
-    return text + f"{len(names)} name{'s' if len(names) != 1 else ''}" + (": " + ", ".join(shown) + rest if names else "")
+    return (
+        text
+        + f"{len(names)} name{'s' if len(names) != 1 else ''}"
+        + (": " + ", ".join(shown) + rest if names else "")
+    )

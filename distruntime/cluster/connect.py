@@ -74,7 +74,9 @@ def init_master_worker(
     if name is not None:
         checked_name(name)
     elif resume or force or keep is not None:
-        raise ConfigurationError("resume=, force= and keep= are about a session that has a name: give session= as well")
+        raise ConfigurationError(
+            "resume=, force= and keep= are about a session that has a name: give session= as well"
+        )
     wait = CONNECT.get(timeout)
     raise_limit()
     plan = Plan(
@@ -161,33 +163,49 @@ def _check(
             f'backend="zmq", data_channel={backend!r}'
         )
     if backend != "zmq":
-        raise ConfigurationError(f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", ...]')
+        raise ConfigurationError(
+            f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", ...]'
+        )
     if not isinstance(data_channel, str) and not (
         isinstance(data_channel, Mapping)
         and set(data_channel) <= {"cpu", "cuda"}
         and all(isinstance(name, str) for name in data_channel.values())
     ):
-        raise ConfigurationError(f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}')
+        raise ConfigurationError(
+            f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}'
+        )
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
     if workers is not None and not workers:
-        raise ConfigurationError("workers is an empty list: name the daemons, or leave it out to start workers on this machine")
+        raise ConfigurationError(
+            "workers is an empty list: name the daemons, or leave it out to start workers on this machine"
+        )
     if workers is not None and listen is not None:
-        raise ConfigurationError("workers= attaches to running daemons and listen= waits for them to dial in: give one of the two")
+        raise ConfigurationError(
+            "workers= attaches to running daemons and listen= waits for them to dial in: give one of the two"
+        )
     if workers is not None and world_size not in (None, len(workers)):
-        raise ConfigurationError(f"world_size={world_size} but workers names {len(workers)}: leave world_size out")
+        raise ConfigurationError(
+            f"world_size={world_size} but workers names {len(workers)}: leave world_size out"
+        )
     if listen is not None and world_size is None:
         raise ConfigurationError(f"listen={listen!r} needs world_size=: how many workers will dial in")
-    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+    if world_size is not None and (
+        isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
+    ):
         raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
     if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
         raise ConfigurationError(
             f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
         )
     if restart_workers and (workers is not None or listen is not None):
-        raise ConfigurationError("restart_workers is for workers that are started here; daemons are their own supervisor's to restart")
+        raise ConfigurationError(
+            "restart_workers is for workers that are started here; daemons are their own supervisor's to restart"
+        )
     if simulate_cuda and (workers is not None or listen is not None):
-        raise ConfigurationError("simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves")
+        raise ConfigurationError(
+            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves"
+        )
 
 
 def _print(text: str) -> None:

@@ -34,11 +34,16 @@ _ATTEMPT = 5.0  # seconds for an attempt to connect, after which the next one lo
 _LONGEST = 20.0  # seconds for an attempt at most: each one is given twice as long as the one before that nobody answered in time
 _PAUSE = 2.0  # seconds between attempts at most
 _BRIEF = 1.0  # seconds of an absence of which nobody need hear
-_MOST_RESTARTS, _SPELL = 5, 60.0  # how often within how many seconds dead workers are started again: one that dies at once would for ever
+_MOST_RESTARTS, _SPELL = (
+    5,
+    60.0,
+)  # how often within how many seconds dead workers are started again: one that dies at once would for ever
 _REFUSALS = 2  # in a row, before nobody is taken to be there any more
 
 
-Make = Callable[[Session, int, bytes, str, Welcome, float], Node]  # how a worker's welcome becomes a node: see begin.py
+Make = Callable[
+    [Session, int, bytes, str, Welcome, float], Node
+]  # how a worker's welcome becomes a node: see begin.py
 
 
 class _Attempt:
@@ -58,13 +63,17 @@ class Keeper:
         self.session, self.keep, self.grace, self.token = session, keep, grace, token
         self.restart_workers = False  # whether those of this machine are started again when they die
         self._made = made
-        self._sought: dict[Node, bool] = {}  # those that a thread dials, and whether that was asked for again meanwhile
+        self._sought: dict[
+            Node, bool
+        ] = {}  # those that a thread dials, and whether that was asked for again meanwhile
         self._seeking = threading.Lock()  # of it
         self._awaited: set[int] = set()  # the lost nodes in whose place another worker is looked for
         self._restarts: list[float] = []  # when workers were started again
         self._attempts: dict[bytes, _Attempt] = {}  # by connection
         self._numbers = count(1).__next__
-        self._refused: dict[int, str] = {}  # by node, why its worker does not take the session, as the log has it
+        self._refused: dict[
+            int, str
+        ] = {}  # by node, why its worker does not take the session, as the log has it
         self._looked = 0.0
 
     def begin(self, restart_workers: bool) -> None:
@@ -82,7 +91,16 @@ class Keeper:
         session = self.session
         versions = torch.__version__, platform.python_version(), socket.gethostname()
         return Hello(
-            PROTOCOL, session.name, mode, self.token, self.keep, session.lasting, received, *versions, process(), session.challenge.name
+            PROTOCOL,
+            session.name,
+            mode,
+            self.token,
+            self.keep,
+            session.lasting,
+            received,
+            *versions,
+            process(),
+            session.challenge.name,
         )
 
     def knew(self, peer: bytes) -> bool:
@@ -96,7 +114,9 @@ class Keeper:
         attempt = self._attempts.get(event.peer) if event.peer is not None else None
         if attempt is None or event.peer is None:
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self.session.retired:
-                self.session.strangers.note(f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}")
+                self.session.strangers.note(
+                    f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
+                )
         elif event.kind == "connected":
             # Once: at the same endpoint, the connection before may have come back just before it was hung up.
             if not attempt.connected.is_set():
@@ -113,7 +133,9 @@ class Keeper:
         attempt.answered.set()
 
     def _greet(self, peer: bytes, attempt: _Attempt) -> None:
-        self.session.greet(peer, self.hello(attempt.mode, attempt.node.link.received if attempt.mode == "again" else 0))
+        self.session.greet(
+            peer, self.hello(attempt.mode, attempt.node.link.received if attempt.mode == "again" else 0)
+        )
 
     def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
         """Act on what a worker says before it is one of the session's, or is again."""
@@ -145,7 +167,11 @@ class Keeper:
 
     def _joins(self, peer: bytes, join: Join) -> None:
         for node in self.session.nodes:
-            if node.failed is None and node.welcome is not None and node.welcome.incarnation == join.incarnation:
+            if (
+                node.failed is None
+                and node.welcome is not None
+                and node.welcome.incarnation == join.incarnation
+            ):
                 if node.link.peer is not None:
                     # Of the two connections this may be the older one, delayed: then the worker hears of it on the other, and joins again.
                     self.session.greet(node.link.peer, Refused("the worker has connected anew", False))
@@ -211,7 +237,9 @@ class Keeper:
     def _start_again(self, node: Node) -> None:
         recent = [at for at in self._restarts if at > time.monotonic() - _SPELL]
         if len(recent) >= _MOST_RESTARTS:
-            log.warning("%s is not started again: workers died %d times within %.0f s", node, len(recent), _SPELL)
+            log.warning(
+                "%s is not started again: workers died %d times within %.0f s", node, len(recent), _SPELL
+            )
             return
         self._restarts = [*recent, time.monotonic()]
         self.revive(node)
@@ -236,7 +264,9 @@ class Keeper:
             before = node in self._sought
             self._sought[node] = before
         if not before:
-            threading.Thread(target=self._dial, args=(node,), name=f"distruntime-seeks-{node.index}", daemon=True).start()
+            threading.Thread(
+                target=self._dial, args=(node,), name=f"distruntime-seeks-{node.index}", daemon=True
+            ).start()
 
     def _wanted(self, node: Node, mode: str) -> bool:
         if self.session.closed is not None or self.session.nodes[node.index] is not node:
@@ -275,7 +305,11 @@ class Keeper:
         started = time.monotonic()
         if not attempt.connected.wait(_SOON) and absence is not None:
             absence.refusals = absence.refusals + 1 if refuses(address) else 0
-        while not attempt.answered.wait(0.05) and self._wanted(node, mode) and time.monotonic() < started + patience:
+        while (
+            not attempt.answered.wait(0.05)
+            and self._wanted(node, mode)
+            and time.monotonic() < started + patience
+        ):
             pass
         if self._attempts.pop(peer, None) is None:  # whoever took it out answers it just now
             attempt.answered.wait()
@@ -301,12 +335,19 @@ class Keeper:
             if has_died(node.welcome.process):
                 self.session.lose(node, f"(pid {node.welcome.pid}) died: there is no such process any more")
             elif absence.refusals >= _REFUSALS and not _tunnelled(node):
-                self.session.lose(node, f"died: its machine answers, and nobody listens at {node.address} any more")
+                self.session.lose(
+                    node, f"died: its machine answers, and nobody listens at {node.address} any more"
+                )
             elif now - absence.since > _BRIEF and not absence.told:
                 absence.told = True
-                log.warning("%s is unreachable: %s. It is waited for, %s at most", node, absence.why, span(self.grace))
+                log.warning(
+                    "%s is unreachable: %s. It is waited for, %s at most", node, absence.why, span(self.grace)
+                )
             elif now - absence.since > self.grace:
-                self.session.lose(node, f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})")
+                self.session.lose(
+                    node,
+                    f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})",
+                )
 
     def _look_after(self, node: Node) -> None:
         """Take note if the worker that was started in a lost one's place has ended, too."""
@@ -316,7 +357,12 @@ class Keeper:
             return
         node.connecting = False
         words = "\n  ".join(worker.last_words())
-        log.warning("%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  %s", node, ended, words)
+        log.warning(
+            "%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  %s",
+            node,
+            ended,
+            words,
+        )
         if self.restart_workers:
             self._start_again(node)
 

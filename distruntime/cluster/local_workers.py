@@ -117,7 +117,15 @@ def start_worker(
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
     log = directory / f"worker-{node}.log"
-    command = [sys.executable, "-m", "distruntime_worker", "--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
+    command = [
+        sys.executable,
+        "-m",
+        "distruntime_worker",
+        "--threads",
+        str(threads),
+        "--simulate-cuda",
+        str(simulate_cuda),
+    ]
     if listen:
         command += ["--listen", listen, "--once"]
     else:
@@ -154,7 +162,9 @@ def _environment(threads: int) -> dict[str, str]:
     paths = [path for path in _import_paths() if path not in installed]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     tunables = environment.get("GLIBC_TUNABLES", "")
-    if platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables:  # who has set malloc up already knows better
+    if (
+        platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables
+    ):  # who has set malloc up already knows better
         environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC}" if tunables else _MALLOC
     return environment
 
@@ -162,6 +172,12 @@ def _environment(threads: int) -> dict[str, str]:
 def _import_paths() -> list[str]:
     """Return where both packages are found, so that workers run from a checkout as well."""
     here = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec("distruntime_worker")  # found, not imported: the master's side never runs the worker's
-    found = [Path(folder).parent for folder in spec.submodule_search_locations or ()] if spec else [here / "worker"]
+    spec = importlib.util.find_spec(
+        "distruntime_worker"
+    )  # found, not imported: the master's side never runs the worker's
+    found = (
+        [Path(folder).parent for folder in spec.submodule_search_locations or ()]
+        if spec
+        else [here / "worker"]
+    )
     return list(dict.fromkeys(map(str, [here, *found])))

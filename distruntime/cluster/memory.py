@@ -39,7 +39,17 @@ class Memory:
 
     def _device_rows(self) -> list[list[str]]:
         cached = any(d.reserved for d in self.devices)
-        rows = [["node", "device", "total", "free", *(["allocated", "reserved"] if cached else []), "values", "held"]]
+        rows = [
+            [
+                "node",
+                "device",
+                "total",
+                "free",
+                *(["allocated", "reserved"] if cached else []),
+                "values",
+                "held",
+            ]
+        ]
         for d in self.devices:
             cache = [size_text(d.allocated), size_text(d.reserved)] if cached else []
             sizes = [size_text(d.total), size_text(d.free), *cache, str(d.values), size_text(d.held)]
@@ -50,11 +60,15 @@ class Memory:
         rows = [[size_text(h.nbytes), str(h.tensors), str(h.place), h.line] for h in self.lines]
         if self.left_out:
             rest = sum(d.held for d in self.devices) - sum(h.nbytes for h in self.lines)
-            rows.append([size_text(rest), "", "", f"{self.left_out} more line{'s' if self.left_out > 1 else ''}"])
+            rows.append(
+                [size_text(rest), "", "", f"{self.left_out} more line{'s' if self.left_out > 1 else ''}"]
+            )
         return [["held", "tensors", "where", "made by"], *rows]
 
     def __repr__(self) -> str:
-        return table_text(self._device_rows()) + ("\n\n" + table_text(self._line_rows()) if self.lines else "")
+        return table_text(self._device_rows()) + (
+            "\n\n" + table_text(self._line_rows()) if self.lines else ""
+        )
 
     def _repr_html_(self) -> str:
         return table_html(self._device_rows()) + (table_html(self._line_rows()) if self.lines else "")

@@ -39,7 +39,12 @@ def folder() -> Path:
 
 def checked_name(name: object) -> str:
     """Return a session's name; raise `ConfigurationError` for what cannot be one."""
-    good = isinstance(name, str) and 0 < len(name) <= _LONGEST and name[0] not in ".-" and all(c.isalnum() or c in "._-" for c in name)
+    good = (
+        isinstance(name, str)
+        and 0 < len(name) <= _LONGEST
+        and name[0] not in ".-"
+        and all(c.isalnum() or c in "._-" for c in name)
+    )
     if not good:
         raise ConfigurationError(
             f"a session's name is made of letters, digits, '.', '_' and '-', {_LONGEST} at most, and begins with none of '.-'; got {name!r}"
@@ -79,9 +84,13 @@ def read(name: str) -> Entry | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{_path(name)} cannot be read: {error}. Delete it, and name the workers: workers=[...]") from error
+        raise ConfigurationError(
+            f"{_path(name)} cannot be read: {error}. Delete it, and name the workers: workers=[...]"
+        ) from error
     if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
-        raise ConfigurationError(f"{_path(name)} is of another version of distruntime. Delete it, and name the workers: workers=[...]")
+        raise ConfigurationError(
+            f"{_path(name)} is of another version of distruntime. Delete it, and name the workers: workers=[...]"
+        )
     fields["workers"] = tuple(fields["workers"])
     return Entry(**fields)
 

@@ -60,7 +60,9 @@ class Nodes(tuple[NodeInfo, ...]):
     def _rows(self) -> list[list[str]]:
         rows = [["node", "host", "pid", "state", "devices", "memory free", "torch", "python", "round trip"]]
         for node in self:
-            names = ", ".join(f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8])
+            names = ", ".join(
+                f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8]
+            )
             if len(node.devices) > 8:
                 names += f", … {len(node.devices)} in all"
             if node.simulated:
@@ -72,7 +74,17 @@ class Nodes(tuple[NodeInfo, ...]):
             else:
                 free, real, trip = "", [], ""
             rows.append(
-                [str(node.index), node.host, str(node.pid), node.state, names, " + ".join([free, *real]), node.torch, node.python, trip]
+                [
+                    str(node.index),
+                    node.host,
+                    str(node.pid),
+                    node.state,
+                    names,
+                    " + ".join([free, *real]),
+                    node.torch,
+                    node.python,
+                    trip,
+                ]
             )
         cards = [_cards(node) for node in self]
         if any(cards):  # a column that only clusters with GPUs have
@@ -91,7 +103,10 @@ class Nodes(tuple[NodeInfo, ...]):
 def _cards(node: NodeInfo) -> str:
     """Return "8 × NVIDIA H200 (9.0, 139.8 GiB)" of a node's GPUs, equal ones together."""
     kinds = Counter((d.description, d.capability, d.total) for d in node.devices if d.capability)
-    return ", ".join(f"{count} × {name} ({capability}, {size_text(total)})" for (name, capability, total), count in kinds.items())
+    return ", ".join(
+        f"{count} × {name} ({capability}, {size_text(total)})"
+        for (name, capability, total), count in kinds.items()
+    )
 
 
 def nodes() -> Nodes:
@@ -118,7 +133,9 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             devices = asked.value
         else:
             session.requests.forget(asked)
-    rows = tuple(Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices)
+    rows = tuple(
+        Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices
+    )
     return NodeInfo(
         node.index,
         welcome.host,

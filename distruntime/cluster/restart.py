@@ -38,7 +38,10 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     old.connecting = True
     try:
         session.requests.wait(
-            lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None), session._read, deadline, old
+            lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None),
+            session._read,
+            deadline,
+            old,
         )
     finally:
         old.connecting = False
@@ -46,7 +49,8 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
         words = worker.last_lines(5) if worker is not None else ""
         where = f"at {old.address}" if session.starter is None else "on this machine"
         raise ConnectionFailed(
-            f"no worker came {where} within {wait:g} s to be node {node} again" + (f"; its last words:\n{words}" if words else "")
+            f"no worker came {where} within {wait:g} s to be node {node} again"
+            + (f"; its last words:\n{words}" if words else "")
         )
 
 

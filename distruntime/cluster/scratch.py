@@ -19,7 +19,9 @@ from ..wire.identity import has_died, process
 
 _PREFIX = "distruntime-"
 _OWNER = "owner.json"
-_LEAST_AGE = 600.0  # seconds in which nothing has changed there: workers that are just starting listen nowhere yet
+_LEAST_AGE = (
+    600.0  # seconds in which nothing has changed there: workers that are just starting listen nowhere yet
+)
 
 
 def scratch_folder() -> Path:
@@ -39,7 +41,11 @@ def _is_left(folder: Path) -> bool:
             return False
         with (folder / _OWNER).open(encoding="ascii") as file:
             owner = json.load(file)
-        return isinstance(owner, list) and has_died(owner) and not any(_listens(path) for path in folder.iterdir() if path.is_socket())
+        return (
+            isinstance(owner, list)
+            and has_died(owner)
+            and not any(_listens(path) for path in folder.iterdir() if path.is_socket())
+        )
     except (OSError, ValueError):  # no folder of a master's, or one that is just going
         return False
 

@@ -71,7 +71,9 @@ def config(
     Raises:
         ConfigurationError: a value that cannot be. PlacementError: there is no such node. NodeFailed: it is lost.
     """
-    wanted: dict[str, Any] = {name: value for name, value in locals().items() if name != "node" and value is not None}
+    wanted: dict[str, Any] = {
+        name: value for name, value in locals().items() if name != "node" and value is not None
+    }
     _check(wanted)
     session = active_session()
     if node is not None:
@@ -102,11 +104,15 @@ def _check(wanted: dict[str, Any]) -> None:
                 raise ConfigurationError(f"num_threads is a number of threads, at least 1, got {value!r}")
         elif name == "float32_matmul_precision":
             if value not in _PRECISIONS:
-                raise ConfigurationError(f"float32_matmul_precision is one of {', '.join(map(repr, _PRECISIONS))}, got {value!r}")
+                raise ConfigurationError(
+                    f"float32_matmul_precision is one of {', '.join(map(repr, _PRECISIONS))}, got {value!r}"
+                )
         elif type(value) is not bool:
             raise ConfigurationError(f"{name} is True or False, got {value!r}")
     if "float32_matmul_precision" in wanted and "cuda_matmul_allow_tf32" in wanted:
-        raise ConfigurationError('float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the two')
+        raise ConfigurationError(
+            'float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the two'
+        )
     if "warn_only" in wanted and "use_deterministic_algorithms" not in wanted:
         raise ConfigurationError(
             "warn_only goes with use_deterministic_algorithms: give both, as torch.use_deterministic_algorithms takes them"

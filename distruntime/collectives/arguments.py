@@ -39,7 +39,9 @@ def tensor(value: Any, what: str) -> DistributedTensor:
     if isinstance(value, DistributedTensor):
         return value
     if isinstance(value, torch.Tensor):
-        raise PlacementError(f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)')
+        raise PlacementError(
+            f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)'
+        )
     raise UsageError(f"{what} must be a remote tensor, got {type(value).__name__}")
 
 
@@ -54,22 +56,32 @@ def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) 
     return group
 
 
-def one_each(group: ProcessGroup | None, value: Any, name: str) -> tuple[ProcessGroup, list[DistributedTensor]]:
+def one_each(
+    group: ProcessGroup | None, value: Any, name: str
+) -> tuple[ProcessGroup, list[DistributedTensor]]:
     """Return the group and one tensor per member, by rank; raise what a list that is none raises."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
-        raise UsageError(f"{name} must be a list with one tensor for each member of the group, got {_described(value)}")
+        raise UsageError(
+            f"{name} must be a list with one tensor for each member of the group, got {_described(value)}"
+        )
     if not value:
-        raise UsageError(f"{name} must be a list with one tensor for each member of the group, got an empty list")
+        raise UsageError(
+            f"{name} must be a list with one tensor for each member of the group, got an empty list"
+        )
     tensors = [tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
     found = group_for(group, tensors)
     if len(tensors) != found.size():
-        raise UsageError(f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}")
+        raise UsageError(
+            f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}"
+        )
     for rank, t in enumerate(tensors):
         at(found, rank, t, f"{name}[{rank}]")
     return found, tensors
 
 
-def lists_each(group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]) -> list[list[DistributedTensor]]:
+def lists_each(
+    group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]
+) -> list[list[DistributedTensor]]:
     """Return one list of tensors per member, each on its member's place, which `like` shows where no group is given."""
     found = group_for(group, like)
     if not isinstance(value, Sequence) or isinstance(value, torch.Tensor) or len(value) != found.size():
@@ -79,8 +91,15 @@ def lists_each(group: ProcessGroup | None, value: Any, name: str, like: Sequence
     lists = []
     for rank, row in enumerate(value):
         if not isinstance(row, Sequence) or isinstance(row, torch.Tensor) or len(row) != found.size():
-            raise UsageError(f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, got {_described(row)}")
-        lists.append([at(found, rank, tensor(t, f"{name}[{rank}][{k}]"), f"{name}[{rank}][{k}]") for k, t in enumerate(row)])
+            raise UsageError(
+                f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, got {_described(row)}"
+            )
+        lists.append(
+            [
+                at(found, rank, tensor(t, f"{name}[{rank}][{k}]"), f"{name}[{rank}][{k}]")
+                for k, t in enumerate(row)
+            ]
+        )
     return lists
 
 
@@ -116,10 +135,14 @@ def expect(t: DistributedTensor, size: Sequence[int], dtype: torch.dtype, what: 
 def rows_of(value: Any, name: str) -> list[DistributedTensor]:
     """Return the first tensor of each list of a list of lists; raise `UsageError` for what is none."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:
-        raise UsageError(f"{name} must be a list with one list of tensors for each member, got {_described(value)}")
+        raise UsageError(
+            f"{name} must be a list with one list of tensors for each member, got {_described(value)}"
+        )
     for k, row in enumerate(value):
         if isinstance(row, torch.Tensor) or not isinstance(row, Sequence) or not row:
-            raise UsageError(f"{name}[{k}] must be a list of tensors, one for each member, got {_described(row)}")
+            raise UsageError(
+                f"{name}[{k}] must be a list of tensors, one for each member, got {_described(row)}"
+            )
     return [tensor(row[0], f"{name}[{k}][0]") for k, row in enumerate(value)]
 
 
@@ -127,7 +150,9 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
     """Return the rank of a root: given as a node number or place (torch's global rank), or as a rank of the group; the first by default."""
     plain, ranked = names
     if node is not None and rank is not None:
-        raise UsageError(f"{plain}= names a node or place and {ranked}= a rank of the group: give one of the two")
+        raise UsageError(
+            f"{plain}= names a node or place and {ranked}= a rank of the group: give one of the two"
+        )
     if rank is not None:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.size():
             raise UsageError(f"{ranked} must be a rank of the group, 0 to {group.size() - 1}, got {rank!r}")
@@ -144,7 +169,9 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
     if not found:
         raise PlacementError(f"{plain}={node}: no member of {group!r} is on node {node}")
     if len(found) > 1:
-        raise UsageError(f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}=")
+        raise UsageError(
+            f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}="
+        )
     return found[0]
 
 

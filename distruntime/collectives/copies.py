@@ -41,7 +41,9 @@ def move(proxy: Any, place: Residence) -> Any:
 def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
     """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
     team: Any = place.node
-    if not team.members or (handle.place.node.members and len(handle.place.node.members) != len(team.members)):
+    if not team.members or (
+        handle.place.node.members and len(handle.place.node.members) != len(team.members)
+    ):
         into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
         raise PlacementError(
             f"{handle.place.place} have a shard each, which does not fit {place.place}: "
@@ -64,7 +66,12 @@ def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
     require_operation(group, "send")
     sends: Part = (source,), ()
     receives: Part = (), (target,)
-    issue_operation(group, "copy", (sends, receives) if group.homes[0].node is source.place.node else (receives, sends), inplace=inplace)
+    issue_operation(
+        group,
+        "copy",
+        (sends, receives) if group.homes[0].node is source.place.node else (receives, sends),
+        inplace=inplace,
+    )
 
 
 def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +85,9 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             return func(source._handle.spec.meta(), **{**rest, "device": target})
         local = download(source._handle)
         same = all(
-            v is None or (k == "dtype" and v == local.dtype) or (k == "memory_format" and v == torch.preserve_format)
+            v is None
+            or (k == "dtype" and v == local.dtype)
+            or (k == "memory_format" and v == torch.preserve_format)
             for k, v in rest.items()
             if k != "layout"
         )
@@ -132,7 +141,12 @@ def _owns_whole(proxy: Any) -> bool:
     if handle.storage.parts or handle.storage.whole:  # a mesh's tensor and its members' are one memory
         return False
     # Of a storage with one handle: the handle's slot and getrefcount's argument.
-    return handle.spec.bits == 0 and handle.spec.offset == 0 and proxy.is_contiguous() and sys.getrefcount(handle.storage) == 2
+    return (
+        handle.spec.bits == 0
+        and handle.spec.offset == 0
+        and proxy.is_contiguous()
+        and sys.getrefcount(handle.storage) == 2
+    )
 
 
 # What `operators/special.py` has of these: copies between nodes are operations of groups, which are built on operators.

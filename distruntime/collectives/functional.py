@@ -37,7 +37,11 @@ def _new(group: ProcessGroup, rank: int, spec: Spec) -> Handle:
 
 
 def _run(
-    group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], specs: Sequence[Sequence[Spec]], **options: Any
+    group: ProcessGroup,
+    operation: str,
+    inputs: Sequence[Sequence[Any]],
+    specs: Sequence[Sequence[Spec]],
+    **options: Any,
 ) -> list[list[Any]]:
     """Issue an operation with new outputs, of these specs; return them, by rank."""
     handles = [[_new(group, rank, spec) for spec in row] for rank, row in enumerate(specs)]
@@ -65,7 +69,12 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, op: tuple[str, float | None], *tensors: Any) -> Any:
         spec = contiguous(tensors[0]._handle.spec)
-        outs = [row[0] for row in _run(group, "all_reduce", [[t] for t in tensors], [[spec]] * group.size(), op=op[0], factor=op[1])]
+        outs = [
+            row[0]
+            for row in _run(
+                group, "all_reduce", [[t] for t in tensors], [[spec]] * group.size(), op=op[0], factor=op[1]
+            )
+        ]
         ctx.group, ctx.op = group, op
         if op[0] in ("PRODUCT", "MIN", "MAX"):
             ctx.save_for_backward(*tensors, *outs)
@@ -85,7 +94,9 @@ class _AllReduce(torch.autograd.Function):
             rows = _apply(_AllGather, group, *(x.unsqueeze(0) for _, x, _ in pairs))
             others = [torch.cat([row[:k], row[k + 1 :]]).prod(0) for k, row in enumerate(rows)]
             return None, None, *(g * o for g, o in zip(total, others))
-        chosen = [(x == y).to(g.dtype) for g, x, y in pairs]  # members that are equal share, as torch.amax's gradient does
+        chosen = [
+            (x == y).to(g.dtype) for g, x, y in pairs
+        ]  # members that are equal share, as torch.amax's gradient does
         ways = _apply(_AllReduce, group, ("SUM", None), *chosen)
         return None, None, *(g * c / n for (g, _, _), c, n in zip(pairs, chosen, ways))
 
@@ -109,12 +120,19 @@ class _Reduce(torch.autograd.Function):
         ctx.group, ctx.root, ctx.op = group, root, op
         spec = contiguous(tensors[0]._handle.spec)
         specs = [[spec] if rank == root else [] for rank in range(group.size())]
-        return _run(group, "reduce", [[t] for t in tensors], specs, root=root, op=op[0], factor=op[1])[root][0]
+        return _run(group, "reduce", [[t] for t in tensors], specs, root=root, op=op[0], factor=op[1])[root][
+            0
+        ]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         scale = _linear(ctx.op, ctx.group.size(), "reduce")
-        return None, None, None, *_apply(_Broadcast, ctx.group, ctx.root, grad if scale == 1 else grad * scale)
+        return (
+            None,
+            None,
+            None,
+            *_apply(_Broadcast, ctx.group, ctx.root, grad if scale == 1 else grad * scale),
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -122,7 +140,9 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, group: ProcessGroup, *tensors: Any) -> Any:
         ctx.group = group
         spec = _longer(tensors[0]._handle.spec, group.size())
-        return tuple(row[0] for row in _run(group, "all_gather", [[t] for t in tensors], [[spec]] * group.size()))
+        return tuple(
+            row[0] for row in _run(group, "all_gather", [[t] for t in tensors], [[spec]] * group.size())
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -134,13 +154,19 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, group: ProcessGroup, op: tuple[str, float | None], *tensors: Any) -> Any:
         ctx.group, ctx.op = group, op
         spec = _shorter(tensors[0]._handle.spec, group.size())
-        rows = _run(group, "reduce_scatter", [[t] for t in tensors], [[spec]] * group.size(), op=op[0], factor=op[1])
+        rows = _run(
+            group, "reduce_scatter", [[t] for t in tensors], [[spec]] * group.size(), op=op[0], factor=op[1]
+        )
         return tuple(row[0] for row in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scale = _linear(ctx.op, ctx.group.size(), "reduce_scatter")
-        return None, None, *_apply(_AllGather, ctx.group, *(grads if scale == 1 else [g * scale for g in grads]))
+        return (
+            None,
+            None,
+            *_apply(_AllGather, ctx.group, *(grads if scale == 1 else [g * scale for g in grads])),
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -177,15 +203,27 @@ class _AllToAll(torch.autograd.Function):
         ctx.group, ctx.splits = group, splits
         back = [list(column) for column in zip(*splits)]
         specs = [[contiguous(t._handle.spec, (sum(rows), *t.shape[1:]))] for t, rows in zip(tensors, back)]
-        rows = _run(group, "all_to_all", [[t] for t in tensors], specs, splits=byte_splits(splits, tensors[0]._handle.spec))
+        rows = _run(
+            group,
+            "all_to_all",
+            [[t] for t in tensors],
+            specs,
+            splits=byte_splits(splits, tensors[0]._handle.spec),
+        )
         return tuple(row[0] for row in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *_apply(_AllToAll, ctx.group, [list(column) for column in zip(*ctx.splits)], *grads)
+        return (
+            None,
+            None,
+            *_apply(_AllToAll, ctx.group, [list(column) for column in zip(*ctx.splits)], *grads),
+        )
 
 
-def byte_splits(splits: Splits, spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+def byte_splits(
+    splits: Splits, spec: Spec
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Return, by rank, the bytes that go to each member, and that come from each, of rows of tensors like `spec`."""
     row = spec.dtype.itemsize * torch.Size(spec.size[1:]).numel()
     out = tuple(tuple(n * row for n in rows) for rows in splits)
@@ -209,7 +247,9 @@ def _linear(op: tuple[str, float | None], size: int, operation: str) -> float:
 # -- what users call -------------------------------------------------------------------------------------------------------------
 
 
-def all_reduce(tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> list[torch.Tensor]:
+def all_reduce(
+    tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None
+) -> list[torch.Tensor]:
     """Return, for each member, the reduction of all members' tensors."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
@@ -217,11 +257,17 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: P
     return list(_apply(_AllReduce, found, reduction(found, op, spec.dtype), *given))
 
 
-def broadcast(value: torch.Tensor, group: ProcessGroup, src: Any = None, group_src: int | None = None) -> list[torch.Tensor]:
+def broadcast(
+    value: torch.Tensor, group: ProcessGroup, src: Any = None, group_src: int | None = None
+) -> list[torch.Tensor]:
     """Return a copy of `value`, a tensor of one member, for each member. `src` need not be said: it is where `value` lives."""
     given = tensor(value, "value")
     found = group_for(group, [given])
-    root = found.rank(given.place) if src is None and group_src is None else root_of(found, src, group_src, ("src", "group_src"))
+    root = (
+        found.rank(given.place)
+        if src is None and group_src is None
+        else root_of(found, src, group_src, ("src", "group_src"))
+    )
     _at_root(found, root, given, "value")
     require_operation(found, "broadcast")
     return list(_apply(_Broadcast, found, root, given))
@@ -252,7 +298,10 @@ def all_gather(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = Non
 
 
 def gather(
-    tensors: Sequence[torch.Tensor], dst: Any = None, group: ProcessGroup | None = None, group_dst: int | None = None
+    tensors: Sequence[torch.Tensor],
+    dst: Any = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
 ) -> list[torch.Tensor]:
     """Return all members' tensors, as a list at the root."""
     found, given = one_each(group, tensors, "tensors")
@@ -268,7 +317,9 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
     given = [tensor(t, f"parts[{k}]") for k, t in enumerate(parts)]
     found = group_for(group, given)
     if len(given) != found.size():
-        raise UsageError(f"parts must have one tensor for each of the {found.size()} members of {found!r}, got {len(given)}")
+        raise UsageError(
+            f"parts must have one tensor for each of the {found.size()} members of {found!r}, got {len(given)}"
+        )
     root = found.rank(given[0].place)
     for k, t in enumerate(given):
         _at_root(found, root, t, f"parts[{k}]")
@@ -277,18 +328,24 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
     return list(_apply(_Scatter, found, root, *given))
 
 
-def reduce_scatter(tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> list[torch.Tensor]:
+def reduce_scatter(
+    tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None
+) -> list[torch.Tensor]:
     """Return, for each member, its part of the reduction of all members' tensors, cut along the first dimension."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "reduce_scatter")
     spec = same(given, "tensors")
     _first_dimension(given, spec)
     if spec.size[0] % found.size():
-        raise UsageError(f"tensors must have a first dimension that {found.size()} members can share, got {spec}")
+        raise UsageError(
+            f"tensors must have a first dimension that {found.size()} members can share, got {spec}"
+        )
     return list(_apply(_ReduceScatter, found, reduction(found, op, spec.dtype), *given))
 
 
-def all_to_all(tensors: Sequence[Sequence[torch.Tensor]], group: ProcessGroup | None = None) -> list[list[torch.Tensor]]:
+def all_to_all(
+    tensors: Sequence[Sequence[torch.Tensor]], group: ProcessGroup | None = None
+) -> list[list[torch.Tensor]]:
     """Return, for each member, what every member has for it: row j of the result is column j of `tensors`."""
     first = rows_of(tensors, "tensors")
     found = group_for(group, first)
@@ -306,7 +363,9 @@ def all_to_all(tensors: Sequence[Sequence[torch.Tensor]], group: ProcessGroup | 
 
 
 def all_to_all_single(
-    tensors: Sequence[torch.Tensor], input_split_sizes: Splits | None = None, group: ProcessGroup | None = None
+    tensors: Sequence[torch.Tensor],
+    input_split_sizes: Splits | None = None,
+    group: ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
     """Return, for each member, the parts that the members have for it, one after the other along the first dimension.
 
@@ -329,31 +388,55 @@ def splits_of(group: ProcessGroup, tensors: Sequence[DistributedTensor], splits:
     if splits is None:
         for rank, t in enumerate(tensors):
             if t.shape[0] % size:
-                raise UsageError(f"[{rank}] has {t.shape[0]} rows, which {size} members cannot share equally: say {name}=")
+                raise UsageError(
+                    f"[{rank}] has {t.shape[0]} rows, which {size} members cannot share equally: say {name}="
+                )
         return [[t.shape[0] // size] * size for t in tensors]
     require_splits(group, splits, name)
     for rank, (t, row) in enumerate(zip(tensors, splits)):
         if any(type(n) is not int or n < 0 for n in row) or sum(row) != t.shape[0]:
-            raise UsageError(f"{name}[{rank}] must be {size} numbers that sum to the {t.shape[0]} rows of the tensor, got {row!r}")
+            raise UsageError(
+                f"{name}[{rank}] must be {size} numbers that sum to the {t.shape[0]} rows of the tensor, got {row!r}"
+            )
     return [list(row) for row in splits]
 
 
 def require_splits(group: ProcessGroup, splits: Any, name: str) -> None:
     """Raise `UsageError` unless there is a number for each pair of members."""
     size = group.size()
-    rows = [len(row) if isinstance(row, Sequence) else -1 for row in splits] if isinstance(splits, Sequence) else []
+    rows = (
+        [len(row) if isinstance(row, Sequence) else -1 for row in splits]
+        if isinstance(splits, Sequence)
+        else []
+    )
     if rows != [size] * size:
-        raise UsageError(f"{name} must have {size} rows of {size} numbers, one for each pair of members, got {splits!r}")
+        raise UsageError(
+            f"{name} must have {size} rows of {size} numbers, one for each pair of members, got {splits!r}"
+        )
 
 
 def _first_dimension(tensors: Sequence[DistributedTensor], spec: Spec) -> None:
     if not spec.size:
-        raise UsageError("tensors must have a first dimension to be put together along, got zero-dimensional ones: x.reshape(1)")
+        raise UsageError(
+            "tensors must have a first dimension to be put together along, got zero-dimensional ones: x.reshape(1)"
+        )
 
 
 def _at_root(group: ProcessGroup, root: int, t: DistributedTensor, what: str) -> None:
     if root < 0 or t.place != group.places[root]:
-        raise UsageError(f"{what} is on {t.place}, expected a tensor of {'a member' if root < 0 else group.places[root]} of {group!r}")
+        raise UsageError(
+            f"{what} is on {t.place}, expected a tensor of {'a member' if root < 0 else group.places[root]} of {group!r}"
+        )
 
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]

@@ -14,7 +14,15 @@ from typing import Any
 import cloudpickle
 import msgpack
 
-from ..errors import ConfigurationError, ConnectionFailed, NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError
+from ..errors import (
+    ConfigurationError,
+    ConnectionFailed,
+    NodeFailed,
+    NotSupportedError,
+    PlacementError,
+    ProtocolError,
+    UsageError,
+)
 from ..log.handle import Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
@@ -39,7 +47,13 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, session: Session, number: int, homes: Sequence[Residence], backend: str, capabilities: Capabilities, timeout: float
+        self,
+        session: Session,
+        number: int,
+        homes: Sequence[Residence],
+        backend: str,
+        capabilities: Capabilities,
+        timeout: float,
     ) -> None:
         self.session, self.number, self.homes, self.backend = session, number, list(homes), backend
         self.capabilities, self.timeout = capabilities, timeout
@@ -72,7 +86,9 @@ class ProcessGroup:
 
     def __repr__(self) -> str:
         state = "closed, " if self.closed else "broken, " if self.broken else ""
-        shown = ", ".join(map(str, self.places[:4])) + (f", and {self.size() - 4} more" if self.size() > 4 else "")
+        shown = ", ".join(map(str, self.places[:4])) + (
+            f", and {self.size() - 4} more" if self.size() > 4 else ""
+        )
         return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
 
     def close(self) -> None:
@@ -89,7 +105,9 @@ class ProcessGroup:
             plain = all(place == default_place(self.session, place.node) for place in left)
             shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
-            raise NodeFailed(f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])")
+            raise NodeFailed(
+                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])"
+            )
 
 
 class Groups:
@@ -100,7 +118,9 @@ class Groups:
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
-        self._closing: dict[ProcessGroup, dict[Node, int]] = {}  # those whose members may still be at work, and until where
+        self._closing: dict[
+            ProcessGroup, dict[Node, int]
+        ] = {}  # those whose members may still be at work, and until where
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
@@ -117,7 +137,9 @@ class Groups:
 
     def require_choice(self) -> None:
         """Raise `ConfigurationError` where a worker does not have the data channel that the user has named. Block for a round trip."""
-        named = {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
+        named = (
+            {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
+        )
         for kind, name in named.items():
             users = [node for node in self.session.nodes if kind == "cpu" or node.asynchronous]
             if name != "auto" and users:
@@ -134,7 +156,9 @@ class Groups:
             return "nccl" if gpus else "gloo"
         return self.choice.get("cuda" if gpus else "cpu", "nccl" if gpus else "gloo")
 
-    def open(self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
+    def open(
+        self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None
+    ) -> ProcessGroup:
         """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
         session, limit = self.session, GROUP.get() if timeout is None else timeout
         session.require_open()
@@ -149,7 +173,9 @@ class Groups:
         capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))
         for home in homes:
             if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
-                raise NotSupportedError(f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}")
+                raise NotSupportedError(
+                    f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}"
+                )
         self.meeting.require()
         with self._opening:
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
@@ -187,7 +213,9 @@ class Groups:
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
             session.requests.forget(request)
-            raise ConnectionFailed(f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?")
+            raise ConnectionFailed(
+                f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"
+            )
         if request.lost is not None:
             session.raise_for(request)
         if request.cause is not None:
@@ -199,7 +227,11 @@ class Groups:
     def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
         """Return what all of some workers can do with a data channel; raise `ConfigurationError` where one does not have it."""
         found = registered(name)
-        asked = {node: self.session.ask(node, "channel", [name]) for node in nodes if (node, name) not in self._offers or found is not None}
+        asked = {
+            node: self.session.ask(node, "channel", [name])
+            for node in nodes
+            if (node, name) not in self._offers or found is not None
+        }
         for node, request in asked.items():
             why, fields, python = self._answer(request, f"say whether it has the data channel {name!r}")
             if found is not None:
@@ -215,10 +247,14 @@ class Groups:
                 try:
                     self._offers[node, name] = Capabilities.from_wire(fields)
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise ProtocolError(f"{node} describes the data channel {name!r} as {fields!r}: {error}") from None
+                    raise ProtocolError(
+                        f"{node} describes the data channel {name!r} as {fields!r}: {error}"
+                    ) from None
         offers = [self._offers[node, name] for node in nodes]
         reductions = {
-            op: frozenset.intersection(*(o.reductions.get(op, frozenset()) for o in offers)) for offer in offers for op in offer.reductions
+            op: frozenset.intersection(*(o.reductions.get(op, frozenset()) for o in offers))
+            for offer in offers
+            for op in offer.reductions
         }
         return Capabilities(
             frozenset.intersection(*(o.operations for o in offers)),
@@ -233,7 +269,9 @@ class Groups:
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
         if self.backend_for([here, there], None) != "nccl":
             # One for each pair of nodes, whatever devices: it needs no place numbers, of which there are few.
-            here, there = (Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there))
+            here, there = (
+                Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there)
+            )
         return self._kept(self._links, (here, there))
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
@@ -243,7 +281,11 @@ class Groups:
     def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
         places = tuple(home.place for home in homes)
         found = kept.get(places)
-        if found is None or found.closed or (found.broken and all(home.node.failed is None for home in homes)):
+        if (
+            found is None
+            or found.closed
+            or (found.broken and all(home.node.failed is None for home in homes))
+        ):
             with self._opening:
                 found = kept.get(places)
                 if found is None or found.closed or found.broken:
@@ -279,16 +321,25 @@ class Groups:
                     fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
                     for node, ranks in group.own.items():
                         words = [node.template(msgpack.packb(fields), fields), 0]
-                        issue_joint(words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line())
+                        issue_joint(
+                            words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line()
+                        )
                         ends[node] = node.base + len(node.log)
                 group.closed = True
                 group.mail = None  # whoever keeps the closed group need not keep what nobody received
             except BaseException as error:  # a signal's handler that raises: see joint.py
-                self.end(group, f"it was closed for some of its members only, as {type(error).__name__} came between")
+                self.end(
+                    group,
+                    f"it was closed for some of its members only, as {type(error).__name__} came between",
+                )
                 raise
 
         at_one_moment(self.session, issue)
-        self._closing = {g: at for g, at in self._closing.items() if any(n.failed is None and n.acknowledged < k for n, k in at.items())}
+        self._closing = {
+            g: at
+            for g, at in self._closing.items()
+            if any(n.failed is None and n.acknowledged < k for n, k in at.items())
+        }
         if ends:
             self._closing[group] = ends
         self._groups.pop(group.number, None)
@@ -325,7 +376,9 @@ def groups_of(session: Session) -> Groups:
 Where = int | Place
 
 
-def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group") -> list[Residence]:
+def homes_of(
+    session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group"
+) -> list[Residence]:
     """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
@@ -335,7 +388,10 @@ def homes_of(session: Session, nodes_or_places: Sequence[Where] | None, what: st
             f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
             + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
         )
-    homes = [session.places.residence(where if isinstance(where, Place) else default_place(session, where)) for where in nodes_or_places]
+    homes = [
+        session.places.residence(where if isinstance(where, Place) else default_place(session, where))
+        for where in nodes_or_places
+    ]
     if not homes:
         raise UsageError(f"{what} has at least one member, got an empty list")
     for k, home in enumerate(homes):
@@ -349,7 +405,9 @@ def default_place(session: Session, node: int) -> Place:
     return Place(node, "cuda:0" if "cuda:0" in session.places.devices(node) else "cpu")
 
 
-def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None) -> ProcessGroup:
+def new_group(
+    nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
+) -> ProcessGroup:
     """Make a group whose members' tensors take part in collectives together. Block until all have joined, at most half a minute.
 
     Args:
@@ -364,5 +422,7 @@ def new_group(nodes_or_places: Sequence[Where] | None = None, backend: str | Non
     """
     session = active_session()
     if timeout is not None and not (is_timeout(timeout) and timeout > 0):
-        raise UsageError(f"timeout is a number of seconds above 0, or None for {GROUP.get():g}; got {timeout!r}")
+        raise UsageError(
+            f"timeout is a number of seconds above 0, or None for {GROUP.get():g}; got {timeout!r}"
+        )
     return groups_of(session).open(homes_of(session, nodes_or_places), backend, timeout)

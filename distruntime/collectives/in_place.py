@@ -21,7 +21,19 @@ from ..streams.stream import current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
 from . import functional
-from .arguments import ReduceOp, at, expect, lists_each, one_each, reduction, root_of, rows_of, same, session_of, tensor
+from .arguments import (
+    ReduceOp,
+    at,
+    expect,
+    lists_each,
+    one_each,
+    reduction,
+    root_of,
+    rows_of,
+    same,
+    session_of,
+    tensor,
+)
 from .group import ProcessGroup, groups_of, homes_of
 from .operation import Part, issue_operation, require_operation
 from .work import Work, aside
@@ -30,9 +42,17 @@ Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Sequence[torch.Tensor]]
 
 
-def _write(group: ProcessGroup, operation: str, inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], **options: Any) -> None:
+def _write(
+    group: ProcessGroup,
+    operation: str,
+    inputs: Sequence[Sequence[Any]],
+    outputs: Sequence[Sequence[Any]],
+    **options: Any,
+) -> None:
     """Issue an operation that writes its outputs."""
-    parts: list[Part] = [([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)]
+    parts: list[Part] = [
+        ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
+    ]
     issue_operation(group, operation, parts, inplace=True, **options)
     for row in outputs:
         for t in row:
@@ -54,7 +74,9 @@ def _copy(outputs: Sequence[Any], values: Sequence[Any]) -> None:
         out.copy_(value)
 
 
-def _begin(group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None], everything: bool = False) -> Work | None:
+def _begin(
+    group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None], everything: bool = False
+) -> Work | None:
     """Run an operation now; with `async_op` on streams of the group's own, and return what waits for them."""
     if not async_op:
         run()
@@ -62,7 +84,9 @@ def _begin(group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], 
     return Work(repr(group), aside(group.streams, group.homes, everything, run), outputs)
 
 
-def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_reduce(
+    tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Make every member's tensor the reduction of all."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
@@ -79,7 +103,11 @@ def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | N
 
 
 def broadcast(
-    tensors: Tensors, src: Any = None, group: ProcessGroup | None = None, async_op: bool = False, group_src: int | None = None
+    tensors: Tensors,
+    src: Any = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
 ) -> Work | None:
     """Make every member's tensor the root's."""
     found, given = one_each(group, tensors, "tensors")
@@ -90,11 +118,15 @@ def broadcast(
     def run() -> None:
         if _wanted([[t for k, t in enumerate(given) if k != root]], [given]):
             values = functional.broadcast(given[root], found)
-            _copy([t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root])
+            _copy(
+                [t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root]
+            )
         else:
             rows = [[t] for t in given]
             ins = [row if k == root else [] for k, row in enumerate(rows)]
-            _write(found, "broadcast", ins, [[] if k == root else row for k, row in enumerate(rows)], root=root)
+            _write(
+                found, "broadcast", ins, [[] if k == root else row for k, row in enumerate(rows)], root=root
+            )
 
     return _begin(found, async_op, given, run)
 
@@ -123,7 +155,9 @@ def reduce(
     return _begin(found, async_op, given, run)
 
 
-def all_gather(tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_gather(
+    tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Fill each member's list with all members' tensors, in the order of ranks."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "all_gather")
@@ -153,7 +187,13 @@ def all_gather_into_tensor(
 
     def run() -> None:
         if _wanted([outs], [given]):
-            _copy(outs, [v.view(o.shape) for o, v in zip(outs, functional.all_gather([t.reshape(-1) for t in given], found))])
+            _copy(
+                outs,
+                [
+                    v.view(o.shape)
+                    for o, v in zip(outs, functional.all_gather([t.reshape(-1) for t in given], found))
+                ],
+            )
         else:
             _write(found, "all_gather", [[t] for t in given], [[t] for t in outs])
 
@@ -180,7 +220,13 @@ def gather(
         if _wanted([outs], [given]):
             _copy(outs, functional.gather(given, group=found, group_dst=root))
         else:
-            _write(found, "gather", [[t] for t in given], [outs if k == root else [] for k in range(found.size())], root=root)
+            _write(
+                found,
+                "gather",
+                [[t] for t in given],
+                [outs if k == root else [] for k in range(found.size())],
+                root=root,
+            )
 
     return _begin(found, async_op, outs, run)
 
@@ -205,13 +251,23 @@ def scatter(
         if _wanted([given], [parts]):
             _copy(given, functional.scatter(parts, found))
         else:
-            _write(found, "scatter", [parts if k == root else [] for k in range(found.size())], [[t] for t in given], root=root)
+            _write(
+                found,
+                "scatter",
+                [parts if k == root else [] for k in range(found.size())],
+                [[t] for t in given],
+                root=root,
+            )
 
     return _begin(found, async_op, given, run)
 
 
 def reduce_scatter(
-    outputs: Tensors, input_lists: Lists, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    outputs: Tensors,
+    input_lists: Lists,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' lists place by place, and give member k the k-th result."""
     found, outs = one_each(group, outputs, "outputs")
@@ -227,7 +283,9 @@ def reduce_scatter(
                 outs,
                 [
                     v.view(spec.size)
-                    for v in functional.reduce_scatter([torch.cat([t.reshape(-1) for t in row]) for row in lists], op, found)
+                    for v in functional.reduce_scatter(
+                        [torch.cat([t.reshape(-1) for t in row]) for row in lists], op, found
+                    )
                 ],
             )
         else:
@@ -237,7 +295,11 @@ def reduce_scatter(
 
 
 def reduce_scatter_tensor(
-    outputs: Tensors, inputs: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    outputs: Tensors,
+    inputs: Tensors,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' inputs, and give each member its part: cut along the first dimension, or along a new one that is stacked."""
     found, outs = one_each(group, outputs, "outputs")
@@ -250,7 +312,13 @@ def reduce_scatter_tensor(
 
     def run() -> None:
         if _wanted([outs], [given]):
-            _copy(outs, [v.view(spec.size) for v in functional.reduce_scatter([t.reshape(-1) for t in given], op, found)])
+            _copy(
+                outs,
+                [
+                    v.view(spec.size)
+                    for v in functional.reduce_scatter([t.reshape(-1) for t in given], op, found)
+                ],
+            )
         else:
             _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], op=name, factor=factor)
 
@@ -258,7 +326,10 @@ def reduce_scatter_tensor(
 
 
 def all_to_all(
-    output_tensor_lists: Lists, input_tensor_lists: Lists, group: ProcessGroup | None = None, async_op: bool = False
+    output_tensor_lists: Lists,
+    input_tensor_lists: Lists,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Give member j the j-th tensor of every member's list: `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`."""
     first = rows_of(input_tensor_lists, "input_tensor_lists")
@@ -304,8 +375,12 @@ def all_to_all_single(
         if input_split_sizes is None:
             input_split_sizes = [list(column) for column in zip(*output_split_sizes)]
     splits = functional.splits_of(found, given, input_split_sizes, "input_split_sizes")
-    if output_split_sizes is not None and [list(row) for row in output_split_sizes] != [list(column) for column in zip(*splits)]:
-        raise UsageError(f"output_split_sizes {output_split_sizes!r} do not say the same as input_split_sizes {splits!r}: rows are members")
+    if output_split_sizes is not None and [list(row) for row in output_split_sizes] != [
+        list(column) for column in zip(*splits)
+    ]:
+        raise UsageError(
+            f"output_split_sizes {output_split_sizes!r} do not say the same as input_split_sizes {splits!r}: rows are members"
+        )
     for j, out in enumerate(outs):
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
 
@@ -319,7 +394,9 @@ def all_to_all_single(
     return _begin(found, async_op, outs, run)
 
 
-def barrier(group: ProcessGroup | None = None, async_op: bool = False, timeout: float | None = None) -> Work | None:
+def barrier(
+    group: ProcessGroup | None = None, async_op: bool = False, timeout: float | None = None
+) -> Work | None:
     """Block until every member has got to this point of the program: its current stream, and the streams with it.
 
     Raises `WaitTimeout` after `timeout` seconds (default: the group's), naming the members that are late and what they are doing. With
@@ -372,7 +449,9 @@ def destroy_process_group(group: ProcessGroup) -> None:
     group.close()
 
 
-def _all_expect(lists: Sequence[Sequence[DistributedTensor]], size: Sequence[int], dtype: torch.dtype, name: str) -> None:
+def _all_expect(
+    lists: Sequence[Sequence[DistributedTensor]], size: Sequence[int], dtype: torch.dtype, name: str
+) -> None:
     for i, row in enumerate(lists):
         for j, t in enumerate(row):
             expect(t, size, dtype, f"{name}[{i}][{j}]" if len(lists) > 1 else f"{name}[{j}]")
@@ -384,10 +463,14 @@ def _expect_whole(tensors: Sequence[DistributedTensor], part: Any, size: int, na
     joined = (part.size[0] * size, *part.size[1:]) if part.size else (size,)
     for k, t in enumerate(tensors):
         if tuple(t.shape) not in (stacked, joined) or t.dtype != part.dtype:
-            raise UsageError(f"{name}[{k}] must be {joined} or {stacked} {str(part.dtype)[6:]}, got {t._handle.spec}")
+            raise UsageError(
+                f"{name}[{k}] must be {joined} or {stacked} {str(part.dtype)[6:]}, got {t._handle.spec}"
+            )
 
 
 def _at_root(group: ProcessGroup, root: int, tensors: Any, name: str) -> list[DistributedTensor]:
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or len(tensors) != group.size():
-        raise UsageError(f"{name} must be a list of {group.size()} tensors, one for each member, on {group.places[root]}")
+        raise UsageError(
+            f"{name} must be a list of {group.size()} tensors, one for each member, on {group.places[root]}"
+        )
     return [at(group, root, tensor(t, f"{name}[{k}]"), f"{name}[{k}]") for k, t in enumerate(tensors)]

@@ -21,7 +21,9 @@ from ..log.read_only import require_writable
 from ..log.spec import layout
 from .group import ProcessGroup, groups_of
 
-Part = tuple[Sequence[Handle], Sequence[Handle]]  # what a member puts in, and what it gets out: new values, or tensors that are written
+Part = tuple[
+    Sequence[Handle], Sequence[Handle]
+]  # what a member puts in, and what it gets out: new values, or tensors that are written
 
 _MOST = 1 << 12  # operations that are remembered, of a group
 
@@ -53,7 +55,9 @@ def issue_operation(
         factor,
         splits,
         tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts),
-        None if operation != "copy" else tuple(_home(group, rank, part).place.device for rank, part in enumerate(parts)),
+        None
+        if operation != "copy"
+        else tuple(_home(group, rank, part).place.device for rank, part in enumerate(parts)),
     )
     compiled = group.templates.get(key)
     if compiled is None:
@@ -61,7 +65,9 @@ def issue_operation(
             _require_written(operation, parts)
         if len(group.templates) >= _MOST:
             group.templates.clear()
-        compiled = group.templates[key] = _compile(group, operation, parts, [root, op, factor, inplace, *splits])
+        compiled = group.templates[key] = _compile(
+            group, operation, parts, [root, op, factor, inplace, *splits]
+        )
 
     def issue() -> None:
         group.require()  # again: another thread may have closed it, and after that no worker knows it
@@ -84,11 +90,22 @@ def issue_operation(
                 if not group.capabilities.concurrent:
                     serial = groups_of(group.session).launches(node)
                 words[0], begun = node.template(*compiled[node]), True
-                issue_joint(words, [] if inplace else outputs, [*operands, *outputs] if inplace else operands, written, homes, serial, line)
-        except BaseException as error:  # a signal's handler that raises: some members would wait for the others for half an hour
+                issue_joint(
+                    words,
+                    [] if inplace else outputs,
+                    [*operands, *outputs] if inplace else operands,
+                    written,
+                    homes,
+                    serial,
+                    line,
+                )
+        except (
+            BaseException
+        ) as error:  # a signal's handler that raises: some members would wait for the others for half an hour
             if begun:
                 groups_of(group.session).end(
-                    group, f"{operation} was issued to some of its members only, as {type(error).__name__} came between"
+                    group,
+                    f"{operation} was issued to some of its members only, as {type(error).__name__} came between",
                 )
             raise
 
@@ -108,7 +125,9 @@ def _require_written(operation: str, parts: Sequence[Part]) -> None:
                 )
 
 
-def _compile(group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]) -> dict[Any, tuple[bytes, list[Any]]]:
+def _compile(
+    group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]
+) -> dict[Any, tuple[bytes, list[Any]]]:
     """Return, by node, what `Node.template` takes."""
     compiled = {}
     for node, ranks in group.own.items():

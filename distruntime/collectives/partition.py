@@ -37,11 +37,15 @@ class Partition:
         self.homes = homes_of(self.session, nodes_or_places, "a partition")
         given = [shape] if isinstance(shape, int) else list(shape) if isinstance(shape, Sequence) else []
         if not given or any(type(n) is not int or n < 1 for n in given):
-            raise UsageError(f"the shape of a partition is a number of parts for each dimension, (2, 2), got {shape!r}")
+            raise UsageError(
+                f"the shape of a partition is a number of parts for each dimension, (2, 2), got {shape!r}"
+            )
         self.shape: tuple[int, ...] = tuple(given)
         self.places: tuple[Place, ...] = tuple(home.place for home in self.homes)
         if prod(self.shape) != len(self.places):
-            raise UsageError(f"a partition of shape {self.shape} has {prod(self.shape)} places, got {len(self.places)}")
+            raise UsageError(
+                f"a partition of shape {self.shape} has {prod(self.shape)} places, got {len(self.places)}"
+            )
 
     @property
     def dim(self) -> int:
@@ -58,7 +62,9 @@ class Partition:
         return hash((self.places, self.shape))
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.places[:4])) + (f", and {len(self) - 4} more" if len(self) > 4 else "")
+        shown = ", ".join(map(str, self.places[:4])) + (
+            f", and {len(self) - 4} more" if len(self) > 4 else ""
+        )
         return f"<distruntime.Partition {self.shape}: {shown}>"
 
     def index(self, k: int) -> tuple[int, ...]:
@@ -99,9 +105,13 @@ class Partition:
     def check(self, value: Any, name: str) -> list[DistributedTensor]:
         """Return the shards in a list that a caller gave; raise what a list raises that is not one of this partition's."""
         if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
-            raise UsageError(f"{name} must be a list with one shard for each place of {self!r}, got {type(value).__name__}")
+            raise UsageError(
+                f"{name} must be a list with one shard for each place of {self!r}, got {type(value).__name__}"
+            )
         if len(value) != len(self):
-            raise UsageError(f"{name} must have one shard for each of the {len(self)} places of {self!r}, got {len(value)}")
+            raise UsageError(
+                f"{name} must have one shard for each of the {len(self)} places of {self!r}, got {len(value)}"
+            )
         self.session.require_open()
         shards = [tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
         for k, (shard, place) in enumerate(zip(shards, self.places)):
@@ -113,7 +123,9 @@ class Partition:
                     f"x.to(dr.place({place.node}, {place.device!r}))"
                 )
             if shard.dtype != shards[0].dtype:
-                raise UsageError(f"{name} must be of one dtype: [0] is {shards[0]._handle.spec}, [{k}] is {shard._handle.spec}")
+                raise UsageError(
+                    f"{name} must be of one dtype: [0] is {shards[0]._handle.spec}, [{k}] is {shard._handle.spec}"
+                )
         return shards
 
     def cuts(self, shards: Sequence[torch.Tensor]) -> Cuts:

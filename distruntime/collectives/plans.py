@@ -17,8 +17,12 @@ from ..log.handle import Place
 
 Size = tuple[int, ...]
 Cuts = tuple[Size, ...]  # by dimension, how long the parts along it are
-Box = tuple[tuple[int, int, int], ...]  # dimension, start, length: of those dimensions only of which it is not all
-Widths = tuple[tuple[tuple[int, int], ...], ...]  # by dimension and part along it: the halo to the left and to the right
+Box = tuple[
+    tuple[int, int, int], ...
+]  # dimension, start, length: of those dimensions only of which it is not all
+Widths = tuple[
+    tuple[tuple[int, int], ...], ...
+]  # by dimension and part along it: the halo to the left and to the right
 
 _REMEMBERED = 512  # plans of each kind
 
@@ -147,11 +151,15 @@ def measured(sizes: tuple[Size, ...], shape: Size) -> Cuts:
     """Return the cuts that shards of these sizes have; raise `UsageError` where they do not fit each other."""
     dims = len(sizes[0])
     if dims < len(shape):
-        raise UsageError(f"shard 0 has {dims} dimensions, {sizes[0]}, and the partition {len(shape)}, {shape}: it cannot be a part of it")
+        raise UsageError(
+            f"shard 0 has {dims} dimensions, {sizes[0]}, and the partition {len(shape)}, {shape}: it cannot be a part of it"
+        )
     cuts = []
     for k, size in enumerate(sizes):
         if len(size) != dims:
-            raise UsageError(f"shards must have as many dimensions each: shard 0 is {sizes[0]}, shard {k} is {size}")
+            raise UsageError(
+                f"shards must have as many dimensions each: shard 0 is {sizes[0]}, shard {k} is {size}"
+            )
     for d in range(dims):
         parts = shape[d] if d < len(shape) else 1
         first = [number(tuple(c if e == d else 0 for e in range(len(shape))), shape) for c in range(parts)]
@@ -194,7 +202,9 @@ def _rows(shape: Size, axes: Sequence[int]) -> list[list[int]]:
 
 
 @_planned
-def spread(from_places: tuple[Place, ...], from_shape: Size, to_places: tuple[Place, ...], to_shape: Size) -> Plan:
+def spread(
+    from_places: tuple[Place, ...], from_shape: Size, to_places: tuple[Place, ...], to_shape: Size
+) -> Plan:
     """Plan a broadcast; its adjoint is the sum to where it came from."""
     missing = len(to_shape) - len(from_shape)
     padded = (1,) * missing + from_shape
@@ -205,7 +215,9 @@ def spread(from_places: tuple[Place, ...], from_shape: Size, to_places: tuple[Pl
         )
     targets: dict[int, list[int]] = {}
     for k, index in enumerate(coordinates(to_shape)):
-        targets.setdefault(number(tuple(c if n > 1 else 0 for c, n in zip(index, padded)), padded), []).append(k)
+        targets.setdefault(
+            number(tuple(c if n > 1 else 0 for c, n in zip(index, padded)), padded), []
+        ).append(k)
     rows = []
     for one, many in targets.items():
         there = [to_places[k] for k in many]
@@ -245,7 +257,9 @@ def share(sizes: tuple[Size, ...], shape: Size, axis: int) -> Plan:
 def _alike(sizes: tuple[Size, ...], row: Sequence[int], but: int) -> None:
     first, *others = row
     for k in others:
-        if len(sizes[k]) != len(sizes[first]) or any(a != b for d, (a, b) in enumerate(zip(sizes[first], sizes[k])) if d != but):
+        if len(sizes[k]) != len(sizes[first]) or any(
+            a != b for d, (a, b) in enumerate(zip(sizes[first], sizes[k])) if d != but
+        ):
             where = "in all dimensions" if but < 0 else f"in all dimensions but {but}"
             raise UsageError(
                 f"shards do not fit each other: shard {first} is {sizes[first]}, shard {k} is {sizes[k]}, expected alike {where}"
@@ -267,7 +281,9 @@ def transfer(
         return Plan((), ())
     pieces = []
     for overlap in product(*map(_overlaps, from_cuts, to_cuts)):
-        source, target = (number(tuple(o[k] for o in overlap), shape) for k, shape in ((0, from_shape), (1, to_shape)))
+        source, target = (
+            number(tuple(o[k] for o in overlap), shape) for k, shape in ((0, from_shape), (1, to_shape))
+        )
         taken = tuple((d, a, n) for d, (i, _, a, _, n) in enumerate(overlap) if n != from_cuts[d][i])
         put = tuple((d, b, n) for d, (_, j, _, b, n) in enumerate(overlap) if n != to_cuts[d][j])
         pieces.append(Piece(source, taken, target, put, prod(o[4] for o in overlap)))
@@ -293,14 +309,18 @@ def _turned(piece: Piece) -> Piece:
     return Piece(piece.target, piece.put, piece.source, piece.taken, piece.count)
 
 
-def _moves(sizes: tuple[Size, ...], pieces: Sequence[Piece], sums: bool = False, exchange: Exchange | None = None) -> Moves:
+def _moves(
+    sizes: tuple[Size, ...], pieces: Sequence[Piece], sums: bool = False, exchange: Exchange | None = None
+) -> Moves:
     arriving: list[list[Piece]] = [[] for _ in sizes]
     for piece in pieces:
         arriving[piece.target].append(piece)
     return Moves(sizes, tuple(map(tuple, arriving)), sums, exchange)
 
 
-def _exchange(pieces: Sequence[Piece], from_places: tuple[Place, ...], to_places: tuple[Place, ...], item: int) -> Exchange | None:
+def _exchange(
+    pieces: Sequence[Piece], from_places: tuple[Place, ...], to_places: tuple[Place, ...], item: int
+) -> Exchange | None:
     """Return the pieces as one all_to_all, if that is quicker than copies: as soon as there are more of them than places.
 
     Four workers on one machine, each sending to k others 4 KiB: copies 2.1, 3.6 and 5.5 ms for k = 1, 2 and 3, all_to_all 2.1 ms.
@@ -308,7 +328,9 @@ def _exchange(pieces: Sequence[Piece], from_places: tuple[Place, ...], to_places
     used = {from_places[p.source] for p in pieces} | {to_places[p.target] for p in pieces}
     if sum(from_places[p.source] != to_places[p.target] for p in pieces) <= len(used):
         return None
-    places = sorted(used, key=lambda place: (place.node, place.device))  # of one group, whatever the order and the direction
+    places = sorted(
+        used, key=lambda place: (place.node, place.device)
+    )  # of one group, whatever the order and the direction
     rank = {place: k for k, place in enumerate(places)}
     splits = [[0] * len(places) for _ in places]
     leaving: list[list[Piece]] = [[] for _ in places]
@@ -334,7 +356,10 @@ def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
     back: list[Step] = []
     for d, of_parts in enumerate(widths):
         lengths, last = cuts[d], len(cuts[d]) - 1
-        grown = tuple((w[0] if c else 0) + n + (w[1] if c < last else 0) for c, (n, w) in enumerate(zip(lengths, of_parts)))
+        grown = tuple(
+            (w[0] if c else 0) + n + (w[1] if c < last else 0)
+            for c, (n, w) in enumerate(zip(lengths, of_parts))
+        )
         if grown == lengths:
             continue
         pieces = []

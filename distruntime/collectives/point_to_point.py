@@ -58,27 +58,57 @@ class _Mail:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def send(tensor: torch.Tensor, dst: Any = None, group: ProcessGroup | None = None, tag: int = 0, group_dst: int | None = None) -> None:
+def send(
+    tensor: torch.Tensor,
+    dst: Any = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
     """Send a copy of `tensor`, from where it lives to a node (a number or a place), or a rank of the group. Return at once.
 
     The tensor may be written at once: what is issued afterwards does not reach the copy. Without a group, a node's number means the place
     of its that `tensor.to(node=dst)` chooses. Raises `PlacementError` for what is no member, `UsageError` for a send to itself.
     """
     session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
-    _deliver(session, group, mail, _Sent(source, target.place, _is_node(dst) and group is None, tag, _copied(tensor, target), user_line()))
+    _deliver(
+        session,
+        group,
+        mail,
+        _Sent(
+            source, target.place, _is_node(dst) and group is None, tag, _copied(tensor, target), user_line()
+        ),
+    )
 
 
-def isend(tensor: torch.Tensor, dst: Any = None, group: ProcessGroup | None = None, tag: int = 0, group_dst: int | None = None) -> Work:
+def isend(
+    tensor: torch.Tensor,
+    dst: Any = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work:
     """As `send`, beside the current streams: leave the tensor as it is until the `Work` has been waited for. Return at once."""
     session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
     moved: list[Any] = []
     homes = _homes(session, source, target.place)
     events = aside(mail.streams, homes, False, lambda: moved.append(_copied(tensor, target)))
-    _deliver(session, group, mail, _Sent(source, target.place, _is_node(dst) and group is None, tag, moved.pop(), user_line()))
+    _deliver(
+        session,
+        group,
+        mail,
+        _Sent(source, target.place, _is_node(dst) and group is None, tag, moved.pop(), user_line()),
+    )
     return Work(f"a send from {source} to {target.place}", events, [tensor])
 
 
-def recv(tensor: torch.Tensor, src: Any = None, group: ProcessGroup | None = None, tag: int = 0, group_src: int | None = None) -> int:
+def recv(
+    tensor: torch.Tensor,
+    src: Any = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
     """Write into `tensor` the oldest tensor sent to where it lives, from `src` or from anywhere. Return the sender's node, at once.
 
     Raises `UsageError` where nothing has been sent: a receive that comes before its send is an `irecv`.
@@ -94,7 +124,13 @@ def recv(tensor: torch.Tensor, src: Any = None, group: ProcessGroup | None = Non
     return found.source.node
 
 
-def irecv(tensor: torch.Tensor, src: Any = None, group: ProcessGroup | None = None, tag: int = 0, group_src: int | None = None) -> Work:
+def irecv(
+    tensor: torch.Tensor,
+    src: Any = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work:
     """As `recv`, beside the current streams, and also before the send: the next one that matches is written into `tensor`.
 
     Return at once. The `Work` raises `UsageError` when it is waited for and nothing has been sent.
@@ -107,11 +143,15 @@ def irecv(tensor: torch.Tensor, src: Any = None, group: ProcessGroup | None = No
     return work
 
 
-def _ends(value: Any, dst: Any, group: ProcessGroup | None, tag: int, group_dst: int | None) -> tuple[Session, _Mail, Place, Residence]:
+def _ends(
+    value: Any, dst: Any, group: ProcessGroup | None, tag: int, group_dst: int | None
+) -> tuple[Session, _Mail, Place, Residence]:
     given = tensor(value, "tensor")
     session, mail = _mail(group, given, tag)
     if dst is None and group_dst is None:
-        raise UsageError("send needs to know where to: dst=, a node number or a place, or group_dst=, a rank of the group")
+        raise UsageError(
+            "send needs to know where to: dst=, a node number or a place, or group_dst=, a rank of the group"
+        )
     source = given.place
     if group is not None:
         _member(group, source)
@@ -119,7 +159,9 @@ def _ends(value: Any, dst: Any, group: ProcessGroup | None, tag: int, group_dst:
     else:
         target = session.places.residence(_place(session, dst, group_dst, ("dst", "group_dst"), source))
     if target.place == source:
-        raise UsageError(f"a tensor on {source} cannot be sent to {source}: a place does not send to itself, as in torch; use copy_")
+        raise UsageError(
+            f"a tensor on {source} cannot be sent to {source}: a place does not send to itself, as in torch; use copy_"
+        )
     target.node.require_alive()
     return session, mail, source, target
 
@@ -139,14 +181,18 @@ def _receiver(
         named = _place(session, src, group_src, ("src", "group_src"), place)
         source = named.node if _is_node(src) else named
     if source == place:
-        raise UsageError(f"a tensor on {place} cannot be received from {place}: a place does not send to itself, as in torch; use copy_")
+        raise UsageError(
+            f"a tensor on {place} cannot be received from {place}: a place does not send to itself, as in torch; use copy_"
+        )
     return session, mail, place, source
 
 
 def _place(session: Session, where: Any, rank: int | None, names: tuple[str, str], like: Place) -> Place:
     """Return a place that is named without a group: a node's is the one of the same device as `like`, as of `.to(node=)`."""
     if rank is not None:
-        raise UsageError(f"{names[1]}= is a rank of a group, and none was given: say {names[0]}=, a node number or a place, or group=")
+        raise UsageError(
+            f"{names[1]}= is a rank of a group, and none was given: say {names[0]}=, a node number or a place, or group="
+        )
     if isinstance(where, Place):
         return session.places.residence(where).place
     if not _is_node(where):
@@ -200,7 +246,14 @@ def _deliver(session: Session, group: ProcessGroup | None, mail: _Mail, sent: _S
     _receive(session, group, mail, sent, wanted.tensor, wanted.work)
 
 
-def _take(mail: _Mail, place: Place, source: Place | int | None, tag: int, into: Any, otherwise: _Wanted | None = None) -> _Sent | None:
+def _take(
+    mail: _Mail,
+    place: Place,
+    source: Place | int | None,
+    tag: int,
+    into: Any,
+    otherwise: _Wanted | None = None,
+) -> _Sent | None:
     with mail.lock:
         found = next((s for s in mail.sent if _match(s, place, source, tag)), None)
         if found is not None:
@@ -213,7 +266,9 @@ def _take(mail: _Mail, place: Place, source: Place | int | None, tag: int, into:
 
 def _match(sent: _Sent, place: Place, source: Place | int | None, tag: int) -> bool:
     there = sent.target.node == place.node if sent.anywhere else sent.target == place
-    from_there = source is None or (sent.source.node == source if isinstance(source, int) else sent.source == source)
+    from_there = source is None or (
+        sent.source.node == source if isinstance(source, int) else sent.source == source
+    )
     return there and from_there and sent.tag == tag
 
 
@@ -234,7 +289,9 @@ def _write(mail: _Mail, sent: _Sent, into: Any) -> None:
         raise
 
 
-def _receive(session: Session, group: ProcessGroup | None, mail: _Mail, sent: _Sent, into: Any, work: Work) -> None:
+def _receive(
+    session: Session, group: ProcessGroup | None, mail: _Mail, sent: _Sent, into: Any, work: Work
+) -> None:
     events = aside(mail.streams, _homes(session, into.place), False, lambda: _write(mail, sent, into))
     work._begin(events, sent.source.node if group is None else group.ranks[sent.source])
 

@@ -98,7 +98,10 @@ def _join(step: Join, xs: Tensors) -> Tensors:
         else:
             padded = [_padded(xs[k], step.axis, n, longest).unsqueeze(0) for k, n in zip(row, lengths)]
             rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
-            values = [torch.cat([part.narrow(step.axis, 0, n) for part, n in zip(parts, lengths)], step.axis) for parts in rows]
+            values = [
+                torch.cat([part.narrow(step.axis, 0, n) for part, n in zip(parts, lengths)], step.axis)
+                for parts in rows
+            ]
         for k, value in zip(row, values):
             outs[k] = value
     return outs
@@ -116,9 +119,14 @@ def _share(step: Join, xs: Tensors) -> Tensors:
             values = functional.reduce_scatter([xs[k] for k in row])
         else:
             cut = [xs[k].split(list(lengths), step.axis) for k in row]
-            stacks = [torch.stack([_padded(part, step.axis, n, longest) for part, n in zip(parts, lengths)]) for parts in cut]
+            stacks = [
+                torch.stack([_padded(part, step.axis, n, longest) for part, n in zip(parts, lengths)])
+                for parts in cut
+            ]
             sums = functional.reduce_scatter(stacks)
-            values = [total.squeeze(0).narrow(step.axis, 0, n).contiguous() for total, n in zip(sums, lengths)]
+            values = [
+                total.squeeze(0).narrow(step.axis, 0, n).contiguous() for total, n in zip(sums, lengths)
+            ]
         for k, value in zip(row, values):
             outs[k] = value
     return outs
@@ -132,7 +140,10 @@ def _padded(t: Any, axis: int, length: int, to: int) -> Any:
 
 def _move(step: Moves, xs: Tensors, to: Partition) -> Tensors:
     if step.exchange is not None:
-        outs = [torch.empty(size, dtype=xs[0].dtype, device=home.device) for size, home in zip(step.sizes, to.homes)]
+        outs = [
+            torch.empty(size, dtype=xs[0].dtype, device=home.device)
+            for size, home in zip(step.sizes, to.homes)
+        ]
         if _exchanged(step.exchange, xs, outs, to):
             return outs
     outs = []
@@ -153,13 +164,18 @@ def _move(step: Moves, xs: Tensors, to: Partition) -> Tensors:
 
 def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> bool:
     """Issue one all_to_all, from parts of the shards right into parts of the new ones; return False if the data channel has none."""
-    rows = [([_cut(xs[p.source], p.taken) for p in m.leaving], [_cut(outs[p.target], p.put) for p in m.arriving]) for m in plan.members]
+    rows = [
+        ([_cut(xs[p.source], p.taken) for p in m.leaving], [_cut(outs[p.target], p.put) for p in m.arriving])
+        for m in plan.members
+    ]
     group = groups_of(to.session).of([_home((leaving or arriving)[0]) for leaving, arriving in rows])
     if "all_to_all" not in group.capabilities.operations:
         return False
     # Who sends nothing puts in nothing: no rows of what it gets.
     rows = [(leaving or [arriving[0].narrow(0, 0, 0)], arriving) for leaving, arriving in rows]
-    parts: list[Part] = [([t._handle for t in leaving], [t._handle for t in arriving]) for leaving, arriving in rows]
+    parts: list[Part] = [
+        ([t._handle for t in leaving], [t._handle for t in arriving]) for leaving, arriving in rows
+    ]
     issue_operation(group, "all_to_all", parts, inplace=True, splits=plan.splits)
     return True
 
@@ -219,13 +235,17 @@ def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) 
     least = min(t.dim() for t in shards)
     found = axis + least if type(axis) is int and axis < 0 else axis
     if type(found) is not int or not 0 <= found < min(partition.dim, least):
-        raise UsageError(f"axis must be a dimension along which {partition!r} and the shards, of {least} dimensions, are cut, got {axis!r}")
+        raise UsageError(
+            f"axis must be a dimension along which {partition!r} and the shards, of {least} dimensions, are cut, got {axis!r}"
+        )
     return found
 
 
 def _widths(widths: Any, partition: Partition) -> Widths:
     if not isinstance(widths, Sequence) or len(widths) != partition.dim:
-        raise UsageError(f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, got {widths!r}")
+        raise UsageError(
+            f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, got {widths!r}"
+        )
     found = []
     for d, (entry, parts) in enumerate(zip(widths, partition.shape)):
         pairs = [(entry, entry)] * parts if isinstance(entry, int) else entry
@@ -234,7 +254,10 @@ def _widths(widths: Any, partition: Partition) -> Widths:
         if (
             not isinstance(pairs, Sequence)
             or len(pairs) != parts
-            or not all(isinstance(pair, Sequence) and len(pair) == 2 and all(type(w) is int and w >= 0 for w in pair) for pair in pairs)
+            or not all(
+                isinstance(pair, Sequence) and len(pair) == 2 and all(type(w) is int and w >= 0 for w in pair)
+                for pair in pairs
+            )
         ):
             raise UsageError(
                 f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the {parts} parts along dimension {d}, none "
@@ -295,7 +318,9 @@ def all_sum_reduce(xs: Shards, P: Partition, axes: int | Sequence[int]) -> list[
 def _summands(given: Sequence[DistributedTensor], row: Size, name: str) -> None:
     for k in row[1:]:
         if given[k].shape != given[row[0]].shape:
-            one, other = (f"{name}[{i}] (on {given[i].place}) is {tuple(given[i].shape)}" for i in (row[0], k))
+            one, other = (
+                f"{name}[{i}] (on {given[i].place}) is {tuple(given[i].shape)}" for i in (row[0], k)
+            )
             raise UsageError(f"what is summed must be of one size: {one}, {other}")
 
 
@@ -338,7 +363,13 @@ def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor
     cuts = source.cuts(given)
     whole = tuple(sum(lengths) for lengths in cuts)
     plan = plans.transfer(
-        source.places, cuts, target.places, plans.cuts_of(whole, target.shape), source.shape, target.shape, given[0].dtype.itemsize
+        source.places,
+        cuts,
+        target.places,
+        plans.cuts_of(whole, target.shape),
+        source.shape,
+        target.shape,
+        given[0].dtype.itemsize,
     )
     return _applied(plan, source, target, given)
 
@@ -361,4 +392,12 @@ def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch
     return _applied(plan, partition, partition, given)
 
 
-__all__ = ["all_gather", "all_sum_reduce", "broadcast", "halo_exchange", "reduce_scatter", "repartition", "sum_reduce"]
+__all__ = [
+    "all_gather",
+    "all_sum_reduce",
+    "broadcast",
+    "halo_exchange",
+    "reduce_scatter",
+    "repartition",
+    "sum_reduce",
+]

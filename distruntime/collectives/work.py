@@ -23,7 +23,9 @@ Tensors = Sequence[DistributedTensor]
 class Work:
     """An operation that may still run, on all places that take part. `wait` makes streams wait, not this process."""
 
-    def __init__(self, text: str, events: Mapping[Place, Event] | None, outputs: Any, source: int = -1) -> None:
+    def __init__(
+        self, text: str, events: Mapping[Place, Event] | None, outputs: Any, source: int = -1
+    ) -> None:
         self._text, self._events, self._outputs, self._source = text, events, outputs, source
         self._settled: list[Callable[[], None]] = []
 
@@ -32,7 +34,9 @@ class Work:
 
     def _begun(self) -> Mapping[Place, Event]:
         if self._events is None:
-            raise UsageError(f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. Send first")
+            raise UsageError(
+                f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. Send first"
+            )
         return self._events
 
     def _begin(self, events: Mapping[Place, Event], source: int) -> None:
@@ -113,7 +117,9 @@ class Work:
         return future
 
 
-def aside(streams: dict[Place, Stream], homes: Sequence[Residence], everything: bool, run: Callable[[], None]) -> dict[Place, Event]:
+def aside(
+    streams: dict[Place, Stream], homes: Sequence[Residence], everything: bool, run: Callable[[], None]
+) -> dict[Place, Event]:
     """Call `run` with other streams current at these places, `streams`, made at the first use; return an event there for each.
 
     They come after what the current streams have been given until now: with `everything`, or where nothing else would wait for that.

@@ -13,9 +13,13 @@ from ..errors import PlacementError
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
-current_mesh: ContextVar[Any] = ContextVar("distruntime_mesh", default=None)  # the Residence of the mesh that was entered last
+current_mesh: ContextVar[Any] = ContextVar(
+    "distruntime_mesh", default=None
+)  # the Residence of the mesh that was entered last
 
-current_member: ContextVar[Any] = ContextVar("distruntime_member", default=None)  # the Residence of the member that torch's code runs for
+current_member: ContextVar[Any] = ContextVar(
+    "distruntime_member", default=None
+)  # the Residence of the member that torch's code runs for
 
 # Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see dtensor.py.
 asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
@@ -29,7 +33,9 @@ DeviceLike = str | int | torch.device
 def device_name(device: DeviceLike) -> str:
     """Return "cpu" or "cuda:k" for a device as users spell it: -1 is the CPU, k is `cuda:k`, "cuda" the current GPU."""
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise PlacementError(f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}')
+        raise PlacementError(
+            f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}'
+        )
     if isinstance(device, int):
         return "cpu" if device == -1 else f"cuda:{device}"
     text = str(device)
@@ -38,7 +44,9 @@ def device_name(device: DeviceLike) -> str:
         return "cpu"
     if kind == "cuda" and (not index or index.isdigit()):
         return f"cuda:{int(index)}" if index else current_gpu()
-    raise PlacementError(f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {text!r}')
+    raise PlacementError(
+        f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {text!r}'
+    )
 
 
 def current_gpu() -> str:
@@ -61,7 +69,10 @@ class _Set:
 
     def __repr__(self) -> str:
         where = " ".join(
-            [*([f"node {self._node}"] if self._node is not None else []), *([self._device] if self._device is not None else [])]
+            [
+                *([f"node {self._node}"] if self._node is not None else []),
+                *([self._device] if self._device is not None else []),
+            ]
         )
         return f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
 
@@ -75,7 +86,9 @@ class _Set:
             mode.__enter__()
         _entered.set((*_entered.get(), (self, node, device, (mode, mesh))))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         stack = _entered.get()
         last = max(k for k, entry in enumerate(stack) if entry[0] is self)
         _, node, device, (mode, mesh) = stack[last]
@@ -112,7 +125,9 @@ class MeshContext:
             mode.__enter__()
         _entered.set((*_entered.get(), (self, None, None, (mode, current_mesh.set(self._residence)))))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         stack = _entered.get()
         last = max(k for k, entry in enumerate(stack) if entry[0] is self)
         mode, mesh = stack[last][3]

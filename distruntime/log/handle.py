@@ -37,7 +37,20 @@ class Residence:
     A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
     """
 
-    __slots__ = ("__weakref__", "_released", "cache", "device", "free", "known", "lazy", "node", "number", "numbers", "place", "unproven")
+    __slots__ = (
+        "__weakref__",
+        "_released",
+        "cache",
+        "device",
+        "free",
+        "known",
+        "lazy",
+        "node",
+        "number",
+        "numbers",
+        "place",
+        "unproven",
+    )
 
     def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
@@ -47,7 +60,9 @@ class Residence:
         self.known: dict[tuple[Any, ...], Any] = {}
         self.cache = self.known if node.order is None else {}
         self.unproven: dict[tuple[Any, ...], Any] = {}
-        self.numbers: dict[tuple[int, ...], Any] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
+        self.numbers: dict[
+            tuple[int, ...], Any
+        ] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
         self._released = released
 
     @property
@@ -59,7 +74,9 @@ class Residence:
     def has_cpu_kernels(self) -> bool:
         """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
         node: Any = self.node
-        return self.on_cpu or all(worker.welcome.simulated for worker in (node.ranks if node.members else [node]))
+        return self.on_cpu or all(
+            worker.welcome.simulated for worker in (node.ranks if node.members else [node])
+        )
 
     def forget(self) -> None:
         """Send every call down the slow path."""
@@ -90,10 +107,14 @@ class Storage:
         self.spec = spec
         self.written = 0
         self.order: Any = None
-        self.parts: dict[int, Storage] | None = None  # of a mesh's: those of its members that somebody has named
+        self.parts: dict[int, Storage] | None = (
+            None  # of a mesh's: those of its members that somebody has named
+        )
         # Of a member's: those of the meshes' tensors that it is a shard of, by the mesh's log.
         self.whole: dict[Any, weakref.ref[Storage]] | None = None
-        self.given: dict[Node, Storage] | None = None  # of a mesh's that was put together: what keeps its names' order on each worker
+        self.given: dict[Node, Storage] | None = (
+            None  # of a mesh's that was put together: what keeps its names' order on each worker
+        )
         self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
 
 

@@ -49,7 +49,9 @@ def issue(
             node.order.issue(stream_at(place), words, fresh, operands, written, line)
 
 
-def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line) -> None:
+def issue_default(
+    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line
+) -> None:
     """As `issue`, for what concerns a whole worker, its generators or settings: after all before it, and before all after it."""
     with node.lock:
         if node.order is None:
@@ -60,7 +62,14 @@ def issue_default(words: list[Any], fresh: Sequence[Handle], operands: Sequence[
             node.order.follow()
 
 
-def issue_bytes(words: list[Any], data: Buffer, fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line) -> Any:
+def issue_bytes(
+    words: list[Any],
+    data: Buffer,
+    fresh: Sequence[Handle],
+    written: Sequence[Handle],
+    place: Residence,
+    line: Line,
+) -> Any:
     """Issue an instruction whose last word is the number of a payload frame; return what tells when the bytes have been read."""
     node = place.node
     with node.lock:
@@ -70,7 +79,12 @@ def issue_bytes(words: list[Any], data: Buffer, fresh: Sequence[Handle], written
 
 
 def issue_shared(
-    words: list[Any], release: Callable[[], None], fresh: Sequence[Handle], written: Sequence[Handle], place: Residence, line: Line
+    words: list[Any],
+    release: Callable[[], None],
+    fresh: Sequence[Handle],
+    written: Sequence[Handle],
+    place: Residence,
+    line: Line,
 ) -> None:
     """Issue an instruction that reads shared memory; call `release` when it has run."""
     node = place.node
@@ -80,7 +94,9 @@ def issue_shared(
         node.flush()
 
 
-def _append(words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Node, line: Line) -> None:
+def _append(
+    words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Node, line: Line
+) -> None:
     born = node.append(words, line)
     for handle in fresh:
         handle.born = born

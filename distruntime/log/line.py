@@ -12,7 +12,10 @@ import torch
 # A position after an instruction, and the code that issued it with an offset in it.
 Line = tuple[int, "CodeType | None", int]
 
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_INSIDE = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
 USERS: set[CodeType] = set()  # code seen to be neither torch's nor this package's
 _skipped: set[CodeType] = set()
 

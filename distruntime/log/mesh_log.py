@@ -24,7 +24,9 @@ from .node import Node, _enough, _Flight
 
 WINDOW = 1 << 18  # words in flight, as a node's
 _LOOKS = 8  # of the pump, a millisecond each
-CHECKS = 1 << 40  # the checks of mesh k are numbered from (k + 1) times this: workers report them among their own
+CHECKS = (
+    1 << 40
+)  # the checks of mesh k are numbered from (k + 1) times this: workers report them among their own
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,16 @@ class Team(Node):
         self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
         self.spoken: dict[tuple[tuple[int, ...], ...], Any] = {}  # torch's groups of such rows: see mesh.py
         self._meeting, self._lines = threading.RLock(), count().__next__
-        self._seen = 0, 0, 0  # by the pump: `base`, how often it was that, and the position after the last word
+        self._seen = (
+            0,
+            0,
+            0,
+        )  # by the pump: `base`, how often it was that, and the position after the last word
         self.enough = -1  # it is the turn of the workers' own logs
-        self.failed = next((f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None), None)
+        self.failed = next(
+            (f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None),
+            None,
+        )
         for node, ranks in self.ranks.items():
             if node.failed is None:
                 session.post(node, OpenTeam(number, [places[k].device for k in ranks]))
@@ -122,11 +131,18 @@ class Team(Node):
 
     def openings(self) -> list[tuple[Node, str, int]]:
         """Return, for each worker, the device on which a stream of this mesh is opened, and this mesh's number."""
-        return [(node, self.members[ranks[0]].device, self.number) for node, ranks in self.ranks.items() if node.failed is None]
+        return [
+            (node, self.members[ranks[0]].device, self.number)
+            for node, ranks in self.ranks.items()
+            if node.failed is None
+        ]
 
     def rivals(self) -> Sequence[Node]:
         """Return the other logs that go to a worker of this one."""
-        return [*self.ranks, *dict.fromkeys(team for node in self.ranks for team in node.teams if team is not self)]
+        return [
+            *self.ranks,
+            *dict.fromkeys(team for node in self.ranks for team in node.teams if team is not self),
+        ]
 
     def flush(self, upto: int | None = None) -> None:
         """Send what has gathered to every member's worker that is there. Never blocks."""
@@ -154,9 +170,13 @@ class Team(Node):
                 taken, lines = len(log), len(self.lines)
                 if order is not None:
                     stretches = log.stretched(taken)
-                frame = for_many(encode(MeshBody(self.number, self.base, self._new_templates, log[:taken], stretches)))
+                frame = for_many(
+                    encode(MeshBody(self.number, self.base, self._new_templates, log[:taken], stretches))
+                )
                 rest = log[taken:] if order is None else log.rest(taken)
-                while order is not None and len(rest) + taken != len(log):  # a finalizer ran in there and issued something
+                while order is not None and len(rest) + taken != len(
+                    log
+                ):  # a finalizer ran in there and issued something
                     rest = log.rest(taken)
                 with shield:  # Ctrl-C between two workers would leave one without what the others have
                     whole = _Flight(0, self.lines[:lines], taken, self.base + taken, 0, self._checks, [])

@@ -20,7 +20,9 @@ from .replies import is_spec
 BATCH = 4000  # words in a segment at most: about 1,000 instructions; a hundred would do for the wire, this keeps acknowledgements rare
 FIRST_BATCH = 160  # words that gather behind one segment in flight; twice as many behind two, and so on: a worker that is nearly idle gets
 # work soon (a training step that reads its loss each time: 2.2 times local without this), a busy one in large pieces
-WINDOW = 1 << 18  # words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second
+WINDOW = (
+    1 << 18
+)  # words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second
 PAYLOAD_WINDOW = 256 << 20  # bytes of uploads in flight
 _MOST_TEMPLATES = 1 << 15
 _MOST_FAILURES = 1000
@@ -92,7 +94,9 @@ class Node:
 
     members: tuple[Any, ...] = ()  # of a mesh, which is issued to as a worker is: see team.py
 
-    def __init__(self, index: int, peer: bytes | None, address: str, send: Callable[..., Any], lock: Any = None) -> None:
+    def __init__(
+        self, index: int, peer: bytes | None, address: str, send: Callable[..., Any], lock: Any = None
+    ) -> None:
         self.index, self.address = index, address
         self.link = Link(peer)
         self._send = send
@@ -110,7 +114,9 @@ class Node:
         # same worker: whoever issues here then comes through `flush`, which takes the turn.
         self.enough = 0
         self.checks: dict[int, Callable[[int | None, list[Any]], None]] = {}
-        self.failures: dict[tuple[int, int], Cause] = {}  # first causes by (segment, position); read ones stay for those who read again
+        self.failures: dict[
+            tuple[int, int], Cause
+        ] = {}  # first causes by (segment, position); read ones stay for those who read again
         self.unread: dict[tuple[int, int], Cause] = {}
         self.failed: str | None = None
         self.has_left = False  # whether it was a farewell
@@ -119,16 +125,24 @@ class Node:
         self._lost = ""
         self.welcome: Welcome | None = None
         self.round_trip = 0.0
-        self.forgetters: list[Callable[[], None]] = []  # called when cached signatures must not be used any more
-        self.throttle: Callable[[Node], None] = _unthrottled  # blocks while the window is full; the session sets it
+        self.forgetters: list[
+            Callable[[], None]
+        ] = []  # called when cached signatures must not be used any more
+        self.throttle: Callable[[Node], None] = (
+            _unthrottled  # blocks while the window is full; the session sets it
+        )
         self.shared = False  # whether the worker reads this process's shared memory
         self.absence: Absence | None = None  # while there is no connection
-        self.losses: Callable[[Node], str] = _nothing  # tells what of the user's lived there; the session sets it
+        self.losses: Callable[[Node], str] = (
+            _nothing  # tells what of the user's lived there; the session sets it
+        )
         self.parked = [False]  # whether the pump sleeps; the session shares its own
         self.stir: Callable[[], None] = _undisturbed  # wakes the pump; the session sets it
         self.session: Any = None  # the Session that owns it, three layers up
         self.order: Any = None  # the Order among its streams, once there are several, two layers up; `log` is a StretchedLog then
-        self.asynchronous = False  # whether an acknowledgement only says that everything has been issued to a GPU
+        self.asynchronous = (
+            False  # whether an acknowledgement only says that everything has been issued to a GPU
+        )
         self.executed = 0  # position up to which everything is known to have run
         self.sent: Delivery | None = None  # the last segment
         self._seq = 0
@@ -189,7 +203,9 @@ class Node:
             drop()
         if self.order is not None:
             self.order.fence()  # instructions of other streams may still need what goes
-        self._templates = {key: number for key, number in self._templates.items() if number >= self._generation}
+        self._templates = {
+            key: number for key, number in self._templates.items() if number >= self._generation
+        }
         self.log += [FORGET, self._generation]
         self._generation = self._next_template
 
@@ -247,7 +263,9 @@ class Node:
                     self.lines, self._payloads, self._new_templates = [], [], []
                     return
                 taken, lines = len(log), len(self.lines)
-                if upto is not None and not self._payloads:  # payload frames are numbered within their segment: it stays whole
+                if (
+                    upto is not None and not self._payloads
+                ):  # payload frames are numbered within their segment: it stays whole
                     taken = min(taken, upto - self.base)
                     lines = bisect.bisect_right([line[0] for line in self.lines], self.base + taken)
                 if order is not None:
@@ -257,10 +275,18 @@ class Node:
                     *self._payloads,
                 ]
                 flight = _Flight(
-                    self._seq + 1, self.lines[:lines], taken, self.base + taken, self._payload_bytes, self._checks, self._releases
+                    self._seq + 1,
+                    self.lines[:lines],
+                    taken,
+                    self.base + taken,
+                    self._payload_bytes,
+                    self._checks,
+                    self._releases,
                 )
                 rest = log[taken:] if order is None else log.rest(taken)
-                while order is not None and len(rest) + taken != len(log):  # a finalizer ran in there and issued something
+                while order is not None and len(rest) + taken != len(
+                    log
+                ):  # a finalizer ran in there and issued something
                     rest = log.rest(taken)
                 # No call from here on, so that Ctrl-C cannot come between: the words leave the log and become the unsent segment.
                 self._seq += 1
@@ -271,7 +297,9 @@ class Node:
                 self.flights.append(flight)
                 self._words += taken
                 self._bytes += flight.nbytes
-                if self.meshed and order is None:  # what is read from now on comes after these words, and so after the mesh's
+                if (
+                    self.meshed and order is None
+                ):  # what is read from now on comes after these words, and so after the mesh's
                     self.checked, self.meshed = self.base, False
                 self.busy = self._words > WINDOW or self._bytes > PAYLOAD_WINDOW
                 self.enough = _enough(len(self.flights))
@@ -462,7 +490,9 @@ class Node:
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on this lost worker."""
         if self.taken:
-            return NodeFailed(f"{self} {self.failed}. It has this session's values no more; what it had published is there")
+            return NodeFailed(
+                f"{self} {self.failed}. It has this session's values no more; what it had published is there"
+            )
         if not self._lost:  # as it was when somebody first met the loss
             self._lost = self.losses(self)
         return NodeFailed(

@@ -42,12 +42,18 @@ class Order:
         self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
         self.last: dict[int, int] = {}  # position after each stream's last instruction
         self.checked = {0: node.checked}  # the same of its last instruction that only checks
-        self.generator = Storage(NO_TENSOR)  # the random generators of the node count as one storage: every draw writes it
+        self.generator = Storage(
+            NO_TENSOR
+        )  # the random generators of the node count as one storage: every draw writes it
         self._clocks: dict[int, dict[int, int]] = {0: {}}
-        self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}  # (position, clock from there on), the newest last
+        self._past: dict[int, list[tuple[int, dict[int, int]]]] = {
+            0: []
+        }  # (position, clock from there on), the newest last
         self._makers: dict[int, int] = {}  # stream by ref, where it is not 0
         self._users: dict[int, int] = {}  # by ref, the bits of the streams that use a value besides its maker
-        self._freed: dict[int, list[int]] = {}  # words of frees by stream, which go with its next instruction or the next flush
+        self._freed: dict[
+            int, list[int]
+        ] = {}  # words of frees by stream, which go with its next instruction or the next flush
         self._since = node.base + len(node.log)
         self._strays = 0  # position after the last instruction of stream 0 that came past these rules
         node.log, self.last[0] = StretchedLog(self.free, self._stray, node.log, [[0, 0]]), self._since
@@ -112,7 +118,9 @@ class Order:
             handle.born = born
             if stream:
                 makers[handle.ref] = stream
-                if handle.storage.order is None:  # not the storage of an operand: that one has been used above
+                if (
+                    handle.storage.order is None
+                ):  # not the storage of an operand: that one has been used above
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
             self.checked[stream] = end
@@ -125,7 +133,9 @@ class Order:
 
     def _use(self, storage: Storage) -> Use:
         use: Use | None = storage.order
-        if use is None:  # only stream 0 has touched it, and who read it before there were streams was not noted
+        if (
+            use is None
+        ):  # only stream 0 has touched it, and who read it before there were streams was not noted
             use = storage.order = Use(0, {0: self._since})
         return use
 
@@ -142,9 +152,21 @@ class Order:
 
     def known(self, stream: int, other: int, position: int) -> bool:
         """Whether `stream` comes after that position of `other` already."""
-        return other == stream or position <= self._clocks[stream].get(other, 0) or position <= self.node.executed
+        return (
+            other == stream
+            or position <= self._clocks[stream].get(other, 0)
+            or position <= self.node.executed
+        )
 
-    def wait(self, stream: int, other: int, position: int, text: str = "", seconds: float | None = None, line: Line | None = None) -> None:
+    def wait(
+        self,
+        stream: int,
+        other: int,
+        position: int,
+        text: str = "",
+        seconds: float | None = None,
+        line: Line | None = None,
+    ) -> None:
         """Make `stream` wait for a position of `other`, unless it is known to come after it; past `seconds` it fails with `text`."""
         if self.known(stream, other, position):
             return

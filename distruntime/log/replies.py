@@ -10,7 +10,9 @@ from ..errors import ProtocolError
 from ..wire.codec import dtype_named, failure_from
 
 _MOST = 1 << 62  # elements; no memory holds them, and torch's own arithmetic overflows beyond
-_DEEPEST = 64  # lists in lists; a thousand would end in a RecursionError, which is nobody's fault but the worker's
+_DEEPEST = (
+    64  # lists in lists; a thousand would end in a RecursionError, which is nobody's fault but the worker's
+)
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -22,7 +24,11 @@ def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _row(*columns: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and len(value) == len(columns) and all(is_(one) for is_, one in zip(columns, value))
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(columns)
+        and all(is_(one) for is_, one in zip(columns, value))
+    )
 
 
 _integer, _text, _real, _integers = _is(int), _is(str), _is(int, float), _list_of(_is(int))
@@ -52,7 +58,13 @@ def is_spec(fields: Any) -> bool:
     if not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
         return False
     sizes, strides, offset, _, bits = fields
-    if count(sizes) < 0 or len(strides) != len(sizes) or any(s < 0 for s in strides) or offset < 0 or not 0 <= bits < 4:
+    if (
+        count(sizes) < 0
+        or len(strides) != len(sizes)
+        or any(s < 0 for s in strides)
+        or offset < 0
+        or not 0 <= bits < 4
+    ):
         return False
     return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
 
@@ -61,7 +73,11 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     """Whether this is a result that is no tensor."""
     if isinstance(value, list):
         complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
-        return complex_ or (value[:1] == ["list"] and depth < _DEEPEST and all(is_plain(item, depth + 1) for item in value[1:]))
+        return complex_ or (
+            value[:1] == ["list"]
+            and depth < _DEEPEST
+            and all(is_plain(item, depth + 1) for item in value[1:])
+        )
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -74,7 +90,12 @@ def _failure(fields: Any) -> bool:
 
 def is_tensor(value: Any, payload: Any, room: Any) -> bool:
     """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
-    if not isinstance(value, list) or len(value) != 3 or not _dtype(value[0]) or (elements := count(value[1])) < 0:
+    if (
+        not isinstance(value, list)
+        or len(value) != 3
+        or not _dtype(value[0])
+        or (elements := count(value[1])) < 0
+    ):
         return False
     nbytes, data = elements * dtype_named(value[0]).itemsize, value[2]
     if data in ("shared", "parts"):
@@ -87,7 +108,12 @@ def is_tensor(value: Any, payload: Any, room: Any) -> bool:
 def is_devices(rows: Any) -> bool:
     """Whether this is what a worker has, as in `Welcome.devices`."""
     row = _row(_text, _text, _integer, _integer, _text, _integer, _integer)
-    return isinstance(rows, list) and bool(rows) and all(map(row, rows)) and len({row[0] for row in rows}) == len(rows)
+    return (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(map(row, rows))
+        and len({row[0] for row in rows}) == len(rows)
+    )
 
 
 def _number(value: Any) -> bool:
@@ -97,7 +123,9 @@ def _number(value: Any) -> bool:
 
 _listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))  # see publishing.py
 _publication = _row(_text, _text, _text, _number, _is(bool), _text, _listed, _integer)
-_version = _row(_number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec))))
+_version = _row(
+    _number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec)))
+)
 _index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
 
 
@@ -107,7 +135,10 @@ def _sizes(value: Any) -> bool:
 
 _poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
 FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for tensors
-    "item": lambda value: type(value) in (bool, int, float) or (isinstance(value, list) and is_plain(value) and value[0] == "complex"),
+    "item": lambda value: (
+        type(value) in (bool, int, float)
+        or (isinstance(value, list) and is_plain(value) and value[0] == "complex")
+    ),
     "text": _text,
     "passed": lambda value: value is None or _list_of(_failure)(value),
     "done": lambda value: value is None,
@@ -116,7 +147,9 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask memory": _row(_integer, _integer, _poisoned),
     "ask status": _row(_integer, lambda name: name is None or type(name) is str, _real),
     "ask passed": _is(bool),
-    "ask channel": _row(_text, lambda fields: True, lambda python: _integers(python) and len(python) == 2),  # see Capabilities.from_wire
+    "ask channel": _row(
+        _text, lambda fields: True, lambda python: _integers(python) and len(python) == 2
+    ),  # see Capabilities.from_wire
     "ask listen": _text,
     "ask turns": _list_of(_row(_text, _integer, _real)),
     "ask published names": _row(_text, _list_of(_publication)),

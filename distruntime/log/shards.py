@@ -45,9 +45,21 @@ def mesh_of(team: Team, home: Residence, handles: Sequence[Handle], into: Handle
             mine = [handles[k] for k in ranks]
             if node.failed is None:
                 written = [Storage(spec)]  # not a value of this worker alone: nobody fetches it by this name
-                issue_joint([GIVE, [h.ref for h in mine], whole.ref], (), mine, written, [mine[0].place], given[node], line)
+                issue_joint(
+                    [GIVE, [h.ref for h in mine], whole.ref],
+                    (),
+                    mine,
+                    written,
+                    [mine[0].place],
+                    given[node],
+                    line,
+                )
         if into is None:
-            whole.born = (0, line[1], line[2])  # no word of the mesh's own log makes it; the logs keep their order
+            whole.born = (
+                0,
+                line[1],
+                line[2],
+            )  # no word of the mesh's own log makes it; the logs keep their order
     return whole
 
 

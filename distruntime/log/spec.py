@@ -67,7 +67,9 @@ class Spec:
 _interned: dict[tuple[object, ...], Spec] = {}
 
 
-def spec(size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, bits: int = 0) -> Spec:
+def spec(
+    size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, bits: int = 0
+) -> Spec:
     """Return the one spec of this metadata."""
     key = (tuple(size), tuple(stride), offset, dtype, bits)
     found = _interned.get(key)
@@ -75,7 +77,13 @@ def spec(size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: tor
         if len(_interned) >= _MOST:
             _interned.clear()
         found = Spec()
-        found.size, found.stride, found.offset, found.dtype, found.bits = torch.Size(key[0]), key[1], offset, dtype, bits
+        found.size, found.stride, found.offset, found.dtype, found.bits = (
+            torch.Size(key[0]),
+            key[1],
+            offset,
+            dtype,
+            bits,
+        )
         found = _interned.setdefault(key, found)
     return found
 
@@ -92,7 +100,9 @@ def spec_from_wire(fields: list[object]) -> Spec:
     return spec(tuple(size), tuple(stride), offset, dtype_named(dtype), bits)  # type: ignore[arg-type]
 
 
-NO_TENSOR = spec((0,), (1,), 0, torch.float32)  # of what a ref names that is no tensor: a tape, a stamp, a generator
+NO_TENSOR = spec(
+    (0,), (1,), 0, torch.float32
+)  # of what a ref names that is no tensor: a tape, a stamp, a generator
 
 
 def layout(spec: Spec) -> list[Any]:

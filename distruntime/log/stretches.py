@@ -16,7 +16,11 @@ class StretchedLog(list[Any]):
     """
 
     def __init__(
-        self, free: Callable[[int], None], stray: Callable[[], None], words: Iterable[Any] = (), stretches: Iterable[Stretch] = ()
+        self,
+        free: Callable[[int], None],
+        stray: Callable[[], None],
+        words: Iterable[Any] = (),
+        stretches: Iterable[Stretch] = (),
     ) -> None:
         super().__init__(words)
         self.stretches = list(stretches)
@@ -50,7 +54,11 @@ class StretchedLog(list[Any]):
 
     def stretched(self, taken: int) -> list[Stretch]:
         """Return the stretches of the first `taken` words as [stream, number of words]."""
-        return [[stream, min(end, taken) - first] for stream, first, end in self._bounds() if first < min(end, taken)]
+        return [
+            [stream, min(end, taken) - first]
+            for stream, first, end in self._bounds()
+            if first < min(end, taken)
+        ]
 
     def rest(self, taken: int) -> StretchedLog:
         """Return a log of what follows the first `taken` words."""

@@ -16,7 +16,10 @@ from ..errors import ConfigurationError, UsageError
 Groups = tuple[tuple[int, ...], ...]
 Modes = Iterable[tuple[str, int]]
 
-_SAME_DATA = ("pipe", "tensor")  # with one of these, several members work on the same data: they are a group of mode "model"
+_SAME_DATA = (
+    "pipe",
+    "tensor",
+)  # with one of these, several members work on the same data: they are a group of mode "model"
 
 
 class Layout:
@@ -38,11 +41,15 @@ class Layout:
         if not pairs:
             raise ConfigurationError('a layout needs modes, as in [("data", 2), ("tensor", 4)], got none')
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigurationError(f"mode {twice[0]!r} is there twice, in {names}: give each mode a name of its own")
+            raise ConfigurationError(
+                f"mode {twice[0]!r} is there twice, in {names}: give each mode a name of its own"
+            )
         product = prod(size for _, size in pairs)
         if world is not None and product != world:
             sizes = " x ".join(f"{name} {size}" for name, size in pairs)
-            raise ConfigurationError(f"{sizes} are {product} members, but the world has {world}: their product must be the world")
+            raise ConfigurationError(
+                f"{sizes} are {product} members, but the world has {world}: their product must be the world"
+            )
         groups: dict[str, Groups] = {}
         stride = product
         for name, size in pairs:
@@ -57,7 +64,9 @@ class Layout:
     def _take(self, groups: dict[str, Groups]) -> None:
         self._groups = groups
         self._seats = {
-            mode: {member: (number, rank) for number, group in enumerate(of) for rank, member in enumerate(group)}
+            mode: {
+                member: (number, rank) for number, group in enumerate(of) for rank, member in enumerate(group)
+            }
             for mode, of in groups.items()
         }
 
@@ -122,11 +131,15 @@ class Layout:
     def member(self, **coordinates: int) -> int:
         """Return the member that sits at coordinates, as in `layout.member(data=1, pipe=0, tensor=1)`; every mode is needed."""
         if set(coordinates) != set(self.modes):
-            raise UsageError(f"a member has coordinates {list(self.modes)}, got {list(coordinates)}: give one for each")
+            raise UsageError(
+                f"a member has coordinates {list(self.modes)}, got {list(coordinates)}: give one for each"
+            )
         at = 0
         for mode, size in self.modes.items():
             if not 0 <= coordinates[mode] < size:
-                raise UsageError(f"{mode}={coordinates[mode]} is outside the layout: mode {mode!r} has {size}, 0 to {size - 1}")
+                raise UsageError(
+                    f"{mode}={coordinates[mode]} is outside the layout: mode {mode!r} has {size}, 0 to {size - 1}"
+                )
             at = at * size + coordinates[mode]
         return at
 
@@ -142,12 +155,18 @@ class Layout:
         size = len(data[0])
         for name, number in (("ep", ep), ("dp", dp)):
             if number is not None and (number < 1 or size % number):
-                raise ConfigurationError(f"{name}={number} does not divide the groups of mode 'data', which have {size} members")
+                raise ConfigurationError(
+                    f"{name}={number} does not divide the groups of mode 'data', which have {size} members"
+                )
         if ep is None and dp is None:
-            raise ConfigurationError(f"with_experts needs ep= or dp=; their product is the size of the groups of mode 'data', {size}")
+            raise ConfigurationError(
+                f"with_experts needs ep= or dp=; their product is the size of the groups of mode 'data', {size}"
+            )
         ep = size // dp if ep is None and dp is not None else ep or 1
         if dp is not None and ep * dp != size:
-            raise ConfigurationError(f"ep={ep} times dp={dp} are {ep * dp} members, but the groups of mode 'data' have {size}")
+            raise ConfigurationError(
+                f"ep={ep} times dp={dp} are {ep * dp} members, but the groups of mode 'data' have {size}"
+            )
         experts = tuple(group[start : start + ep] for group in data for start in range(0, size, ep))
         replicas = tuple(group[start::ep] for group in data for start in range(ep))
         return self._with({"moe_ep": experts, "moe_dp": replicas})
@@ -155,7 +174,9 @@ class Layout:
     def with_nodes(self, per_node: int = 8) -> Layout:
         """Return this layout with the mode "node": `per_node` members that follow each other are a group."""
         if per_node < 1 or self.world % per_node:
-            raise ConfigurationError(f"{self.world} members do not fill nodes of {per_node}: per_node must divide {self.world}")
+            raise ConfigurationError(
+                f"{self.world} members do not fill nodes of {per_node}: per_node must divide {self.world}"
+            )
         return self._with({"node": _strided(self.world, per_node, 1)})
 
     # -- the rest ----------------------------------------------------------------------------------------------------------------
@@ -171,23 +192,36 @@ class Layout:
         try:
             return self._seats[mode][member]
         except (KeyError, TypeError):
-            raise UsageError(f"there is no member {member!r} in a layout of {self.world} members, 0 to {self.world - 1}") from None
+            raise UsageError(
+                f"there is no member {member!r} in a layout of {self.world} members, 0 to {self.world - 1}"
+            ) from None
 
     def __eq__(self, other: object) -> bool:
         """Equal layouts have the same modes in the same order, and the same groups."""
-        return isinstance(other, Layout) and list(self.modes.items()) == list(other.modes.items()) and self._groups == other._groups
+        return (
+            isinstance(other, Layout)
+            and list(self.modes.items()) == list(other.modes.items())
+            and self._groups == other._groups
+        )
 
     def __hash__(self) -> int:
         return hash((tuple(self.modes.items()), tuple(sorted(self._groups))))
 
     def __repr__(self) -> str:
         more = "".join(f".{mode}" for mode in sorted(set(self._groups) - set(self.modes)))
-        return f"Layout({list(self.modes.items())})" + (f" with {more[1:].replace('.', ', ')}" if more else "")
+        return f"Layout({list(self.modes.items())})" + (
+            f" with {more[1:].replace('.', ', ')}" if more else ""
+        )
 
 
 def _checked(mode: object) -> tuple[str, int]:
     """Return a mode as its name and size, or say what is wrong with it."""
-    if not (isinstance(mode, Sequence) and not isinstance(mode, str) and len(mode) == 2 and isinstance(mode[0], str)):
+    if not (
+        isinstance(mode, Sequence)
+        and not isinstance(mode, str)
+        and len(mode) == 2
+        and isinstance(mode[0], str)
+    ):
         raise ConfigurationError(f'a mode is a name and a size, as in ("data", 2), got {mode!r}')
     name, size = mode
     if isinstance(size, bool) or not isinstance(size, SupportsIndex) or operator.index(size) < 1:

@@ -30,7 +30,16 @@ from ..operators.transfer import upload
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import OpenLines
 
-_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+_REDUCTIONS = {
+    "sum": "SUM",
+    "avg": "AVG",
+    "product": "PRODUCT",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
 _MOST_NUMBERS = 64  # tensors of one number for each member that a mesh keeps
 
 
@@ -38,7 +47,9 @@ def reduction(op: Any) -> tuple[str, float | None]:
     """Return a reduction's name, and the factor of a PREMUL_SUM, of what torch passes: "avg", a ReduceOp or its options."""
     if isinstance(op, str):
         if op.lower() not in _REDUCTIONS:
-            raise NotSupportedError(f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}")
+            raise NotSupportedError(
+                f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}"
+            )
         return _REDUCTIONS[op.lower()], None
     kind = getattr(op, "op", op)
     name = str(kind).rpartition(".")[2]
@@ -95,7 +106,10 @@ class Lines:
     @property
     def broken(self) -> str | None:
         """Why they cannot be used any more."""
-        return next((group.broken or "a group was closed" for group in self.groups if group.broken or group.closed), None)
+        return next(
+            (group.broken or "a group was closed" for group in self.groups if group.broken or group.closed),
+            None,
+        )
 
     def ranks(self) -> Any:
         """Return a tensor of one int64 that is, on each member, its rank in its line. Return at once."""
@@ -112,7 +126,11 @@ class Lines:
             if t._handle.place.node.members:
                 remedy = "Name the shards that it is to have: dr.from_shards([x.member(k), ...], mesh)"
         else:
-            where = "is a local tensor" if type(t) in (torch.Tensor, torch.nn.Parameter) else f"is a {type(t).__name__}"
+            where = (
+                "is a local tensor"
+                if type(t) in (torch.Tensor, torch.nn.Parameter)
+                else f"is a {type(t).__name__}"
+            )
         raise PlacementError(f"what runs along {self.team} takes tensors on it; this one {where}. {remedy}")
 
     def run(
@@ -133,7 +151,9 @@ class Lines:
         team.require_alive()
         given, written_to = [self.on_mesh(t) for t in inputs], [self.on_mesh(t) for t in into]
         if (broken := self.broken) is not None:
-            raise NodeFailed(f"{self!r} cannot go on: {broken}. Its members are there: mesh.lines(...) connects them anew")
+            raise NodeFailed(
+                f"{self!r} cannot go on: {broken}. Its members are there: mesh.lines(...) connects them anew"
+            )
         if op is not None:
             require_reduction(self.groups[0], op, (given or written_to)[0].dtype)
         if operation != "copy":
@@ -143,9 +163,16 @@ class Lines:
         ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
         for handle in outs if not made else ():
             if handle.spec.expanded:
-                raise NotSupportedError(f"{operation} into {handle.spec} that is expanded: several elements share memory; clone it first")
+                raise NotSupportedError(
+                    f"{operation} into {handle.spec} that is expanded: several elements share memory; clone it first"
+                )
         options = [root, op, factor, not made, *splits]
-        fields = [f"group::{operation}", [self.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]], {}, 0]
+        fields = [
+            f"group::{operation}",
+            [self.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]],
+            {},
+            0,
+        ]
         line = user_line()
         relieve(team)
 
@@ -171,7 +198,9 @@ def longer(spec: Spec, times: int) -> Spec:
 def run_all_reduce(lines: Lines, x: torch.Tensor, op: Any = "SUM") -> Any:
     """Return the sum, or another reduction ("AVG", a ReduceOp), of each line's tensors, at each of its members."""
     name, factor = reduction(op)
-    return lines.run("all_reduce", [x], [contiguous(lines.on_mesh(x)._handle.spec)], op=name, factor=factor)[0]
+    return lines.run("all_reduce", [x], [contiguous(lines.on_mesh(x)._handle.spec)], op=name, factor=factor)[
+        0
+    ]
 
 
 def run_all_gather(lines: Lines, x: torch.Tensor) -> Any:
@@ -231,7 +260,9 @@ class _AllReduce(torch.autograd.Function):
         if name in ("SUM", "AVG", "PREMUL_SUM"):
             return None, None, _apply(_AllReduce, ctx.lines, ctx.op, grad)
         if name not in ("MIN", "MAX"):
-            raise NotSupportedError(f"all_reduce along a mesh has no gradient for {name}: use SUM, AVG, MIN or MAX")
+            raise NotSupportedError(
+                f"all_reduce along a mesh has no gradient for {name}: use SUM, AVG, MIN or MAX"
+            )
         x, out = ctx.saved_tensors
         chosen = (x == out).to(grad.dtype)  # members that are equal share, as torch.amax's gradient does
         total, ways = _apply(_AllReduce, ctx.lines, "SUM", grad), run_all_reduce(ctx.lines, chosen)
@@ -293,7 +324,9 @@ def _apply(function: Any, *args: Any) -> Any:
 
 def _operand(lines: Any, x: Any) -> DistributedTensor:
     if not isinstance(lines, Lines):
-        raise UsageError(f"this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, got {lines!r}")
+        raise UsageError(
+            f"this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, got {lines!r}"
+        )
     return lines.on_mesh(x)
 
 

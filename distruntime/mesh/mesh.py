@@ -47,7 +47,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     Tensors of meshes with the same members combine, whatever their shapes.
     """
 
-    def __init__(self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None) -> None:
+    def __init__(
+        self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None
+    ) -> None:
         self._team: Team = team_of(session, places)
         self._home = self._team.residence()  # held, so that its number stays its own
         self._whole = self  # of which this one shows some dimensions
@@ -111,10 +113,14 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
         wanted = tuple(mesh_dim_names) if isinstance(mesh_dim_names, (tuple, list)) else (mesh_dim_names,)
         if not all(isinstance(name, str) for name in wanted):
-            raise UsageError(f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places are mesh.places")
+            raise UsageError(
+                f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places are mesh.places"
+            )
         dims = [self._dim(name) for name in wanted]
         if dims != sorted(set(dims)):
-            raise UsageError(f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}")
+            raise UsageError(
+                f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}"
+            )
         if len(dims) == self.ndim:
             return self
         key = tuple(self._dims[d] for d in dims)
@@ -122,7 +128,13 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if key not in kept:
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
-            part._team, part._home, part._whole, part._dims, part._context = self._team, self._home, self._whole, key, self._context
+            part._team, part._home, part._whole, part._dims, part._context = (
+                self._team,
+                self._home,
+                self._whole,
+                key,
+                self._context,
+            )
             part._layout_of = None
             kept[key] = part
         found: DeviceMesh = kept[key]
@@ -136,10 +148,14 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         for dim, index in fixed.items():
             if not 0 <= index < self.shape[dim]:
                 name = (self.mesh_dim_names or {dim: dim})[dim]
-                raise UsageError(f"dimension {name!r} has coordinates 0 to {self.shape[dim] - 1}, got {index}")
+                raise UsageError(
+                    f"dimension {name!r} has coordinates 0 to {self.shape[dim] - 1}, got {index}"
+                )
         kept = [d for d in range(self.ndim) if d not in fixed]
         members = [
-            self.places[k] for k, at in enumerate(product(*map(range, self.shape))) if all(at[d] == index for d, index in fixed.items())
+            self.places[k]
+            for k, at in enumerate(product(*map(range, self.shape)))
+            if all(at[d] == index for d, index in fixed.items())
         ]
         names = None if self.mesh_dim_names is None else tuple(self.mesh_dim_names[d] for d in kept)
         return DeviceMesh(self.session, members, [self.shape[d] for d in kept] or [1], names or None)
@@ -170,7 +186,15 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             value = value + numbers(self._home, distinct)
         node = self._team
         with node.lock:
-            number, words = template(None, DistributedTensor, [self._home.lazy, value], {}, 0, node, name="distruntime::seed_member")
+            number, words = template(
+                None,
+                DistributedTensor,
+                [self._home.lazy, value],
+                {},
+                0,
+                node,
+                name="distruntime::seed_member",
+            )
             issue_default([number, *words], (), [value._handle], node, user_line())
 
     @contextmanager
@@ -199,7 +223,11 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""
         with speaking_for(self._team):
-            return super()._flatten(mesh_dim_name) if backend_override is None else super()._flatten(mesh_dim_name, backend_override)
+            return (
+                super()._flatten(mesh_dim_name)
+                if backend_override is None
+                else super()._flatten(mesh_dim_name, backend_override)
+            )
 
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
@@ -284,7 +312,9 @@ def init_device_mesh(
             raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
         mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
     if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise UsageError(f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}")
+        raise UsageError(
+            f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}"
+        )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
         raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
@@ -294,7 +324,9 @@ def init_device_mesh(
         if len(have) != need:
             raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
     elif device_type not in ("cpu", "cuda"):
-        raise UsageError(f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a list; got {device_type!r}')
+        raise UsageError(
+            f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a list; got {device_type!r}'
+        )
     else:
         have = [
             Place(node.index, name)
@@ -323,7 +355,9 @@ def _mesh_handle(t: Any) -> Any:
         )
     if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
         got = f"one on {t.place}" if isinstance(t, DistributedTensor) else f"a local {type(t).__name__}"
-        raise UsageError(f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members")
+        raise UsageError(
+            f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members"
+        )
     return t._handle
 
 
@@ -350,10 +384,14 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
         raise UsageError(f"from_shards takes the mesh itself, from_shards(tensors, mesh), got {mesh!r}")
     given = list(tensors)
     if len(given) != len(mesh.places):
-        raise UsageError(f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}")
+        raise UsageError(
+            f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}"
+        )
     for k, t in enumerate(given):
         if not isinstance(t, torch.Tensor):
-            raise UsageError(f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: torch.tensor(...) makes one")
+            raise UsageError(
+                f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: torch.tensor(...) makes one"
+            )
         if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
             raise UsageError(
                 f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
@@ -361,8 +399,14 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
             )
     for k, (t, place) in enumerate(zip(given, mesh.places)):
         if isinstance(t, DistributedTensor) and t.place != place:
-            move = f"t.member({k})" if t._handle.place.node.members else f"t.to(dr.place({place.node}, {place.device!r}))"
-            raise PlacementError(f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}")
+            move = (
+                f"t.member({k})"
+                if t._handle.place.node.members
+                else f"t.to(dr.place({place.node}, {place.device!r}))"
+            )
+            raise PlacementError(
+                f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}"
+            )
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _FromShards.apply(mesh, *given)  # type: ignore[no-any-return, no-untyped-call]
     return _put_together(mesh, given)
@@ -377,8 +421,12 @@ def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> Distribute
         else:
             home = mesh.session.places.residence(place, numbered=False)
             handles.append(upload(t, home))
-    if whole_of(mesh._team, handles) is None:  # two tensors of one log do not share memory unknown to it: the second is a copy
-        handles = [wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles]
+    if (
+        whole_of(mesh._team, handles) is None
+    ):  # two tensors of one log do not share memory unknown to it: the second is a copy
+        handles = [
+            wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles
+        ]
     found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
     return found
 

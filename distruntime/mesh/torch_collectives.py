@@ -16,8 +16,12 @@ Arguments = Sequence[Any]
 
 def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    if x.dtype is torch.bool:  # a sum of bools is whether any holds, a product whether all do; what reduces numbers may know no bools
-        found = along.run_all_reduce(lines_named(group), x.to(torch.uint8), {"sum": "max", "product": "min"}.get(op, op))
+    if (
+        x.dtype is torch.bool
+    ):  # a sum of bools is whether any holds, a product whether all do; what reduces numbers may know no bools
+        found = along.run_all_reduce(
+            lines_named(group), x.to(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
+        )
         return found.to(torch.bool)
     return along.run_all_reduce(lines_named(group), x, op)
 

@@ -36,7 +36,9 @@ from .varying import home_of, per_member, run_for_each
 _tensor: Any = torch.distributed.tensor
 _state_dict: Any = torch.distributed._state_dict_utils
 _device_mesh: Any = torch.distributed.device_mesh
-_MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__  # of the functions that torch marks as depending on the rank
+_MARK = _local_tensor.maybe_run_for_local_tensor(
+    lambda: None
+).__code__  # of the functions that torch marks as depending on the rank
 _done: list[str] = []  # what went wrong, if anything
 
 
@@ -65,7 +67,11 @@ def _prepare() -> None:
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils]
-    owners += [found for name in ("Shard", "_StridedShard", "_MaskPartial") if (found := getattr(placement_types, name, None)) is not None]
+    owners += [
+        found
+        for name in ("Shard", "_StridedShard", "_MaskPartial")
+        if (found := getattr(placement_types, name, None)) is not None
+    ]
     for owner in owners:
         _wrap_marked(owner)
     buffer = _tensor.placement_types.MaskBuffer
@@ -82,7 +88,9 @@ def _prepare() -> None:
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
     _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
     _device_mesh.new_group = noting(_device_mesh.new_group)
-    _device_mesh.DeviceMesh._init_one_process_group = staticmethod(placing(_device_mesh.DeviceMesh._init_one_process_group))
+    _device_mesh.DeviceMesh._init_one_process_group = staticmethod(
+        placing(_device_mesh.DeviceMesh._init_one_process_group)
+    )
     if _tensor._random._rng_tracker is None:
         _tensor._random._rng_tracker = _Draws()
 
@@ -147,7 +155,10 @@ def _masking(apply: Callable[..., None]) -> Callable[..., None]:
 def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; here comparing has asked all members."""
     one, other = args
-    if not all(home_of(getattr(t, "_local_tensor", None)) for t in args) or one.device_mesh != other.device_mesh:
+    if (
+        not all(home_of(getattr(t, "_local_tensor", None)) for t in args)
+        or one.device_mesh != other.device_mesh
+    ):
         mine = handlers.pop(func)
         try:
             return func(*args, **kwargs)
@@ -166,13 +177,20 @@ def _index_of(handler: Any, func: Any, args: Sequence[Any], kwargs: dict[str, An
     if home_of(t._local_tensor) is None:
         return handler(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    cut = [not p.is_replicate() and (p.is_partial() or dim is None or p.dim == dim % t.ndim) for p in t.placements]
+    cut = [
+        not p.is_replicate() and (p.is_partial() or dim is None or p.dim == dim % t.ndim)
+        for p in t.placements
+    ]
     if any(cut):
-        t = t.redistribute(t.device_mesh, [_tensor.Replicate() if gather else p for gather, p in zip(cut, t.placements)])
+        t = t.redistribute(
+            t.device_mesh, [_tensor.Replicate() if gather else p for gather, p in zip(cut, t.placements)]
+        )
     return handler(func, (t, *args[1:]), kwargs)
 
 
-def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any) -> Any:
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, *options: Any, **named: Any
+) -> Any:
     """Attention over DTensors, each member its own batches and heads, as DTensor has it of CUDA's kernels.
 
     The formula would make a mask of "what the queries are", and what torch's C++ makes of that is no DTensor.
@@ -194,8 +212,14 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: floa
     if attn_mask is not None:
         ahead = query.ndim - attn_mask.ndim
         cut = [p.is_shard() and p.dim >= ahead and attn_mask.size(p.dim - ahead) > 1 for p in layout]
-        own = [_tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate() for p, of_mask in zip(layout, cut)]
-        summed = [_tensor.Partial() if p.is_shard() and not of_mask else q for p, q, of_mask in zip(layout, own, cut)]
+        own = [
+            _tensor.Shard(p.dim - ahead) if of_mask else _tensor.Replicate()
+            for p, of_mask in zip(layout, cut)
+        ]
+        summed = [
+            _tensor.Partial() if p.is_shard() and not of_mask else q
+            for p, q, of_mask in zip(layout, own, cut)
+        ]
         attn_mask = attn_mask.redistribute(mesh, own).to_local(grad_placements=summed)
     with mesh.drawing(layout, None) if dropout_p else contextlib.nullcontext():
         found = torch.ops.aten.scaled_dot_product_attention(*local, attn_mask, dropout_p, *options, **named)
@@ -207,7 +231,14 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        home = next((found for value in (*args, *kwargs.values()) if (found := getattr(value, "_home", None)) is not None), None)
+        home = next(
+            (
+                found
+                for value in (*args, *kwargs.values())
+                if (found := getattr(value, "_home", None)) is not None
+            ),
+            None,
+        )
         if home is None:
             return function(*args, **kwargs)
         with MeshContext(home, default=False):
@@ -220,7 +251,9 @@ def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse a new DTensor whose shards would differ in size, before a factory gets a size that differs from member to member."""
 
     @functools.wraps(make)
-    def choose(factory: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+    def choose(
+        factory: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> Any:
         parts = list(size)
         for n, placement in zip(device_mesh.shape if hasattr(device_mesh, "_home") else (), placements or ()):
             dim = getattr(placement, "dim", None)

@@ -24,7 +24,9 @@ def prepare() -> None:
     _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
     group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
     group.finalize_backward = _waiting(group.finalize_backward)
-    parameter._init_sharded_post_forward_param_metadata = _of_rows(parameter._init_sharded_post_forward_param_metadata)
+    parameter._init_sharded_post_forward_param_metadata = _of_rows(
+        parameter._init_sharded_post_forward_param_metadata
+    )
     replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
@@ -49,7 +51,9 @@ class _Chunks(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not varies(index):
             return super().__getitem__(index)
-        found = NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
+        found = (
+            NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
+        )
         return run_for_each(list.__getitem__, [list(self), index], {}) if found is NotImplemented else found
 
 
@@ -105,7 +109,9 @@ def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
             for one in module if isinstance(module, (list, tuple)) else [module]:
                 for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
                     if value.device.type not in ("remote", "meta") and value not in ignored:
-                        raise UsageError(f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)")
+                        raise UsageError(
+                            f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)"
+                        )
         return shard(module, *args, mesh=mesh, **kwargs)
 
     return choose

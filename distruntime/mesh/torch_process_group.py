@@ -23,7 +23,10 @@ from ..tensors.tensor import DistributedTensor
 from .lines import Lines, reduction, run_all_reduce, run_all_to_all
 
 BACKEND = "distruntime"
-_OBJECTS = (torch.uint8, torch.int64)  # what torch sends of objects, which are this process's for all members; numbers of a member are not
+_OBJECTS = (
+    torch.uint8,
+    torch.int64,
+)  # what torch sends of objects, which are this process's for all members; numbers of a member are not
 _c10d: Any = distributed_c10d
 _dist: Any = dist
 
@@ -109,7 +112,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             size = self.lines.size
             ranks = f". This group has {self.size()} ranks, for every device of the session: name the mesh's, group=mesh.get_group(dim)"
             raise UsageError(
-                f"{what} has {wanted} {unit} where a line has {size} members, got {got}" + (ranks if self.size() != size else "")
+                f"{what} has {wanted} {unit} where a line has {size} members, got {got}"
+                + (ranks if self.size() != size else "")
             )
 
     # -- what torch.distributed calls, by the names of the c10d operators -------------------------------------------------------------
@@ -146,7 +150,12 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         if is_local(given) and given.dtype in _OBJECTS:
             output.view(-1).copy_(given.reshape(-1).repeat(self.size()))
             return Issued([output])
-        self._expect("all_gather's output", "elements", on_mesh(output).numel(), on_mesh(given).numel() * self.lines.size)
+        self._expect(
+            "all_gather's output",
+            "elements",
+            on_mesh(output).numel(),
+            on_mesh(given).numel() * self.lines.size,
+        )
         self.lines.run("all_gather", [given], into=[output])
         return Issued([output])
 
@@ -164,11 +173,19 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
         op, factor = reduction(getattr(opts, "reduceOp", opts))
-        self._expect("reduce_scatter's input", "elements", on_mesh(given).numel(), on_mesh(output).numel() * self.lines.size)
+        self._expect(
+            "reduce_scatter's input",
+            "elements",
+            on_mesh(given).numel(),
+            on_mesh(output).numel() * self.lines.size,
+        )
         self.lines.run("reduce_scatter", [given], into=[output], op=op, factor=factor)
         return Issued([output])
 
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names from torch 2.13 on
+    all_gather_single, reduce_scatter_single = (
+        _allgather_base,
+        _reduce_scatter_base,
+    )  # their names from torch 2.13 on
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
         """Gather several tensors."""
@@ -187,7 +204,9 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
         """Give each member its part of the reduction of all members' lists."""
-        return self._reduce_scatter_base(outputs[0], torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]]), opts)
+        return self._reduce_scatter_base(
+            outputs[0], torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]]), opts
+        )
 
     def reduce(self, tensors: Any, opts: Any) -> Issued:
         """Reduce into the root's tensor; the others' stay as they are."""
@@ -231,7 +250,9 @@ def on_mesh(t: Any) -> DistributedTensor:
     if is_on_mesh(t):
         return t
     where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
-    raise UsageError(f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)")
+    raise UsageError(
+        f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)"
+    )
 
 
 def register(name: str, first: Sequence[int], ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
@@ -275,18 +296,24 @@ _world: list[Callable[[], Lines]] = []
 
 
 def _made(opts: Any, backend_options: Any) -> MeshGroup:
-    return MeshGroup(f"{BACKEND}:{opts.group_id}", opts.group_size, _unplaced if opts.global_ranks_in_group else _world[0])
+    return MeshGroup(
+        f"{BACKEND}:{opts.group_id}", opts.group_size, _unplaced if opts.global_ranks_in_group else _world[0]
+    )
 
 
 def _unplaced() -> Lines:
-    raise UsageError("this process group is of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh")
+    raise UsageError(
+        "this process group is of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"
+    )
 
 
 # -- groups that torch makes itself, of a mesh that it flattens or cuts up --------------------------------------------------------------
 
 _numbers = itertools.count()
 _speaking: list[Team] = []  # whose members the ranks are, innermost last
-_rows: list[list[int]] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
+_rows: list[
+    list[int]
+] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
 
 
 @contextmanager
@@ -329,7 +356,9 @@ def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(group, MeshGroup) and _rows:
             group.use(lines, ranks)
             return name
-        return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name  # of all: torch gives its default group for them
+        return register(
+            f"{name}:{next(_numbers)}", rows[0], ranks, lines
+        ).group_name  # of all: torch gives its default group for them
 
     return choose
 
@@ -346,5 +375,7 @@ def lines_named(group: Any) -> Lines:
     if isinstance(group, str):
         found = _c10d._resolve_process_group(group)
     if not isinstance(found, MeshGroup):
-        raise UsageError(f"this collective names the process group {group!r}, which is not of a mesh: mesh.get_group(dim)")
+        raise UsageError(
+            f"this collective names the process group {group!r}, which is not of a mesh: mesh.get_group(dim)"
+        )
     return found.lines

@@ -102,7 +102,10 @@ def _compared(name: str, sign: str) -> Callable[..., Any]:
 
     def ask(self: _Varying, other: Any) -> Any:
         others = getattr(other, "_local_ints", None)
-        answers = {compare(n, other.maybe_as_int() if others is None else others[k]) for k, n in self._local_ints.items()}
+        answers = {
+            compare(n, other.maybe_as_int() if others is None else others[k])
+            for k, n in self._local_ints.items()
+        }
         if len(answers) > 1:
             return _Undecided(self._refused(f"so does whether it is {sign} {other}"))
         return torch._C._get_constant_bool_symnode(answers.pop())
@@ -112,7 +115,14 @@ def _compared(name: str, sign: str) -> Callable[..., Any]:
 
 for _name in ("add", "sub", "mul", "mod", "neg", "floordiv", "int_floordiv", "sym_max", "sym_min", "sym_sum"):
     setattr(_Varying, _name, _computed(_name))
-for _name, _sign in {"eq": "equal to", "ne": "unlike", "lt": "below", "le": "at most", "gt": "above", "ge": "at least"}.items():
+for _name, _sign in {
+    "eq": "equal to",
+    "ne": "unlike",
+    "lt": "below",
+    "le": "at most",
+    "gt": "above",
+    "ge": "at least",
+}.items():
     setattr(_Varying, _name, _compared(_name, _sign))
 
 
@@ -145,7 +155,9 @@ def _at(value: Any, k: int) -> Any:
 def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a function once for each member, on its shards and its numbers; return the results as a mesh's."""
     flat, shape = tree_flatten((list(args), kwargs))
-    homes = [t._handle.place for t in flat if isinstance(t, DistributedTensor) and t._handle.place.node.members]
+    homes = [
+        t._handle.place for t in flat if isinstance(t, DistributedTensor) and t._handle.place.node.members
+    ]
     name = getattr(function, "__qualname__", str(function))
     if not homes and all(value is None or isinstance(value, int) or varies(value) for value in flat):
         return _computed_once(function, flat, shape, name)
@@ -190,7 +202,9 @@ def _select_split(function: Any, shard: Any, tensor: Any, num_chunks: int, index
     return pick(tensor, shard.dim, num_chunks, index, getattr(shard, "split_factor", 1))
 
 
-def _unpad_new_dim(function: Any, shape: Any, tensor: Any, num_chunks: int, old: int, new: int, rank: Any) -> Any:
+def _unpad_new_dim(
+    function: Any, shape: Any, tensor: Any, num_chunks: int, old: int, new: int, rank: Any
+) -> Any:
     return NotImplemented if shape[old] % num_chunks or shape[new] % num_chunks else tensor
 
 
@@ -201,7 +215,9 @@ def _unpad_sizes(function: Any, dim: int, tensor: Any, pads: Any, rank: Any, mak
 def _mask(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
     offset, size = _on(offset, tensor), _on(size, tensor)
     mask = (tensor < offset) | (tensor >= offset + size)
-    return mask, (tensor - offset).masked_fill(mask, 0)  # torch's own writes by the mask, whose places are to be asked of each member
+    return mask, (tensor - offset).masked_fill(
+        mask, 0
+    )  # torch's own writes by the mask, whose places are to be asked of each member
 
 
 _AT_ONCE: dict[str, Callable[..., Any]] = {
@@ -236,7 +252,9 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
     if isinstance(first, torch.Tensor):
         shapes = [tuple(t.shape) for t in found]
         if len(set(shapes)) > 1:
-            shown = ", ".join(f"member {k}: {shape}" for k, shape in enumerate(shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+            shown = ", ".join(f"member {k}: {shape}" for k, shape in enumerate(shapes[:4])) + (
+                ", ..." if len(shapes) > 4 else ""
+            )
             raise NotSupportedError(
                 f"the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
                 "of the number of members, or use lists of tensors, which may be uneven: distruntime.primitives"
@@ -250,7 +268,9 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
                 f"{name}: torch asks for this process's own part here, and this process speaks for all members of a mesh. "
                 "distruntime.fetch(x) gives the whole of a DTensor, distruntime.fetch(model.state_dict()) of a model"
             )
-        alike = len({t.stride() for t in found}) == 1  # views must stay views: what is written to them is the tensor's
+        alike = (
+            len({t.stride() for t in found}) == 1
+        )  # views must stay views: what is written to them is the tensor's
         handles = [(t if alike else t.contiguous())._handle for t in found]
         return wrap(DistributedTensor, mesh_of(home.node, home, handles))
     if isinstance(first, int) and not isinstance(first, bool):

@@ -24,11 +24,23 @@ from .proxies import reshape_wrapper, wrap
 from .signatures import entry_for, results_pattern, template
 
 PENDING = Spec()
-PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = torch.Size((0,)), (1,), 0, torch.float32, 0
+PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
+    torch.Size((0,)),
+    (1,),
+    0,
+    torch.float32,
+    0,
+)
 
 
 def learn(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None, line: Line
+    cls: Any,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    signature: tuple[Any, ...] | None,
+    line: Line,
 ) -> Any:
     """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
     node = place.node
@@ -40,23 +52,33 @@ def learn(
     operands: list[Any] = tensors_of(args, kwargs)
     listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
     if listed and schema.name not in LENGTHS:
-        raise NotSupportedError(f"{func} returns a list whose length depends on data; fetch its operands and call it locally")
+        raise NotSupportedError(
+            f"{func} returns a list whose length depends on data; fetch its operands and call it locally"
+        )
     count = LENGTHS[schema.name](args) if listed else len(schema.returns)
     returns = list(schema.returns) * count if listed else schema.returns
     shared = shared * count if listed else shared
     storages = [operands[k]._handle.storage for k in written]
     require_writable(storages, line)
     with node.lock:
-        number, words = template(func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node)
+        number, words = template(
+            func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node
+        )
         handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
         request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
-    described = await_specs(request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func)
+    described = await_specs(
+        request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func
+    )
     out: list[Any] = []
     results: list[Result] = []
     for handle, fields, argument, alias in zip(handles, described, returns, shared):
         if not _is_tensor(fields):
-            out.append(complex(fields[1], fields[2]) if isinstance(fields, list) and fields and fields[0] == "complex" else fields)
+            out.append(
+                complex(fields[1], fields[2])
+                if isinstance(fields, list) and fields and fields[0] == "complex"
+                else fields
+            )
             results.append(None)
             continue
         handle.spec = spec_from_wire(fields)
@@ -74,7 +96,9 @@ def learn(
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
     if (
-        signature is not None and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS) and not schema.is_mutable
+        signature is not None
+        and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS)
+        and not schema.is_mutable
     ):  # deterministic: only the meta kernel was wrong
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
@@ -85,7 +109,9 @@ def learn(
     return out[0] if count == 1 else tuple(out)
 
 
-def _learn_each(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line) -> Any:
+def _learn_each(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line
+) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
     team: Any = home.node
     found: list[Any] = []
@@ -94,7 +120,9 @@ def _learn_each(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
         there = team.session.places.residence(place, numbered=False)
         own = [_at_member(value, cls, home, k, place, whole) for value in args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
-        found.append((learn(cls, func, own, named, there, None, line), own, named))  # held: their ids are keys
+        found.append(
+            (learn(cls, func, own, named, there, None, line), own, named)
+        )  # held: their ids are keys
     return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
 
 
@@ -127,7 +155,9 @@ def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], w
 
 
 def _unlike(func: Any, results: list[str]) -> NotSupportedError:
-    shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (", ..." if len(results) > 4 else "")
+    shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (
+        ", ..." if len(results) > 4 else ""
+    )
     return NotSupportedError(
         f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; call it for each: t.member(k)"
     )

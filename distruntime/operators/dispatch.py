@@ -67,7 +67,9 @@ MIXED: Any = _Mixed()
 
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Turn one operator call into one instruction; return its proxies at once."""
-    key: list[Any] = [id(func)]  # an OpOverload's own hash is a Python function; the entry keeps `func` alive, so the id stays its own
+    key: list[Any] = [
+        id(func)
+    ]  # an OpOverload's own hash is a Python function; the entry keeps `func` alive, so the id stays its own
     words: list[Any] = [0]
     place: Any = None
     for a in args:
@@ -78,7 +80,9 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             words.append(handle.ref)
             if handle.place is not place:
                 place = handle.place if place is None else MIXED
-        elif kind is float:  # travels as an operand: a learning rate that changes must not make a new template
+        elif (
+            kind is float
+        ):  # travels as an operand: a learning rate that changes must not make a new template
             key.append(float)
             words.append(a)
         elif kind is list or kind is tuple:
@@ -99,12 +103,16 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
         entry = None
     if entry is None:
-        if len(types) > 1 and not all(issubclass(kind, cls) for kind in types):  # DTensor's turn, to say what is mixed or to make it one
+        if len(types) > 1 and not all(
+            issubclass(kind, cls) for kind in types
+        ):  # DTensor's turn, to say what is mixed or to make it one
             return NotImplemented
         try:
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:
-            if is_of_caller(error):  # a mistyped shape would show a dozen frames of this package and of torch's meta kernels
+            if is_of_caller(
+                error
+            ):  # a mistyped shape would show a dozen frames of this package and of torch's meta kernels
                 raise error.with_traceback(None) from error.__cause__
             raise
     template, spec, alias, _, _ = entry
@@ -117,7 +125,21 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     handle = Handle(ref, spec, place, Storage(spec) if alias is None else args[alias]._handle.storage)
     # By position: naming the last two costs 0.2 us more.
     out = _make_wrapper(
-        cls, spec.size, spec.stride, spec.offset, None, spec.dtype, _strided, place.lazy, False, False, None, False, False, AUTOCAST, HUGE
+        cls,
+        spec.size,
+        spec.stride,
+        spec.offset,
+        None,
+        spec.dtype,
+        _strided,
+        place.lazy,
+        False,
+        False,
+        None,
+        False,
+        False,
+        AUTOCAST,
+        HUGE,
     )
     out._handle = handle
     frame = _getframe(1)

@@ -28,7 +28,9 @@ from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
 
-for_each_member: list[Callable[..., Any]] = []  # what calls with numbers that differ from member to member go to; see dtensor.py
+for_each_member: list[
+    Callable[..., Any]
+] = []  # what calls with numbers that differ from member to member go to; see dtensor.py
 
 # Operators that take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
@@ -47,7 +49,10 @@ def _flat(results: list[Result]) -> list[Result]:
 
 def _vary(values: Sequence[Any]) -> bool:
     """Whether numbers among the arguments differ from member to member."""
-    return any(type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a)) for a in values)
+    return any(
+        type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a))
+        for a in values
+    )
 
 
 def first_time(
@@ -92,7 +97,14 @@ def first_time(
     return call(cls, func, args, kwargs, place, signature if remember else None)
 
 
-def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, signature: tuple[Any, ...] | None) -> Any:
+def call(
+    cls: Any,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    signature: tuple[Any, ...] | None,
+) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
     known = place.unproven.get(signature) if signature is not None else None
@@ -105,10 +117,16 @@ def call(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place
             outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
             return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
         return learn(cls, func, args, kwargs, place, signature, line)
-    if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):  # out=
-        if outcome.reshaped and func._schema.returns:  # meta kernels resize `out` to other strides than the real ones do
+    if any(
+        a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    ):  # out=
+        if (
+            outcome.reshaped and func._schema.returns
+        ):  # meta kernels resize `out` to other strides than the real ones do
             return learn(cls, func, args, kwargs, place, None, line)
-        if any(isinstance(a, float) for a in args):  # which may say how large `out` must be (arange), and are not in the signature
+        if any(
+            isinstance(a, float) for a in args
+        ):  # which may say how large `out` must be (arange), and are not in the signature
             signature = None
     return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
 
@@ -130,7 +148,9 @@ def _issue_new(
         require_writable([operands[k]._handle.storage for k in outcome.written], line)
     relieve(node)
     with node.lock:
-        number, words = template(func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node)
+        number, words = template(
+            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node
+        )
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
@@ -146,9 +166,13 @@ def _issue_new(
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
-def _emit_checked(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+def _emit_checked(
+    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+) -> Any:
     """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
-    return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)  # CHECK is 0, the word that emit writes first
+    return emit(
+        cls, (CHECK, *entry[1:]), words, args, kwargs, place, line
+    )  # CHECK is 0, the word that emit writes first
 
 
 def _corrector(
@@ -195,16 +219,26 @@ class _Placeholder:
 
 def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().places.numbered(kwargs["device"].index if kwargs.get("device") is not None else None)
+    place = active_session().places.numbered(
+        kwargs["device"].index if kwargs.get("device") is not None else None
+    )
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     kwargs["device"] = place.lazy
-    signature = (id(func), *(tuple(a) if isinstance(a, list) else a for a in args), *((k, type(v), v) for k, v in kwargs.items()))
+    signature = (
+        id(func),
+        *(tuple(a) if isinstance(a, list) else a for a in args),
+        *((k, type(v), v) for k, v in kwargs.items()),
+    )
     entry = place.known.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
-    words: list[Any] = [0, *(a for a in args if type(a) is float), *(v for v in kwargs.values() if type(v) is float)]
+    words: list[Any] = [
+        0,
+        *(a for a in args if type(a) is float),
+        *(v for v in kwargs.values() if type(v) is float),
+    ]
     relieve(place.node)
     return emit(cls, entry, words, args, kwargs, place, user_line())
 
@@ -246,7 +280,8 @@ def _different_members(func: Any, one: str, here: Residence, two: str, there: Re
     for name, places in zip((one, two), only):
         if places:
             lines.append(
-                f"  only `{name}` is on {', '.join(map(str, places[:4]))}" + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+                f"  only `{name}` is on {', '.join(map(str, places[:4]))}"
+                + (f" and {len(places) - 4} more" if len(places) > 4 else "")
             )
     if not any(only):
         lines.append("  they are the same members in another order")
@@ -256,7 +291,9 @@ def _different_members(func: Any, one: str, here: Residence, two: str, there: Re
         )
     else:
         mesh, plain = (one, two) if here.node.members else (two, one)
-        lines.append(f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)")
+        lines.append(
+            f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)"
+        )
     return "\n".join(lines)
 
 
@@ -279,7 +316,9 @@ def _look(found: list[tuple[str, Any]], name: str, value: Any) -> None:
             _look(found, f"{name}[{k}]", item)
 
 
-def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> tuple[Any, Any]:
+def send_along(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
+) -> tuple[Any, Any]:
     """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional ones and indices."""
     written = set(aliases(func, args, kwargs)[1])
     for k, (name, t) in enumerate(named_tensors(func, args, kwargs)):
@@ -294,12 +333,16 @@ def send_along(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any],
                 f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
             )
     sent: tuple[Any, Any] = tree_map_only(
-        torch.Tensor, lambda t: t if type(t) is cls else wrap(cls, upload(t, place)), (list(args), dict(kwargs))
+        torch.Tensor,
+        lambda t: t if type(t) is cls else wrap(cls, upload(t, place)),
+        (list(args), dict(kwargs)),
     )
     return sent
 
 
-def _elsewhere(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device) -> Any:
+def _elsewhere(
+    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device
+) -> Any:
     """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
     if target.type in ("remote", "lazy"):
         there = active_session().places.numbered(target.index)

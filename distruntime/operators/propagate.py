@@ -78,7 +78,9 @@ LIARS = {
 LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
 
 # Operators without a meta kernel whose result is a list; its length follows from the arguments.
-LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {"aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))}
+LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
+    "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
+}
 
 # Views that their schemas do not own up to.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
@@ -97,7 +99,9 @@ def aliases(
     sets: dict[str, int] = {}
     written: list[int] = []
     number = 0
-    whole: int | None = None  # the operand that a list of views is of: `split(Tensor(a -> *) self) -> Tensor(a)[]`
+    whole: int | None = (
+        None  # the operand that a list of views is of: `split(Tensor(a -> *) self) -> Tensor(a)[]`
+    )
     names = [argument.name for argument in schema.arguments]
     unsaid = unsaid_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
     for k, argument in enumerate(schema.arguments):
@@ -122,26 +126,44 @@ def aliases(
     for result in schema.returns:
         info = result.alias_info
         # Of a list the binding gives an empty set of names.
-        found = next((sets[name] for name in info.before_set if name in sets), whole) if info is not None else None
+        found = (
+            next((sets[name] for name in info.before_set if name in sets), whole)
+            if info is not None
+            else None
+        )
         if found is None and schema.name in _HIDDEN_VIEWS:
             found = 0
         shared.append(found)
     return sets, tuple(written), shared
 
 
-def propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], spec_of_operand: Callable[[Any], Spec]) -> Outcome:
+def propagate(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of_operand: Callable[[Any], Spec],
+) -> Outcome:
     """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker` where meta cannot tell."""
     if func._schema.name in LIARS:
         raise NeedsWorker
     if func._schema.name.startswith("aten::_nested"):
-        raise NotSupportedError(f"{func}: nested tensors live here only; remote tensors are strided. Pad them, or keep a list of tensors")
+        raise NotSupportedError(
+            f"{func}: nested tensors live here only; remote tensors are strided. Pad them, or keep a list of tensors"
+        )
     with _disable_current_modes():  # a mode that records operators must not see these
         return _propagate(func, args, kwargs, spec_of_operand)
 
 
-def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], spec_of_operand: Callable[[Any], Spec]) -> Outcome:
+def _propagate(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of_operand: Callable[[Any], Spec],
+) -> Outcome:
     operands = tensors_of(args, kwargs)
-    if func._schema.name in LOW_PRECISION_LIARS and any(t.dtype in (torch.bfloat16, torch.float16) for t in operands):
+    if func._schema.name in LOW_PRECISION_LIARS and any(
+        t.dtype in (torch.bfloat16, torch.float16) for t in operands
+    ):
         raise NeedsWorker
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)
@@ -154,7 +176,9 @@ def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
     except NotImplementedError:
         raise NeedsWorker from None
     except RuntimeError as error:
-        if any(word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")):
+        if any(
+            word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
+        ):
             raise NeedsWorker from None
         raise of_caller(error) from None
     except Exception as error:  # any: what a meta kernel says about its arguments
@@ -163,7 +187,12 @@ def _propagate(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
 
 
 def outcome(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any, metas: list[torch.Tensor], before: list[Spec]
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: Any,
+    metas: list[torch.Tensor],
+    before: list[Spec],
 ) -> Outcome:
     """Return what a call did to the metadata of `metas`, and what it returned."""
     _, written, shared = aliases(func, args, kwargs)
@@ -173,9 +202,13 @@ def outcome(
 
     values = [out] if single else list(out) if schema.returns else []
     results = [_result(func, same, value, alias) for value, alias in zip(values, shared)]
-    reshaped = tuple((k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k])
+    reshaped = tuple(
+        (k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k]
+    )
     rebased = (0, 1) if schema.name == "aten::set_" and len(metas) == 2 else None
-    if rebased is not None:  # whoever reads the first from now on looks at the second's storage, and must come after this
+    if (
+        rebased is not None
+    ):  # whoever reads the first from now on looks at the second's storage, and must come after this
         written = (*written, rebased[1])
     return Outcome(results, single, written, reshaped, rebased)
 

@@ -36,7 +36,10 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
         if value.type in ("lazy", "remote"):
-            return ["device", active_session().places.numbered(value.index).place.device]  # of a mesh: "member"
+            return [
+                "device",
+                active_session().places.numbered(value.index).place.device,
+            ]  # of a mesh: "member"
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(
@@ -46,17 +49,27 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
     try:
         return pack_constant(value)
     except TypeError as error:
-        raise NotSupportedError(f"{error}; remote operators take tensors, numbers, strings, dtypes, devices and lists of them") from None
+        raise NotSupportedError(
+            f"{error}; remote operators take tensors, numbers, strings, dtypes, devices and lists of them"
+        ) from None
 
 
 def results_pattern(results: list[Result], single: bool) -> Any:
     """Return the results' part of a template: 1 for what gets a ref, 0 for what does not, lists as they are."""
-    shape = [results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results]
+    shape = [
+        results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results
+    ]
     return shape[0] if single else shape
 
 
 def template(
-    func: Any, cls: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, node: Node, name: str | None = None
+    func: Any,
+    cls: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    results: Any,
+    node: Node,
+    name: str | None = None,
 ) -> tuple[int, list[Any]]:
     """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""
     words: list[Any] = []
@@ -79,24 +92,38 @@ def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Ou
         if only.alias is not None:
             operands = [k for k, a in enumerate(args) if type(a) is cls]
             before = args[: operands[only.alias]] if only.alias < len(operands) else ()
-            if only.alias >= len(operands) or any(isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before):
+            if only.alias >= len(operands) or any(
+                isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before
+            ):
                 spec = None  # the operand stands inside a list: the general way finds it
             else:
                 alias = operands[only.alias]
     return number, spec, alias, outcome, func
 
 
-def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line) -> Any:
+def emit(
+    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+) -> Any:
     """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
     number, _, _, outcome, _ = entry
     operands: list[Any] = (
-        [a for a in args if type(a) is cls] if not kwargs and not any(type(a) is list for a in args) else tensors_of(args, kwargs or {})
+        [a for a in args if type(a) is cls]
+        if not kwargs and not any(type(a) is list for a in args)
+        else tensors_of(args, kwargs or {})
     )
     words[0] = number
     fresh: list[Handle] = []
 
     built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
-    issue(words, fresh, [t._handle for t in operands], [operands[k]._handle.storage for k in outcome.written], place, line, entry[4])
+    issue(
+        words,
+        fresh,
+        [t._handle for t in operands],
+        [operands[k]._handle.storage for k in outcome.written],
+        place,
+        line,
+        entry[4],
+    )
     if outcome.rebased is not None:
         target, source = outcome.rebased
         operands[target]._handle.storage = operands[source]._handle.storage
@@ -108,7 +135,9 @@ def emit(cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: 
 
 
 # A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
-def _build(cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence) -> Any:
+def _build(
+    cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence
+) -> Any:
     if isinstance(result, New):
         storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage
         handle = Handle(next_ref(), result.spec, place, storage)

@@ -43,7 +43,15 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
     if type(lengths) is cls or type(data) is not cls:
         return NotImplemented
     place: Residence = data._handle.place
-    packed, _ = learn(cls, func, (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first), {}, place, None, user_line())
+    packed, _ = learn(
+        cls,
+        func,
+        (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first),
+        {},
+        place,
+        None,
+        user_line(),
+    )
     steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
     twin = torch.empty((batch, steps) if batch_first else (steps, batch))
     return packed, func(twin, lengths, batch_first)[1]
@@ -75,7 +83,9 @@ def _decompose(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 SPECIAL: dict[str, Special] = {
     **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
-    **dict.fromkeys(("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose),
+    **dict.fromkeys(
+        ("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose
+    ),
     "aten::_local_scalar_dense": _item,
     "aten::_efficientzerotensor": _zeros,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
@@ -84,7 +94,9 @@ SPECIAL: dict[str, Special] = {
     "aten::detach_": _detached,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
-        _refuse("the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"),
+        _refuse(
+            "the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"
+        ),
     ),
     "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),
 }

@@ -22,12 +22,19 @@ from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD
 from ..wire.shared import LEAST, Loan
 
-INLINE_BYTES = 1 << 14  # up to here an upload rides in the log itself; above, in a payload frame without a copy
+INLINE_BYTES = (
+    1 << 14
+)  # up to here an upload rides in the log itself; above, in a payload frame without a copy
 PART_BYTES = 1 << 19  # a larger reply comes in parts, or through shared memory
 
 
 def upload(
-    tensor: torch.Tensor, place: Residence, *, into: Handle | None = None, non_blocking: bool = False, stay_on_cpu: bool = False
+    tensor: torch.Tensor,
+    place: Residence,
+    *,
+    into: Handle | None = None,
+    non_blocking: bool = False,
+    stay_on_cpu: bool = False,
 ) -> Handle:
     """Send a local CPU tensor to `place`, as a new value or as the new value of `into`. Return when the memory may be written again.
 
@@ -49,7 +56,13 @@ def upload(
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous, lasting=non_blocking)
     line = user_line()
-    head = [UPLOAD, handle.ref, "cpu" if stay_on_cpu else place.place.device, dtype_name(contiguous.dtype), list(contiguous.shape)]
+    head = [
+        UPLOAD,
+        handle.ref,
+        "cpu" if stay_on_cpu else place.place.device,
+        dtype_name(contiguous.dtype),
+        list(contiguous.shape),
+    ]
     loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
@@ -124,7 +137,9 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
     loan = node.session.shared.take(nbytes)
     shared = {"shared": loan.name} if loan is not None and node.shared else {}
     # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which nothing else runs.
-    return node.session.fetch(node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes))
+    return node.session.fetch(
+        node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes)
+    )
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
@@ -134,9 +149,13 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
         buffer = reply.buffer
         if buffer is None:
             raise ProtocolError("a worker sent a large value that was not asked for")
-        tensor = bytes_tensor(dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer)
+        tensor = bytes_tensor(
+            dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer
+        )
     else:
-        tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()  # in memory that can be resized
+        tensor = bytes_tensor(
+            dtype, sizes, reply.payload if data is None else data
+        ).clone()  # in memory that can be resized
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:
         raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()

@@ -33,9 +33,13 @@ def _python() -> str:
     return ".".join(platform.python_version_tuple()[:2])
 
 
-def seal(session: str, name: str, version: int, listed: Sequence[Any], leaves: Sequence[Any], pickled: bytes) -> bytes:
+def seal(
+    session: str, name: str, version: int, listed: Sequence[Any], leaves: Sequence[Any], pickled: bytes
+) -> bytes:
     """Return a signed envelope."""
-    body: bytes = msgpack.packb([_FORMAT, person(), session, name, version, _python(), listed, leaves, pickled])
+    body: bytes = msgpack.packb(
+        [_FORMAT, person(), session, name, version, _python(), listed, leaves, pickled]
+    )
     envelope: bytes = msgpack.packb([body, *sign(body)])
     return envelope
 
@@ -47,7 +51,12 @@ def open_envelope(envelope: object, session: str, name: str, version: int, shown
         UntrustedError: it is not signed, or by nobody who is trusted, or signed as something else. UsageError: another Python made it.
     """
     parts = _unpacked(envelope)
-    if not isinstance(parts, list) or len(parts) != 3 or not isinstance(parts[0], bytes) or not verify(*parts):
+    if (
+        not isinstance(parts, list)
+        or len(parts) != 3
+        or not isinstance(parts[0], bytes)
+        or not verify(*parts)
+    ):
         raise UntrustedError(
             f"what a worker holds as {shown!r} is not what anybody has signed: it was changed on the way or on the worker. Publish it again"
         )

@@ -45,7 +45,9 @@ class Known:
     def sweep(self) -> None:
         """Let go of what nobody else holds: looked up again, it is made anew."""
         for key in list(self._proxies):
-            if _holders(self._proxies[key]) <= _ALONE and self._proxies[key][0]._use_count() == 1:  # nor any graph
+            if (
+                _holders(self._proxies[key]) <= _ALONE and self._proxies[key][0]._use_count() == 1
+            ):  # nor any graph
                 del self._proxies[key]
         for key in list(self._storages):
             if _holders((self._storages[key],)) <= _HELD_TWICE:

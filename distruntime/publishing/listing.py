@@ -35,8 +35,12 @@ class Publications(tuple[Publication, ...]):
     def _rows(self) -> list[list[str]]:
         rows = [["name", "what", "bytes", "places", "shared", "owner"]]
         for one in self:
-            places = ", ".join(map(str, one.places[:4])) + (f", … {len(one.places)} in all" if len(one.places) > 4 else "")
-            rows.append([one.name, one.what, size_text(one.nbytes), places, "yes" if one.shared else "no", one.owner])
+            places = ", ".join(map(str, one.places[:4])) + (
+                f", … {len(one.places)} in all" if len(one.places) > 4 else ""
+            )
+            rows.append(
+                [one.name, one.what, size_text(one.nbytes), places, "yes" if one.shared else "no", one.owner]
+            )
         return rows
 
     def __repr__(self) -> str:
@@ -55,7 +59,10 @@ class Found:
         self.rows: dict[int, list[list[Any]]] = {}
         try:
             for version, envelope, rows in answer[1]:
-                if not all(type(number) is int for number in (version, *(n for tensor, memory, _ in rows for n in (tensor, memory)))):
+                if not all(
+                    type(number) is int
+                    for number in (version, *(n for tensor, memory, _ in rows for n in (tensor, memory)))
+                ):
                     raise TypeError
                 self.envelopes[version], self.rows[version] = envelope, rows
         except (TypeError, ValueError):
@@ -69,7 +76,9 @@ def nonsense(node: Node) -> ProtocolError:
 
 def ask(session: Session, *detail: Any) -> dict[Node, list[Any]]:
     """Return each worker's answer about what is published; none of those that are lost. Block for one round trip."""
-    requests = [(node, session.ask(node, "published", detail)) for node in session.nodes if node.failed is None]
+    requests = [
+        (node, session.ask(node, "published", detail)) for node in session.nodes if node.failed is None
+    ]
     answers: dict[Node, list[Any]] = {}
     for node, request in requests:
         session.result(request)
@@ -92,8 +101,15 @@ def published(session: Session) -> Publications:
         try:
             for owner, identity, name, version, shared, what, listed, nbytes in rows:
                 here[identity] = node
-                part = bool(shared), _plain(what), [(str(row[0]), [str(device) for device in row[4]]) for row in listed], int(nbytes)
-                versions.setdefault((_plain(owner), _plain(name)), {}).setdefault(int(version), {})[str(identity)] = part
+                part = (
+                    bool(shared),
+                    _plain(what),
+                    [(str(row[0]), [str(device) for device in row[4]]) for row in listed],
+                    int(nbytes),
+                )
+                versions.setdefault((_plain(owner), _plain(name)), {}).setdefault(int(version), {})[
+                    str(identity)
+                ] = part
         except (TypeError, ValueError, IndexError):
             raise nonsense(node) from None
     found = []
@@ -101,9 +117,15 @@ def published(session: Session) -> Publications:
         for _, by in sorted(parts.items(), reverse=True):
             shared, what, listed, _ = next(iter(by.values()))
             if all(identity in by for identity, _ in listed):
-                places = sorted((here[identity].index, device) for identity, devices in listed for device in devices)
+                places = sorted(
+                    (here[identity].index, device) for identity, devices in listed for device in devices
+                )
                 full, nbytes = f"{owner}/{name}" if owner else name, sum(part[3] for part in by.values())
-                found.append(Publication(full, what, nbytes, tuple(Place(*p) for p in places), shared, owner or session.name))
+                found.append(
+                    Publication(
+                        full, what, nbytes, tuple(Place(*p) for p in places), shared, owner or session.name
+                    )
+                )
                 break
     return Publications(found)
 
@@ -123,6 +145,15 @@ def unknown(session: Session, name: str, nodes: Iterable[Node]) -> UsageError:
     text = (
         f"nothing is published as {name!r}: there {'is' if len(names) == 1 else 'are'} {shown}"
         if names
-        else (f"nothing is published as {name!r}, nor under any other name: dr.publish(name, model) gives one")
+        else (
+            f"nothing is published as {name!r}, nor under any other name: dr.publish(name, model) gives one"
+        )
     )
-    return UsageError(text + (f"; {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost, with what was there" if lost else ""))
+    return UsageError(
+        text
+        + (
+            f"; {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost, with what was there"
+            if lost
+            else ""
+        )
+    )

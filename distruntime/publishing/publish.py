@@ -62,17 +62,24 @@ def publish(name: str, thing: Any, *, shared: bool = False, copy: bool = False) 
     remote = [leaf for leaf in leaves if type(leaf) is DistributedTensor]
     _check_remote(name, thing, remote)
     places = [leaf._handle.place.place if type(leaf) is DistributedTensor else leaf for leaf in leaves]
-    nodes = [session.nodes[k] for k in dict.fromkeys(place.node for place in places if isinstance(place, Place))]
+    nodes = [
+        session.nodes[k] for k in dict.fromkeys(place.node for place in places if isinstance(place, Place))
+    ]
     known = known_of(session)
     with known.lock:
         known.sweep()
         answers = ask(session, "versions", name)
         for node in nodes:
             node.require_alive()
-        version = 1 + max((number for node, answer in answers.items() for number in _numbers(node, answer[1])), default=0)
+        version = 1 + max(
+            (number for node, answer in answers.items() for number in _numbers(node, answer[1])), default=0
+        )
         own: dict[Node, list[Any]] = {node: [] for node in nodes}
         packed = [_packed(session, leaf, own) for leaf in leaves]
-        listed = [[answers[node][0], node.index, *_process(node), sorted({t.place.device for t in own[node]})] for node in nodes]
+        listed = [
+            [answers[node][0], node.index, *_process(node), sorted({t.place.device for t in own[node]})]
+            for node in nodes
+        ]
         envelope = seal(session.name, name, version, listed, packed, structure.pickled)
         before = known.pinned.get(name, [])
         pinned = [leaf._handle.storage for leaf in remote]
@@ -111,7 +118,9 @@ def unpublish(name: str) -> None:
 
 def _numbers(node: Node, found: Any, shape: Any = int) -> Any:
     """Return a list of what `shape` says, if a worker has sent one."""
-    if not isinstance(found, list) or not all(type(n) is int if shape is int else [type(k) for k in n] == shape for n in found):
+    if not isinstance(found, list) or not all(
+        type(n) is int if shape is int else [type(k) for k in n] == shape for n in found
+    ):
         raise nonsense(node)
     return found
 
@@ -132,7 +141,9 @@ def _check_remote(name: str, thing: Any, remote: Sequence[Any]) -> None:
     for tensor in remote:
         storage, node = tensor._handle.storage, tensor._handle.place.node
         if type(storage) is ReadOnlyStorage:
-            raise UsageError(f"{name!r} would hold a tensor of {storage.name!r}, which is another session's: publish a copy, copy=True")
+            raise UsageError(
+                f"{name!r} would hold a tensor of {storage.name!r}, which is another session's: publish a copy, copy=True"
+            )
         node.session.require_open()
         node.require_alive()
 
@@ -160,7 +171,14 @@ def _packed(session: Session, leaf: Any, own: dict[Node, list[Any]]) -> list[Any
     home = leaf._handle.place
     own[home.node].append(leaf)
     flags = bool(leaf.requires_grad), bool(getattr(leaf, "_is_param", False))
-    return ["remote", nodes.index(home.node), len(own[home.node]) - 1, home.place.device, leaf._handle.spec.wire(), *flags]
+    return [
+        "remote",
+        nodes.index(home.node),
+        len(own[home.node]) - 1,
+        home.place.device,
+        leaf._handle.spec.wire(),
+        *flags,
+    ]
 
 
 def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> dict[Node, list[Any]]:
@@ -170,7 +188,9 @@ def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> d
         for node, tensors in own.items():
             requests[node] = session.requests.new(node, "published")
             handles = [leaf._handle for leaf in tensors]
-            issue_default([PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line)
+            issue_default(
+                [PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line
+            )
             node.flush()
     for request in requests.values():  # all, so that what comes after a failure finds no worker half-way
         session.result(request)
@@ -257,7 +277,9 @@ class _Replaced(Exception):
     """A name was given anew between the answers of two workers: one had the version before, and the other has the next."""
 
 
-def _newest(session: Session, known: Known, name: str, owner: str, own_name: str, found: dict[Node, Found]) -> tuple[Opened, list[Node]]:
+def _newest(
+    session: Session, known: Known, name: str, owner: str, own_name: str, found: dict[Node, Found]
+) -> tuple[Opened, list[Node]]:
     """Return the newest version that is whole, and its nodes; raise for one that nobody has, or has whole."""
     by_identity = {one.identity: node for node, one in found.items()}
     missing: list[list[Any]] = []
@@ -265,12 +287,18 @@ def _newest(session: Session, known: Known, name: str, owner: str, own_name: str
         envelopes = [one.envelopes[version] for one in found.values() if version in one.envelopes]
         opened = open_envelope(envelopes[0], owner, own_name, version, name)
         if any(other != envelopes[0] for other in envelopes):
-            raise UntrustedError(f"the workers hold different things as version {version} of {name!r}: one of them has changed it")
+            raise UntrustedError(
+                f"the workers hold different things as version {version} of {name!r}: one of them has changed it"
+            )
         nodes = [by_identity.get(row[0]) for row in opened.listed]
         whole = [node for node in nodes if node is not None and version in found[node].envelopes]
         if len(whole) == len(nodes):
             return opened, whole
-        missing = missing or [row for row, node in zip(opened.listed, nodes) if node is None or version not in found[node].envelopes]
+        missing = missing or [
+            row
+            for row, node in zip(opened.listed, nodes)
+            if node is None or version not in found[node].envelopes
+        ]
     for node in known.homes.get(name, []):
         node.require_alive()
     if missing and all(row[0] in by_identity for row in missing):
@@ -292,7 +320,15 @@ class _Adoption:
     `name` is that of another session's: its memory can be read only.
     """
 
-    def __init__(self, session: Session, known: Known, name: str | None, version: int, nodes: list[Node], found: dict[Node, Found]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        known: Known,
+        name: str | None,
+        version: int,
+        nodes: list[Node],
+        found: dict[Node, Found],
+    ) -> None:
         self._session, self._known, self._name = session, known, name
         self._nodes, self._found, self._version = nodes, found, version
         self._rows = {node: found[node].rows[version] for node in nodes}
@@ -341,6 +377,8 @@ class _Adoption:
         line = user_line()
         with self._session.lock:
             for node in self._nodes:
-                issue_default([ADOPT, token, self._version, self._refs[node]], self._fresh[node], (), node, line)
+                issue_default(
+                    [ADOPT, token, self._version, self._refs[node]], self._fresh[node], (), node, line
+                )
             for key, (memory, proxy) in self._new.items():
                 self._known.note(key, memory, proxy)

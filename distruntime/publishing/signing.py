@@ -55,16 +55,24 @@ def own_key() -> SigningKey:
     except FileExistsError:
         pass  # another process was faster on its own first use: share its key
     except OSError as error:
-        raise ConfigurationError(f"the signing key cannot be written to {path}: {error.strerror}. Set DISTRUNTIME_SIGNING_KEY") from error
+        raise ConfigurationError(
+            f"the signing key cannot be written to {path}: {error.strerror}. Set DISTRUNTIME_SIGNING_KEY"
+        ) from error
     return _load(path)
 
 
 def _load(path: Path) -> SigningKey:
     try:
         mode = path.stat().st_mode
-        words = [line for line in path.read_text(encoding="ascii", errors="replace").splitlines() if line and not line.startswith("#")]
+        words = [
+            line
+            for line in path.read_text(encoding="ascii", errors="replace").splitlines()
+            if line and not line.startswith("#")
+        ]
     except OSError as error:
-        raise ConfigurationError(f"the signing key {path} cannot be read: {error.strerror}. It must be readable by you alone") from error
+        raise ConfigurationError(
+            f"the signing key {path} cannot be read: {error.strerror}. It must be readable by you alone"
+        ) from error
     if mode & 0o077:
         raise ConfigurationError(
             f"got signing key {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
@@ -72,7 +80,9 @@ def _load(path: Path) -> SigningKey:
     require_own(path, "a signing key")
     seed = _bytes(words[0]) if len(words) == 1 else None
     if seed is None:
-        raise ConfigurationError(f"got {path} without a signing key in it. Delete it, and the next dr.publish makes a new one")
+        raise ConfigurationError(
+            f"got {path} without a signing key in it. Delete it, and the next dr.publish makes a new one"
+        )
     return SigningKey(seed)
 
 
@@ -89,7 +99,12 @@ def sign(body: bytes) -> tuple[bytes, bytes]:
 
 def verify(body: bytes, public: object, signature: object) -> bool:
     """Whether this signature of this key is under `body`. Says nothing about whose key it is."""
-    if not isinstance(public, bytes) or not isinstance(signature, bytes) or len(public) != 32 or len(signature) != 64:
+    if (
+        not isinstance(public, bytes)
+        or not isinstance(signature, bytes)
+        or len(public) != 32
+        or len(signature) != 64
+    ):
         return False
     try:
         VerifyKey(public).verify(_CONTEXT + body, signature)
@@ -117,7 +132,9 @@ def trusted_keys() -> dict[bytes, str]:
     path = trusted_path()
     try:
         if path.stat().st_mode & 0o022:
-            raise ConfigurationError(f"got {path} writable by others, who could let their code in here. Do: chmod go-w {path}")
+            raise ConfigurationError(
+                f"got {path} writable by others, who could let their code in here. Do: chmod go-w {path}"
+            )
         require_own(path, "trusted keys")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -131,7 +148,9 @@ def trusted_keys() -> dict[bytes, str]:
             continue
         public = _bytes(text)
         if public is None:
-            raise ConfigurationError(f"{path}, line {number}: expected a key as `python -m distruntime key` prints it, got {line[:60]!r}")
+            raise ConfigurationError(
+                f"{path}, line {number}: expected a key as `python -m distruntime key` prints it, got {line[:60]!r}"
+            )
         found[public] = comment.strip()
     return found
 

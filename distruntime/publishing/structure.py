@@ -47,7 +47,13 @@ def dump(thing: Any, place_of: Callable[[torch.device], Place | None]) -> Struct
         while told < len(pickler.leaves):  # what is in an attribute may have attributes
             more = dict(enumerate(pickler.leaves[told:], told))
             told += len(more)
-            pickler.dump({k: own for k, leaf in more.items() if isinstance(leaf, torch.Tensor) and (own := _attributes(leaf))})
+            pickler.dump(
+                {
+                    k: own
+                    for k, leaf in more.items()
+                    if isinstance(leaf, torch.Tensor) and (own := _attributes(leaf))
+                }
+            )
         pickler.dump(None)
     except _Refused as refused:
         raise _unfit(thing, refused.args[0]) from None
@@ -132,7 +138,12 @@ def _fit(tensor: torch.Tensor) -> torch.Tensor:
             "a DTensor cannot be published as one: publish the shards of its local tensor, [x.to_local().member(k) for k in "
             "range(mesh.size())], and put them together with dr.from_shards and DTensor.from_local"
         )
-    if tensor.numel() == 1 and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized:
+    if (
+        tensor.numel() == 1
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    ):
         return tensor
     raise _Refused(tensor)
 
@@ -154,7 +165,11 @@ def unpack_local(fields: Sequence[Any]) -> torch.Tensor:
     """Return the tensor that `pack_local` packed."""
     dtype, sizes, data, wants_grad, is_parameter = fields
     tensor = bytes_tensor(dtype, sizes, data)
-    return torch.nn.Parameter(tensor, requires_grad=wants_grad) if is_parameter else tensor.requires_grad_(wants_grad)
+    return (
+        torch.nn.Parameter(tensor, requires_grad=wants_grad)
+        if is_parameter
+        else tensor.requires_grad_(wants_grad)
+    )
 
 
 # -- in words --------------------------------------------------------------------------------------------------------------------
@@ -176,7 +191,11 @@ def described(thing: Any) -> str:
 
 
 def _short(thing: Any) -> str:
-    return f"{type(thing).__name__} of {len(thing)}" if isinstance(thing, (dict, list, tuple)) else described(thing)
+    return (
+        f"{type(thing).__name__} of {len(thing)}"
+        if isinstance(thing, (dict, list, tuple))
+        else described(thing)
+    )
 
 
 def _article(thing: Any) -> str:
@@ -214,12 +233,19 @@ def _inside(thing: Any) -> list[tuple[str, Any]]:
             *thing.named_children(),
         ]
         known = {id(item) for _, item in parts}
-        parts += [(name, item) for name, item in vars(thing).items() if not name.startswith("_") and id(item) not in known]
+        parts += [
+            (name, item)
+            for name, item in vars(thing).items()
+            if not name.startswith("_") and id(item) not in known
+        ]
         return [(f".{name}", item) for name, item in parts]
     if isinstance(thing, torch.optim.Optimizer):
         return [(".param_groups", thing.param_groups), (".state", thing.state)]
     if isinstance(thing, Mapping):
-        pairs = [(f"[{key!r}]" if not isinstance(key, torch.Tensor) else "[...]", item) for key, item in thing.items()]
+        pairs = [
+            (f"[{key!r}]" if not isinstance(key, torch.Tensor) else "[...]", item)
+            for key, item in thing.items()
+        ]
         return [*pairs, *((" key", key) for key in thing if isinstance(key, torch.Tensor))]
     if isinstance(thing, (list, tuple, set, frozenset)):
         return [(f"[{k}]", item) for k, item in enumerate(thing)]

@@ -9,7 +9,16 @@ from functools import lru_cache
 
 import torch
 
-from ..errors import CheckpointError, InternalError, NodeFailed, NotSupportedError, RemoteError, StreamCancelled, UsageError, WaitTimeout
+from ..errors import (
+    CheckpointError,
+    InternalError,
+    NodeFailed,
+    NotSupportedError,
+    RemoteError,
+    StreamCancelled,
+    UsageError,
+    WaitTimeout,
+)
 from ..log.node import Cause, Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
@@ -25,7 +34,13 @@ class WorkerTraceback(Exception):
         return "\n" + str(self.args[0]).rstrip()
 
 
-_OF_MORE_THAN_A_TEXT = ("UnicodeError", "UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError", "ExceptionGroup")
+_OF_MORE_THAN_A_TEXT = (
+    "UnicodeError",
+    "UnicodeDecodeError",
+    "UnicodeEncodeError",
+    "UnicodeTranslateError",
+    "ExceptionGroup",
+)
 # What a reply may become: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
@@ -62,7 +77,8 @@ def out_of_memory(failure: Failure) -> bool:
     """Whether a worker's allocator had no more."""
     # torch's CPU allocator raises a plain RuntimeError, mmap an OSError.
     return (
-        failure.kind in ("torch.OutOfMemoryError", "MemoryError") or re.search("(can't|Cannot) allocate memory", failure.text) is not None
+        failure.kind in ("torch.OutOfMemoryError", "MemoryError")
+        or re.search("(can't|Cannot) allocate memory", failure.text) is not None
     )
 
 
@@ -75,7 +91,8 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     device = f"cuda:{card[1]}" if card else "cpu"
     there = [h for h in everyone if h.place.device == device or (simulated and not card)]
     lines = [
-        f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in there[:_MOST_HOLDERS]
+        f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
+        for h in there[:_MOST_HOLDERS]
     ]
     if len(there) > _MOST_HOLDERS:
         rest = there[_MOST_HOLDERS:]
@@ -93,7 +110,10 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
     failure, node = cause.failure, cause.where or node
     known = failure.kind in _KNOWN
     text = failure.text if known else f"{failure.kind}: {failure.text}"
-    lines = [text, f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else "")]
+    lines = [
+        text,
+        f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else ""),
+    ]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
     if out_of_memory(failure):

@@ -43,7 +43,10 @@ class _Held:
 
 
 def held(
-    nodes: Collection[Node], *, before: tuple[Node, int] | None = None, poisoned: Collection[tuple[int, ...]] = ()
+    nodes: Collection[Node],
+    *,
+    before: tuple[Node, int] | None = None,
+    poisoned: Collection[tuple[int, ...]] = (),
 ) -> tuple[list[Holder], Counter[Place]]:
     """Return who holds memory on these nodes, biggest first, and how many values live at each place.
 
@@ -62,7 +65,9 @@ def held(
                 continue
             storage = handle.storage
             # A member's shard of a mesh's tensor is that one's memory.
-            storage = next((whole for known in (storage.whole or {}).values() if (whole := known()) is not None), storage)
+            storage = next(
+                (whole for known in (storage.whole or {}).values() if (whole := known()) is not None), storage
+            )
             for place in _places(handle, nodes, before, poisoned):
                 values[place] += 1
                 resized = storage.resized  # as FSDP2 does, which gives a parameter's memory back between uses
@@ -77,17 +82,26 @@ def held(
     return _by_line(storages.values()), values
 
 
-def _places(handle: Handle, nodes: Collection[Node], before: tuple[Node, int] | None, poisoned: Collection[tuple[int, ...]]) -> list[Place]:
+def _places(
+    handle: Handle,
+    nodes: Collection[Node],
+    before: tuple[Node, int] | None,
+    poisoned: Collection[tuple[int, ...]],
+) -> list[Place]:
     """Return where on these nodes a value lives: of a mesh, each member's place there."""
     node: Any = handle.place.node
-    if before is not None and before[0] is node and handle.born[0] > before[1]:  # positions of other logs do not compare
+    if (
+        before is not None and before[0] is node and handle.born[0] > before[1]
+    ):  # positions of other logs do not compare
         return []
     if node.members:
         lanes = zip(node.members, node.lanes)
         return [
             place
             for place, (worker, k) in lanes
-            if worker in nodes and (worker.index, handle.ref) not in poisoned and (worker.index, handle.ref, k) not in poisoned
+            if worker in nodes
+            and (worker.index, handle.ref) not in poisoned
+            and (worker.index, handle.ref, k) not in poisoned
         ]
     return [handle.place.place] if node in nodes and (node.index, handle.ref) not in poisoned else []
 
@@ -110,7 +124,18 @@ def lost_lines(node: Node) -> str:
     if not holders:
         return "No tensor of this process was lost with it. "
     tensors, nbytes = sum(h.tensors for h in holders), sum(h.nbytes for h in holders)
-    lines = [f"    {size_text(h.nbytes):>9} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})" for h in holders[:_MOST_LINES]]
+    lines = [
+        f"    {size_text(h.nbytes):>9} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
+        for h in holders[:_MOST_LINES]
+    ]
     if len(holders) > _MOST_LINES:
-        lines.append(f"    and by {len(holders) - _MOST_LINES} more line{'s' if len(holders) - _MOST_LINES > 1 else ''}")
-    return "\n".join([f"Lost with it: {tensors} tensor{'s' if tensors > 1 else ''} ({size_text(nbytes)}), made", *lines, "  "])
+        lines.append(
+            f"    and by {len(holders) - _MOST_LINES} more line{'s' if len(holders) - _MOST_LINES > 1 else ''}"
+        )
+    return "\n".join(
+        [
+            f"Lost with it: {tensors} tensor{'s' if tensors > 1 else ''} ({size_text(nbytes)}), made",
+            *lines,
+            "  ",
+        ]
+    )

@@ -24,7 +24,9 @@ class Meeting:
         self.done = False
         self._secret = os.urandom(16)
         self._asked: list[Request] = []
-        self._signals: dict[int, tuple[Node, int, Node, Node]] = {}  # by number: who waits, for which position, of whom, in which log
+        self._signals: dict[
+            int, tuple[Node, int, Node, Node]
+        ] = {}  # by number: who waits, for which position, of whom, in which log
         session.on_loss.append(self._lost)
 
     def begin(self) -> None:
@@ -33,7 +35,9 @@ class Meeting:
         if len(session.nodes) < 2:
             self.done = True
             return
-        self._asked = [session.ask(node, "listen", [proposed(node)]) for node in session.nodes if node.failed is None]
+        self._asked = [
+            session.ask(node, "listen", [proposed(node)]) for node in session.nodes if node.failed is None
+        ]
         for request in self._asked:
             request.when_done(self._listens)
 
@@ -50,7 +54,11 @@ class Meeting:
     def _listens(self, request: Request) -> None:
         if not self.done and all(request.done for request in self._asked):
             # Of all of them: some may have been answered before anyone was told of it.
-            listening = {r.node.index: str(r.value) for r in self._asked if r.cause is None and r.lost is None and r.node.failed is None}
+            listening = {
+                r.node.index: str(r.value)
+                for r in self._asked
+                if r.cause is None and r.lost is None and r.node.failed is None
+            }
             addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
             for node in self.session.nodes:
                 if node.index in listening and node.failed is None:
@@ -68,7 +76,9 @@ class Meeting:
         deadline = time.monotonic() + patience
         for request in self._asked:
             if not self.session.result(request, max(0.0, deadline - time.monotonic())):
-                raise ConnectionFailed(f"{request.node} did not say within {patience:.0f} s where it listens for other workers")
+                raise ConnectionFailed(
+                    f"{request.node} did not say within {patience:.0f} s where it listens for other workers"
+                )
             cause = request.cause
             if cause is not None and cause.failure.kind.endswith("ConfigurationError"):
                 raise ConfigurationError(f"{request.node}: {cause.failure.text}")
@@ -90,7 +100,10 @@ class Meeting:
         waits = self._signals.pop(number, None)
         if waits is not None and waits[0].failed is None:
             here, _, there, _ = waits
-            self.session.post(here, Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"))
+            self.session.post(
+                here,
+                Signal(number, f"the node of an event that was waited for is lost: {there} {there.failed}"),
+            )
 
     def _lost(self, node: Node) -> None:
         for number, (_, _, there, _) in list(self._signals.items()):

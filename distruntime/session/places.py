@@ -14,7 +14,9 @@ from ..log.node import Node
 
 _PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
 _LAST = 126
-_UNNUMBERED = 127  # of members of meshes on places that have no number: their tensors know their place without one
+_UNNUMBERED = (
+    127  # of members of meshes on places that have no number: their tensors know their place without one
+)
 
 
 class Places:
@@ -48,8 +50,12 @@ class Places:
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self._nodes):
             have = ", ".join(str(n.index) for n in self._nodes)
             if not isinstance(node, (int, str)):
-                raise PlacementError(f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got {node!r}")
-            raise PlacementError(f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} {have}")
+                raise PlacementError(
+                    f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got {node!r}"
+                )
+            raise PlacementError(
+                f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} {have}"
+            )
         welcome = self._nodes[node].welcome
         assert welcome is not None
         return [row[0] for row in welcome.devices]
@@ -105,7 +111,9 @@ class Places:
                 member: Residence | None = current_member.get()
                 if member is not None:
                     return member
-                raise PlacementError('"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)')
+                raise PlacementError(
+                    '"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)'
+                )
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(
                 f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'
@@ -128,7 +136,11 @@ class Places:
         if device is None and self.default[1] is not None and node == self.default[0]:
             device = self.default[1]
         if device is None:
-            device = current_gpu() if like_torch and any(name.startswith("cuda") for name in self.devices(node)) else "cpu"
+            device = (
+                current_gpu()
+                if like_torch and any(name.startswith("cuda") for name in self.devices(node))
+                else "cpu"
+            )
         return self.residence(Place(node, device))
 
     def number_of(self, place: Place) -> int:

@@ -18,7 +18,9 @@ def _checked(node: int, device: str | None) -> None:
 
 def _single(place: Place) -> tuple[str, int]:
     if place.node < 0:
-        raise PlacementError(f"{place} are a mesh, and this takes one place: enter the mesh instead, `with mesh:`")
+        raise PlacementError(
+            f"{place} are a mesh, and this takes one place: enter the mesh instead, `with mesh:`"
+        )
     return place.device, place.node
 
 

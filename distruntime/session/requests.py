@@ -177,7 +177,9 @@ class Requests:
             if slices > 1:
                 self.announcer.end()
 
-    def _wait_once(self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None) -> bool:
+    def _wait_once(
+        self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None
+    ) -> bool:
         limit = _SLICE if deadline is None else min(_SLICE, deadline - time.monotonic())
         if limit <= 0:
             return False

@@ -26,7 +26,22 @@ from ..wire.codec import Buffer, decode, encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.identity import has_died, out_of_memory_kills
 from ..wire.link import Delivery
-from ..wire.messages import Ack, Ask, BreakGroup, Detach, Done, Failed, Fetch, Goodbye, Join, Message, Part, Refused, Reply, Welcome
+from ..wire.messages import (
+    Ack,
+    Ask,
+    BreakGroup,
+    Detach,
+    Done,
+    Failed,
+    Fetch,
+    Goodbye,
+    Join,
+    Message,
+    Part,
+    Refused,
+    Reply,
+    Welcome,
+)
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
 from ..wire.tally import Tally
@@ -59,7 +74,9 @@ class Session:
         self.channel, self.nodes, self.name = channel, nodes, name
         self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
         self.patience = CONNECT.seconds  # how long a worker is waited for that is to come, as the user has it
-        self.lock = threading.RLock()  # of every log: meshes and workers are issued to, and sent to, one at a time
+        self.lock = (
+            threading.RLock()
+        )  # of every log: meshes and workers are issued to, and sent to, one at a time
         self.in_moment = False  # see moment.py
         self.teams: list[Node] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
@@ -75,9 +92,13 @@ class Session:
         # cannot be reached; None: for as long as it takes.
         self.before_end: list[Callable[[float | None], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self.on_end: list[Callable[[], None]] = []  # called where not only this process leaves the session, but it is over
+        self.on_end: list[
+            Callable[[], None]
+        ] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
-        self.on_broken: Callable[[Node, int, str], None] = _unknown  # called when a worker says that a group has broken
+        self.on_broken: Callable[[Node, int, str], None] = (
+            _unknown  # called when a worker says that a group has broken
+        )
         self.groups: Any = None  # the Groups of its workers, a layer up
         self.meeting: Any = None  # how the workers have come to know each other
         self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
@@ -87,15 +108,22 @@ class Session:
         self.keeper_to_be: Any = None  # the same, while it starts
         self.keeper: Any = None  # the Keeper of its workers' connections, a layer up, once it has started
         self.parted: set[bytes] = set()  # connections that were closed again before there was a keeper
-        self.early: list[tuple[bytes, Join]] = []  # of workers that are there, and have dialled anew before there was a keeper
+        self.early: list[
+            tuple[bytes, Join]
+        ] = []  # of workers that are there, and have dialled anew before there was a keeper
         self.retired: deque[bytes] = deque(maxlen=4096)  # names of connections that have been given up
-        self._by_peer: dict[bytes, Node] = {node.link.peer: node for node in nodes if node.link.peer is not None}
+        self._by_peer: dict[bytes, Node] = {
+            node.link.peer: node for node in nodes if node.link.peer is not None
+        }
         self.strangers = Tally(log.warning)  # what those who are no workers of it make this process say
         self._pid = os.getpid()
         self._stop = False
         # No Event: its lock is taken in Python code, where Ctrl-C can come before the code that gives it back, and then nobody gets it.
         self._stirred: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.stir, self.parked = partial(self._stirred.put, None), [False]  # what wakes the pump, and whether it sleeps
+        self.stir, self.parked = (
+            partial(self._stirred.put, None),
+            [False],
+        )  # what wakes the pump, and whether it sleeps
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __repr__(self) -> str:
@@ -105,7 +133,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown(raise_unread=kind is None)
 
     # -- the start ---------------------------------------------------------------------------------------------------------------
@@ -119,7 +149,9 @@ class Session:
     def _begin(self, node: Node) -> None:
         assert node.welcome is not None
         node.session, node.throttle = self, self.throttle
-        node.asynchronous = not node.welcome.simulated and any(row[0] != "cpu" for row in node.welcome.devices)
+        node.asynchronous = not node.welcome.simulated and any(
+            row[0] != "cpu" for row in node.welcome.devices
+        )
         node.stir, node.parked = self.stir, self.parked
         node.losses = lost_lines
         node.forgetters.append(partial(self.places.forget, node))
@@ -152,7 +184,9 @@ class Session:
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, node: Node, ref: int, after: list[int], form: str, options: dict[str, Any], buffer: Any = None) -> Request:
+    def fetch(
+        self, node: Node, ref: int, after: list[int], form: str, options: dict[str, Any], buffer: Any = None
+    ) -> Request:
         """Ask for a value. Return at once; everything up to the positions in `after`, [stream, position, ...], is on its way then.
 
         `buffer` is where the parts of a large reply are put together.
@@ -213,7 +247,10 @@ class Session:
 
     def results(self, requests: Sequence[Request], timeout: float) -> None:
         """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
-        enough = lambda: all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)  # noqa: E731
+
+        def enough() -> bool:
+            return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
+
         self.requests.wait(enough, self._read, time.monotonic() + timeout, requests[0].node)
 
     def value(self, request: Request) -> Any:
@@ -234,7 +271,9 @@ class Session:
 
     def throttle(self, node: Node) -> None:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
-        if self._inside():  # a few words more than the window are better than a thread that waits with the lock
+        if (
+            self._inside()
+        ):  # a few words more than the window are better than a thread that waits with the lock
             return
         for other in self.logs:
             other.flush()
@@ -272,7 +311,13 @@ class Session:
             cause = node.unread[key]
             node.unread.clear()
             if more:
-                log.warning("%s: %s%d more failed operation%s", node, "at least " if more >= 999 else "", more, "s" if more > 1 else "")
+                log.warning(
+                    "%s: %s%d more failed operation%s",
+                    node,
+                    "at least " if more >= 999 else "",
+                    more,
+                    "s" if more > 1 else "",
+                )
             raise remote_error(node, cause, self._poisoned_if(cause, node))
 
     def poisoned(self, node: Node) -> frozenset[tuple[int, ...]]:
@@ -342,7 +387,10 @@ class Session:
             if not buffers:
                 raise ProtocolError("a message without frames")
             self._take(peer, decode(buffers[0]), buffers[1:])  # Invariant: counted exactly if it was taken
-        except (ProtocolError, RecursionError) as error:  # the second where a worker nests what it says thousands deep
+        except (
+            ProtocolError,
+            RecursionError,
+        ) as error:  # the second where a worker nests what it says thousands deep
             node = self._by_peer.get(peer)
             if node is not None:
                 self.lose(node, f"was dropped, because it broke the protocol: {error}")
@@ -424,7 +472,9 @@ class Session:
         if peer is not None:
             self._by_peer.pop(peer, None)
             self.retired.append(peer)
-            self.channel.hang_up(peer)  # or libzmq would go on by itself, with messages that have no place any more
+            self.channel.hang_up(
+                peer
+            )  # or libzmq would go on by itself, with messages that have no place any more
 
     def reached(self, node: Node, peer: bytes, received: int) -> None:
         """Go on with a worker on another connection, which has counted so many messages."""
@@ -437,7 +487,11 @@ class Session:
         worker = self.local_workers[node.index] if node.index < len(self.local_workers) else None
         if worker is None:
             assert node.welcome is not None
-            return f"(pid {node.welcome.pid}) died: there is no such process any more" if has_died(node.welcome.process) else None
+            return (
+                f"(pid {node.welcome.pid}) died: there is no such process any more"
+                if has_died(node.welcome.process)
+                else None
+            )
         deadline = time.monotonic() + wait
         ended = worker.poll()
         while ended is None and time.monotonic() < deadline:
@@ -448,7 +502,9 @@ class Session:
         words = worker.last_words()
         if "signal 9 " in ended and out_of_memory_kills() > self._kills:
             ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
-        return f"(pid {worker.pid}) exited: {ended}" + ("; its last words:\n  " + "\n  ".join(words) + "\n" if words else "")
+        return f"(pid {worker.pid}) exited: {ended}" + (
+            "; its last words:\n  " + "\n  ".join(words) + "\n" if words else ""
+        )
 
     def lose(self, node: Node, why: str, quietly: bool = False) -> None:
         """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""
@@ -502,7 +558,11 @@ class Session:
             )
         if self.closed is not None:
             another = bool(active) and active[0] is not self
-            then = "Make them again in the session that is open" if another else "Call init_master_worker for a new one"
+            then = (
+                "Make them again in the session that is open"
+                if another
+                else "Call init_master_worker for a new one"
+            )
             raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. {then}")
 
     @property
@@ -539,12 +599,19 @@ class Session:
             try:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and self.lasting:
-                    log.warning("%s has not heard that the session %r is over, and may keep it until its time is over", late[0], self.name)
+                    log.warning(
+                        "%s has not heard that the session %r is over, and may keep it until its time is over",
+                        late[0],
+                        self.name,
+                    )
             finally:  # Ctrl-C again, perhaps
                 with shield:  # it takes no more than 2 s for the pump, and as many for all workers together
                     self._leave("it was shut down")
                     self._stop_workers(time.monotonic() + _LAST_STEPS)
-                    for callback in (*self.on_close, *([] if any(node.taken for node in self.nodes) else self.on_end)):
+                    for callback in (
+                        *self.on_close,
+                        *([] if any(node.taken for node in self.nodes) else self.on_end),
+                    ):
                         callback()
         if unread:
             raise remote_error(*unread[0])
@@ -573,7 +640,9 @@ class Session:
                 for callback in self.on_close:
                     callback()
         if late:
-            raise WaitTimeout(f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost")
+            raise WaitTimeout(
+                f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost"
+            )
 
     def _prepare_end(self, limit: float | None) -> float | None:
         """Let what must be over before the end come to its own; return until when (monotonic) what else is in flight is waited for.
@@ -600,7 +669,9 @@ class Session:
 
         def late() -> list[Node]:
             # By the word's number, which it may get a moment later: another thread may just be using the socket.
-            return [n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None]
+            return [
+                n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
+            ]
 
         self.requests.wait(lambda: not late(), self._read, deadline, next(iter(said), None))
         return late()

@@ -27,7 +27,10 @@ class Stalls(list[Stall]):
     """The waits of a session's master; prints as a table."""
 
     def _rows(self) -> list[list[str]]:
-        return [["waited", "times", "for", "at"], *([f"{s.seconds:.4f} s", str(s.count), s.why, s.line] for s in self)]
+        return [
+            ["waited", "times", "for", "at"],
+            *([f"{s.seconds:.4f} s", str(s.count), s.why, s.line] for s in self),
+        ]
 
     def __repr__(self) -> str:
         return table_text(self._rows()) if self else "no waits so far"

@@ -11,7 +11,9 @@ Rows = Sequence[Sequence[str]]  # the first one is the head
 def table_text(rows: Rows) -> str:
     """Return a table with its columns aligned."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join((" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows)
+    return "\n".join(
+        (" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows
+    )
 
 
 def table_html(rows: Rows) -> str:

@@ -10,7 +10,9 @@ from ..errors import UsageError
 
 def is_timeout(timeout: object) -> bool:
     """Whether this is a number of seconds that a wait can last: nothing could ever exceed nan, and clocks overflow past the longest."""
-    return isinstance(timeout, Real) and not isinstance(timeout, bool) and 0 <= timeout <= threading.TIMEOUT_MAX  # type: ignore[operator]
+    if not isinstance(timeout, Real) or isinstance(timeout, bool):
+        return False
+    return 0 <= timeout <= threading.TIMEOUT_MAX  # type: ignore[operator]
 
 
 def checked(timeout: float | None) -> float | None:
@@ -18,5 +20,7 @@ def checked(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if not is_timeout(timeout):
-        raise UsageError(f"a timeout is a number of seconds from 0 on, or None to wait as long as it takes; got {timeout!r}")
+        raise UsageError(
+            f"a timeout is a number of seconds from 0 on, or None to wait as long as it takes; got {timeout!r}"
+        )
     return float(timeout)

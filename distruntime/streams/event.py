@@ -43,9 +43,13 @@ class Event:
         blocking, interprocess: taken for torch's sake; `interprocess` refuses, as events cross nodes by themselves.
     """
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         if interprocess:
-            raise UsageError("an interprocess event is CUDA's way to other processes of one machine; Event.wait crosses nodes as it is")
+            raise UsageError(
+                "an interprocess event is CUDA's way to other processes of one machine; Event.wait crosses nodes as it is"
+            )
         self.enable_timing = enable_timing
         self._recorded: _Recorded | None = None
 
@@ -88,7 +92,9 @@ class Event:
             if recorded.stream.number != stream.number:
                 order = ordered(here)
                 with here.lock:
-                    order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, user_line())
+                    order.wait(
+                        stream.number, recorded.stream.number, recorded.position, text, timeout, user_line()
+                    )
             return
         there.flush()
         for source in there.workers():
@@ -144,7 +150,9 @@ class Event:
         deadline = None if timeout is None else time.monotonic() + timeout
         requests = [recorded.ask(worker) for worker in node.workers()]
         for request in requests:
-            if not node.session.result(request, None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if not node.session.result(
+                request, None if deadline is None else max(0.0, deadline - time.monotonic())
+            ):
                 for late in requests:
                     node.session.requests.forget(late)
                 raise WaitTimeout(
@@ -184,9 +192,13 @@ class Event:
         """Return the milliseconds between two events of one node, by its own clock. Block until both have happened."""
         start, end = self._recorded, expect(end_event, Event, "Event")._recorded
         if not (self.enable_timing and end_event.enable_timing):
-            raise UsageError("elapsed_time needs events that note the time: distruntime.Event(enable_timing=True), both of them")
+            raise UsageError(
+                "elapsed_time needs events that note the time: distruntime.Event(enable_timing=True), both of them"
+            )
         if start is None or end is None or start.stamp is None or end.stamp is None:
-            raise UsageError("elapsed_time needs both events recorded: start.record(), the work, end.record()")
+            raise UsageError(
+                "elapsed_time needs both events recorded: start.record(), the work, end.record()"
+            )
         node = end.stream.check()
         if start.stream.check() is not node:
             raise UsageError(
@@ -194,7 +206,9 @@ class Event:
             )
         stamps = [wrap(DistributedTensor, start.stamp), wrap(DistributedTensor, end.stamp)]
         with node.lock:
-            number, words = template(None, DistributedTensor, stamps, {}, 1, node, name="distruntime::elapsed_time")
+            number, words = template(
+                None, DistributedTensor, stamps, {}, 1, node, name="distruntime::elapsed_time"
+            )
             home = end.stream.residence
             result = Handle(next_ref(), _TIME, home, Storage(_TIME))
             with end.stream:
@@ -232,5 +246,9 @@ class _Forward:
 
     def __call__(self, request: Request) -> None:
         if self.here.failed is None and self.here.session.closed is None:
-            reason = "" if request.lost is None else f"the node of an event that was waited for is lost: {request.lost}"
+            reason = (
+                ""
+                if request.lost is None
+                else f"the node of an event that was waited for is lost: {request.lost}"
+            )
             self.here.session.post(self.here, Signal(self.number, reason))

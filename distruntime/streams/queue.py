@@ -34,7 +34,9 @@ def expect(value: T, kind: type[Any], name: str) -> T:
     """Return `value`, which should be of a class that users know as `distruntime.name`, or raise `UsageError`."""
     if not isinstance(value, kind):
         got = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UsageError(f"this takes a distruntime.{name}, got {got}; torch's own streams and events are this process's")
+        raise UsageError(
+            f"this takes a distruntime.{name}, got {got}; torch's own streams and events are this process's"
+        )
     return value
 
 
@@ -88,7 +90,9 @@ class Queue:
         enter_stream(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         leave_stream(self)
 
     def check(self) -> Node:

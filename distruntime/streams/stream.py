@@ -62,7 +62,9 @@ class Stream(Queue):
 
     def __init__(self, node: Where = None, device: DeviceLike | None = None, priority: int = 0) -> None:
         if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
-            raise UsageError(f"a stream's priority is a small whole number, as in torch.cuda.Stream; got {priority!r}")
+            raise UsageError(
+                f"a stream's priority is a small whole number, as in torch.cuda.Stream; got {priority!r}"
+            )
         residence, self.priority = _residence(node, device), priority
         node_, name = residence.node, residence.place.device
         team: Any = node_
@@ -74,7 +76,10 @@ class Stream(Queue):
         node_.require_alive()
         order = ordered(node_)
         with node_.lock:
-            pool, idle = order.pools.setdefault((name, priority), []), order.idle.setdefault((name, priority), [])
+            pool, idle = (
+                order.pools.setdefault((name, priority), []),
+                order.idle.setdefault((name, priority), []),
+            )
             if not idle and len(pool) < _MOST:
                 number = order.open()
                 pool.append(number)
@@ -129,7 +134,9 @@ class Stream(Queue):
         """What `tensor.record_stream(stream)` does: the value is freed after what this stream has been given until then."""
         node = self.check()
         if node is not handle.place.node:
-            raise PlacementError(f"a tensor on {handle.place.place} is not used by {self!r}, which is another node's")
+            raise PlacementError(
+                f"a tensor on {handle.place.place} is not used by {self!r}, which is another node's"
+            )
         order = ordered(node)
         with node.lock:
             order.note_use(handle, self.number)
@@ -169,7 +176,9 @@ class StreamContext:
         if self.stream is not None:
             self.stream.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.stream is not None:
             self.stream.__exit__(kind, error, trace)
 
@@ -192,7 +201,9 @@ def set_implicit_waits(enabled: bool) -> None:
             ordered(node).implicit = enabled
 
 
-def synchronize(node: int | None = None, device: DeviceLike | None = None, timeout: float | None = None) -> None:
+def synchronize(
+    node: int | None = None, device: DeviceLike | None = None, timeout: float | None = None
+) -> None:
     """Block until a node, or every node, has run everything issued so far; raise the first failure that nobody has read.
 
     With `device`, only what was issued to this device's streams of the node (default: the current one). Raises `WaitTimeout` after
@@ -222,7 +233,12 @@ def synchronize_device(residence: Residence, timeout: float | None) -> None:
     node, deadline = residence.node, None if timeout is None else time.monotonic() + timeout
     numbers = [0]
     if node.order is not None:
-        numbers += [number for (name, _), pool in node.order.pools.items() if name == residence.place.device for number in pool]
+        numbers += [
+            number
+            for (name, _), pool in node.order.pools.items()
+            if name == residence.place.device
+            for number in pool
+        ]
     for number in numbers:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         Stream._numbered(residence, number).synchronize(left)

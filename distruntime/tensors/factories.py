@@ -64,7 +64,9 @@ def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
             return torch.tensor(args[0], dtype=dtype, device=place.device)  # type: ignore[return-value]
         sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
-            raise UsageError(f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); got {args!r}")
+            raise UsageError(
+                f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); got {args!r}"
+            )
         return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)  # type: ignore[return-value]
 
     make.__name__ = make.__qualname__ = name

@@ -70,9 +70,14 @@ def fetch_async(tree: Any) -> Fetched:
     """
     leaves, shape = tree_flatten(tree)
     # Of a DTensor, its whole value.
-    leaves = [leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf for leaf in leaves]
+    leaves = [
+        leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf
+        for leaf in leaves
+    ]
     future = Fetched()
-    replies: dict[tuple[int, Spec], Request] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
+    replies: dict[
+        tuple[int, Spec], Request
+    ] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
         if not isinstance(leaf, DistributedTensor):
@@ -91,7 +96,9 @@ def fetch_async(tree: Any) -> Fetched:
     def finish() -> None:
         bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
         if bad is not None:
-            future.settle(None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error())
+            future.settle(
+                None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error()
+            )
             return
         try:
             data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
@@ -102,8 +109,15 @@ def fetch_async(tree: Any) -> Fetched:
         for want in wanted:
             if want is not None and want.leaf not in same:
                 alias = data[want.key].detach()
-                same[want.leaf] = alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
-        future.settle(tree_unflatten([leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape), None)
+                same[want.leaf] = (
+                    alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
+                )
+        future.settle(
+            tree_unflatten(
+                [leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape
+            ),
+            None,
+        )
 
     def arrived(_: Request) -> None:
         left[0] -= 1

@@ -22,7 +22,11 @@ class MeshStorage:
         spec = self._storage.spec
         if self._storage.resized is not None:
             return int(self._storage.resized)
-        extent = spec.offset + 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride)) if spec.size.numel() else 0
+        extent = (
+            spec.offset + 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride))
+            if spec.size.numel()
+            else 0
+        )
         return int(extent * spec.dtype.itemsize)
 
     nbytes = size
@@ -33,7 +37,15 @@ class MeshStorage:
         node = handle.place.node
         node.require_alive()
         with node.lock:
-            number, words = template(None, type(self._tensor), [self._tensor, int(size)], {}, 0, node, name="distruntime::resize_storage")
+            number, words = template(
+                None,
+                type(self._tensor),
+                [self._tensor, int(size)],
+                {},
+                0,
+                node,
+                name="distruntime::resize_storage",
+            )
             issue([number, *words], (), [handle], [self._storage], handle.place, user_line())
         self._storage.resized = int(size)
 

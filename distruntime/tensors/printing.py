@@ -48,14 +48,24 @@ def _status(handle: Handle) -> str:
         return f"no answer from {node} yet. .cpu() waits, Ctrl-C returns"
     position, op, seconds = asked.value
     with node.lock:
-        ahead = sum(1 for flight in node.flights for line in flight.lines if position < line[0] <= handle.ready_at)
+        ahead = sum(
+            1 for flight in node.flights for line in flight.lines if position < line[0] <= handle.ready_at
+        )
     name = _printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
-    return f"computing ({ahead} ahead of it, {name} for {float(seconds):.1f} s).  .cpu() waits, Ctrl-C returns"
+    return (
+        f"computing ({ahead} ahead of it, {name} for {float(seconds):.1f} s).  .cpu() waits, Ctrl-C returns"
+    )
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
-    whole, session, node, spec, where = handle, handle.place.node.session, handle.place.node, handle.spec, str(handle.place.place)
+    whole, session, node, spec, where = (
+        handle,
+        handle.place.node.session,
+        handle.place.node,
+        handle.spec,
+        str(handle.place.place),
+    )
     if node.members:  # what stands for all of them is the first member's
         team: Any = node
         node = team.lanes[0][0]
@@ -91,7 +101,11 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         return summary(spec, where, f"lost, {node} {reply.lost}")
     if reply.cause is not None:
         lines = str(remote_error(node, reply.cause)).splitlines()
-        return summary(spec, where, "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t))
+        return summary(
+            spec,
+            where,
+            "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t),
+        )
     body = _printable(str(reply.value))
     if spec.size.numel() == 0:
         body = "[]"
@@ -103,7 +117,9 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     )
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
-    text: str = _tensor_str._add_suffixes("tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False)
+    text: str = _tensor_str._add_suffixes(
+        "tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False
+    )
     return text
 
 

@@ -57,7 +57,9 @@ class DistributedTensor(torch.Tensor):
         if not members:
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
         if not isinstance(k, int) or not -len(members) <= k < len(members):
-            raise IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
+            raise IndexError(
+                f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}"
+            )
         if self.requires_grad and torch.is_grad_enabled():
             return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
         found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
@@ -99,7 +101,9 @@ class DistributedTensor(torch.Tensor):
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
-        residence = active_session().places.residence(destination)  # held, so that its number stays its own until the copy lives there
+        residence = active_session().places.residence(
+            destination
+        )  # held, so that its number stays its own until the copy lives there
         return super().to(residence.lazy, *rest, **kwargs)
 
     def _destination(self, target: Any, node: int | None) -> Place | None:
@@ -112,10 +116,15 @@ class DistributedTensor(torch.Tensor):
                 return Place(node, device_name(target))
             kind = self.place.device.partition(":")[0]
             have = active_session().places.devices(node)
-            return Place(node, self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu")
+            return Place(
+                node,
+                self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu",
+            )
         if isinstance(target, int) or torch.device(target).type == "cuda":
             if self._handle.place.node.members:
-                raise PlacementError(f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()")
+                raise PlacementError(
+                    f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()"
+                )
         if isinstance(target, int):
             return Place(self.place.node, device_name(target))
         device = torch.device(target)
@@ -129,9 +138,18 @@ class DistributedTensor(torch.Tensor):
         """Return a local copy. Block until it is here."""
         return super().to(torch.device("cpu"), memory_format=memory_format)
 
-    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> Any:
         """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
-        return self.to(current_gpu() if device is None else device_name(device), non_blocking=non_blocking, memory_format=memory_format)
+        return self.to(
+            current_gpu() if device is None else device_name(device),
+            non_blocking=non_blocking,
+            memory_format=memory_format,
+        )
 
     # -- values ------------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +158,11 @@ class DistributedTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 and not self.is_meta else object.__format__(self, spec)
+        return (
+            format(self.item(), spec)
+            if self.dim() == 0 and not self.is_meta
+            else object.__format__(self, spec)
+        )
 
     def item(self) -> Any:
         """Return the one element as a Python number. Block until it is here."""
@@ -184,7 +206,9 @@ class DistributedTensor(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         # torch's own setter changes the wrapper's sizes, dtype and device, and would keep the old value, silently
         if not isinstance(other, DistributedTensor):
-            raise PlacementError(f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)")
+            raise PlacementError(
+                f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)"
+            )
         alias: Any = other.data
         torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
         self._handle = alias._handle
@@ -193,7 +217,9 @@ class DistributedTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+            )
         with torch.no_grad():
             twin = self.clone()
         if self.requires_grad:
@@ -224,7 +250,9 @@ class DistributedTensor(torch.Tensor):
         """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it: its size."""
         if self._handle.place.node.members:
             return MeshStorage(self)
-        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
+        raise NotSupportedError(
+            f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one"
+        )
 
     def storage(self) -> NoReturn:
         if self._handle.place.node.members:
@@ -232,20 +260,26 @@ class DistributedTensor(torch.Tensor):
                 f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel needs one: use fully_shard "
                 "(torch.distributed.fsdp), which shards over a mesh"
             )
-        raise NotSupportedError(f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one")
+        raise NotSupportedError(
+            f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one"
+        )
 
     def _typed_storage(self) -> NoReturn:
         self.storage()
 
     def share_memory_(self) -> NoReturn:
-        raise NotSupportedError(f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()")
+        raise NotSupportedError(
+            f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()"
+        )
 
     def is_shared(self) -> bool:
         """False: the memory is a worker's."""
         return False
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupportedError(f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()")
+        raise NotSupportedError(
+            f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()"
+        )
 
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
@@ -253,7 +287,9 @@ class DistributedTensor(torch.Tensor):
     def record_stream(self, stream: Any) -> None:
         """Let the memory be used again only after what `stream` has been given until this tensor dies. Return at once."""
         if not hasattr(stream, "keep"):
-            raise UsageError(f"record_stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}")
+            raise UsageError(
+                f"record_stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}"
+            )
         stream.keep(self._handle)
 
     def dist_send(self) -> DistributedTensor:

@@ -17,13 +17,24 @@ from .tensor import DistributedTensor
 
 
 def issue_function(
-    node: Node, function: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, fresh: Handle | list[Handle] | None = None
+    node: Node,
+    function: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    fresh: Handle | list[Handle] | None = None,
 ) -> None:
     """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several. Return at once."""
     results: Any = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
-    number, words = template(None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}")
+    number, words = template(
+        None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}"
+    )
     handles = [] if fresh is None else fresh if isinstance(fresh, list) else [fresh]
-    operands = [t._handle for a in args for t in (a if isinstance(a, list) else (a,)) if isinstance(t, DistributedTensor)]
+    operands = [
+        t._handle
+        for a in args
+        for t in (a if isinstance(a, list) else (a,))
+        if isinstance(t, DistributedTensor)
+    ]
     issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
 
 

@@ -39,7 +39,9 @@ def listener(address: str, backlog: int) -> socket.socket | None:
         where = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
     else:
         found = [endpoint.partition("://")[2].rpartition(":")[0] for endpoint in resolve(address)]
-        where = [(socket.AF_INET, name) for name in found if ":" not in name] or [(socket.AF_INET6, name.strip("[]")) for name in found]
+        where = [(socket.AF_INET, name) for name in found if ":" not in name] or [
+            (socket.AF_INET6, name.strip("[]")) for name in found
+        ]
     for family, name in where:
         try:
             made = socket.socket(family, socket.SOCK_STREAM)
@@ -57,7 +59,9 @@ def listener(address: str, backlog: int) -> socket.socket | None:
                 socket, "TCP_DEFER_ACCEPT"
             ):  # who says nothing waits with the kernel, and not with libzmq, whose peers speak at once
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
-            made.setblocking(False)  # else libzmq's thread would wait for a connection that has gone before it was accepted
+            made.setblocking(
+                False
+            )  # else libzmq's thread would wait for a connection that has gone before it was accepted
         except BaseException:
             made.close()
             raise
@@ -78,4 +82,6 @@ def wants_ipv6(address: str, resolved: list[str]) -> bool:
 
 def unusable(address: str, error: Exception | str) -> ConfigurationError:
     """Return the error of an address that cannot be listened at or dialled."""
-    return ConfigurationError(f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters of path).")
+    return ConfigurationError(
+        f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters of path)."
+    )

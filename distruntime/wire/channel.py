@@ -43,7 +43,9 @@ _ZAP_DOMAIN = "distruntime"
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]  # of a message to send, by how many frames follow the peer's name
+_FLAGS = [
+    (_MORE,) * frames + (_NOBLOCK,) for frames in range(8)
+]  # of a message to send, by how many frames follow the peer's name
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
 # Seconds for a connection to prove its key. That takes four short messages, and who is slower dials again. So long does a silent stranger
 # hold a descriptor.
@@ -75,7 +77,10 @@ def _tracked(parts: Any) -> tuple[Any, list[Any]]:
         _begin()
     if type(parts) is Long:
         return parts, parts.tracked(LARGE)
-    made = [part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE) for part in parts]
+    made = [
+        part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=len(part) < LARGE)
+        for part in parts
+    ]
     return made, [part.tracker for part in made if part.tracker is not None]
 
 
@@ -120,15 +125,21 @@ class Channel:
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[Any, Delivery | None, Any, Sequence[int]]] = deque()  # messages that came meanwhile
+        self._late: deque[tuple[Any, Delivery | None, Any, Sequence[int]]] = (
+            deque()
+        )  # messages that came meanwhile
         self._closed = False
-        self._waiting = False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
+        self._waiting = (
+            False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
+        )
         self._woken = False
         self._wake = Wake()
         # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an interrupt did to the last:
         # pyzmq runs signal handlers after each frame, and a message cut in two would swallow the next.
         self._unsent: map[Any] | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: one ZAP handler per context, and close() can be complete
+        self._context: zmq.Context[zmq.Socket[bytes]] = (
+            zmq.Context()
+        )  # its own: one ZAP handler per context, and close() can be complete
         self._guard: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._context, self._socket, has_key=keys is not None)
@@ -170,7 +181,9 @@ class Channel:
                 raise unusable(address, error) from error
             self._dialled[peer] = address
             # The monitor names the first connection as it was dialled, later ones as it was resolved.
-            self._connections.dial(peer, [address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT), *resolved])
+            self._connections.dial(
+                peer, [address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT), *resolved]
+            )
             self._after_use()
         self._send_late()
 
@@ -189,11 +202,15 @@ class Channel:
             try:
                 self._socket.disconnect(address)
             except zmq.ZMQError as error:
-                raise ConfigurationError(f"got disconnect({address!r}), expected an address that connect() was given.") from error
+                raise ConfigurationError(
+                    f"got disconnect({address!r}), expected an address that connect() was given."
+                ) from error
             self._after_use()
         self._send_late()
 
-    def send(self, to: Peer | Link, frames: Sequence[Buffer], *, copy: bool = True) -> Delivery | zmq.MessageTracker | None:
+    def send(
+        self, to: Peer | Link, frames: Sequence[Buffer], *, copy: bool = True
+    ) -> Delivery | zmq.MessageTracker | None:
         """Queue a message to a peer, or to whoever carries a link, which keeps it until it has arrived. Return at once.
 
         Args:
@@ -206,11 +223,16 @@ class Channel:
         if not frames:
             raise ValueError("got no frames, expected at least one")
         long = False
-        for frame in frames:  # nothing may fail once the first frame is in: the next message would become the tail of this one
+        for frame in (
+            frames
+        ):  # nothing may fail once the first frame is in: the next message would become the tail of this one
             if type(frame) is not bytes and not (
-                isinstance(frame, (bytearray, zmq.Frame)) or (isinstance(frame, memoryview) and frame.contiguous)
+                isinstance(frame, (bytearray, zmq.Frame))
+                or (isinstance(frame, memoryview) and frame.contiguous)
             ):
-                raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview")
+                raise TypeError(
+                    f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview"
+                )
             size = frame.nbytes if type(frame) is memoryview else len(frame)
             self.sent_bytes += size
             if size > FRAME:
@@ -218,11 +240,15 @@ class Channel:
         delivery = Delivery(to, frames) if type(to) is Link else None
         parts: Any = Long(frames) if long else frames
         trackers: Sequence[Any] = ()
-        if not copy:  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
+        if (
+            not copy
+        ):  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
             parts, trackers = _tracked(parts)
             if delivery is not None:
                 delivery.trackers = trackers
-        flags: Sequence[int] = _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
+        flags: Sequence[int] = (
+            _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
+        )
         with shield:  # else Ctrl-C could come between the lock and the `try`
             # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
@@ -291,7 +317,9 @@ class Channel:
                 self._owner = None
         self._send_late()
 
-    def receive(self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None) -> list[tuple[Peer, Frames]]:
+    def receive(
+        self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None
+    ) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
 
         Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer
@@ -376,15 +404,24 @@ class Channel:
     def _set_up(self, name: Peer | None, *, server: bool) -> None:
         router = self._socket
         router.linger = 0
-        router.sndhwm = router.rcvhwm = 0  # the windows of the command log bound memory; a send must never block or drop
+        router.sndhwm = router.rcvhwm = (
+            0  # the windows of the command log bound memory; a send must never block or drop
+        )
         router.router_mandatory = True
-        router.router_handover = True  # a peer that reconnects under its name replaces its half-open predecessor
+        router.router_handover = (
+            True  # a peer that reconnects under its name replaces its half-open predecessor
+        )
         router.maxmsgsize = FRAME + ROOM
         router.backlog = _BACKLOG
         router.handshake_ivl = round(HANDSHAKE * 1000)
         router.connect_timeout = 5_000  # or the kernel would try for two minutes, at the end once a minute
         router.reconnect_ivl, router.reconnect_ivl_max = 100, 2_000
-        router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl, router.tcp_keepalive_cnt = 1, 30, 10, 3
+        (
+            router.tcp_keepalive,
+            router.tcp_keepalive_idle,
+            router.tcp_keepalive_intvl,
+            router.tcp_keepalive_cnt,
+        ) = 1, 30, 10, 3
         router.tcp_maxrt = 60_000
         if name is not None:
             router.routing_id = name

@@ -30,14 +30,20 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
     return (typing.get_origin(annotation) or annotation,)
 
 
-_FIELDS = {cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls)) for cls in MESSAGES}
+_FIELDS = {
+    cls: tuple((f.name, _accepted(typing.get_type_hints(cls)[f.name])) for f in fields(cls))
+    for cls in MESSAGES
+}
 
 
 def _only(name: str) -> Callable[[Message], tuple[Any]]:
     return lambda message: (getattr(message, name),)
 
 
-_VALUES = {cls: attrgetter(*names) if len(names := [name for name, _ in _FIELDS[cls]]) > 1 else _only(names[0]) for cls in MESSAGES}
+_VALUES = {
+    cls: attrgetter(*names) if len(names := [name for name, _ in _FIELDS[cls]]) > 1 else _only(names[0])
+    for cls in MESSAGES
+}
 
 
 def encode(message: Message) -> bytes:
@@ -52,7 +58,9 @@ def decode(frame: Buffer) -> Message:
     try:
         body = msgpack.unpackb(frame, strict_map_key=True)
     except Exception as error:
-        raise ProtocolError(f"a frame of {len(frame)} bytes is not a message: {type(error).__name__}") from None
+        raise ProtocolError(
+            f"a frame of {len(frame)} bytes is not a message: {type(error).__name__}"
+        ) from None
     if not isinstance(body, list) or not body or type(body[0]) is not int or not 0 <= body[0] < len(MESSAGES):
         raise ProtocolError("a frame does not start with the number of a message")
     cls = MESSAGES[body[0]]
@@ -61,7 +69,9 @@ def decode(frame: Buffer) -> Message:
         raise ProtocolError(f"{cls.__name__} has {len(expected)} fields, got {len(body) - 1}")
     for value, (name, accepted) in zip(body[1:], expected):
         if accepted and not isinstance(value, accepted):
-            raise ProtocolError(f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}")
+            raise ProtocolError(
+                f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}"
+            )
     return cls(*body[1:])
 
 
@@ -145,7 +155,12 @@ class _Memory:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        self.__array_interface__ = {"data": (flat.data_ptr(), False), "shape": (flat.nbytes,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (flat.data_ptr(), False),
+            "shape": (flat.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
@@ -156,7 +171,9 @@ def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return memoryview(b"")
-    flat = dense.as_strided((dense.numel(),), (1,))  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    flat = dense.as_strided(
+        (dense.numel(),), (1,)
+    )  # not view(-1): a dimension of size 1 keeps whatever stride it had
     return memoryview(flat.view(torch.uint8).numpy() if lasting else np.asarray(_Memory(flat)))  # type: ignore[arg-type]
 
 

@@ -63,7 +63,9 @@ class Connections:
     to whose name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool
+    ) -> None:
         self.strangers = Strangers(most_strangers())
         self.unplaced = self.strangers.names  # by fd, connections through which nothing has come yet
         self._crowded_out: set[int] = set()  # fds that have been hung up on, as there were too many of these
@@ -120,7 +122,9 @@ class Connections:
             (fd,) = self.unplaced
         old = self.placed.get(peer)
         if old is not None:  # it came back before its half-open connection was found broken
-            self._events.append(PeerEvent("disconnected", peer, self._address(), "replaced by a new connection"))
+            self._events.append(
+                PeerEvent("disconnected", peer, self._address(), "replaced by a new connection")
+            )
             del self._peer_of[old], self.placed[peer]
         self._events.append(PeerEvent("connected", peer, self._address()))
         leftover = peer in self._gone and (fd is None or fd in self._ghosts)
@@ -137,7 +141,9 @@ class Connections:
             if fd in self._ghosts:
                 self.doubted.add(fd)
         else:
-            self._events.append(PeerEvent("disconnected", peer, self._address(), "gone before its first message was read"))
+            self._events.append(
+                PeerEvent("disconnected", peer, self._address(), "gone before its first message was read")
+            )
 
     def open(self, peer: Peer) -> bool:
         """Return whether there is a connection to a peer, as far as is known."""
@@ -158,7 +164,9 @@ class Connections:
                 self._raw = []
                 self._raw.extend(map(self._receive, (_NOBLOCK, _NOBLOCK)))
             report = zmq.utils.monitor.parse_monitor_message(self._raw)
-            happened = self._interpret(int(report["event"]), int(report["value"]), report["endpoint"].decode("utf-8", "replace"))
+            happened = self._interpret(
+                int(report["event"]), int(report["value"]), report["endpoint"].decode("utf-8", "replace")
+            )
             if happened is not None:
                 self._events += (happened,)
             self._raw = []
@@ -186,7 +194,9 @@ class Connections:
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._crowded_out.discard(value)
-                lost = self._lost(value, endpoint)  # libzmq does not report connections that it closed by its own decision
+                lost = self._lost(
+                    value, endpoint
+                )  # libzmq does not report connections that it closed by its own decision
                 self.strangers.add(value)
                 return lost
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -194,10 +204,14 @@ class Connections:
                     return None  # accepted: place() reports it
                 self._reached.add(dialled)
                 return PeerEvent("connected", dialled, endpoint)
-            case zmq.EVENT_DISCONNECTED if dialled is None and (value in self.unplaced or value in self._crowded_out):
+            case zmq.EVENT_DISCONNECTED if dialled is None and (
+                value in self.unplaced or value in self._crowded_out
+            ):
                 return self._lost_stranger(value, endpoint)
             case zmq.EVENT_DISCONNECTED:
-                return self._lost(value, endpoint) if dialled is None else self._lost_dialled(dialled, endpoint)
+                return (
+                    self._lost(value, endpoint) if dialled is None else self._lost_dialled(dialled, endpoint)
+                )
             case _:
                 return self._failed(event, value, dialled, endpoint)
 
@@ -208,8 +222,18 @@ class Connections:
             self._refused_by.add(dialled)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return PeerEvent("auth_failed", dialled, endpoint, f"key refused (status {value})")
-        hint = "; it may hold another key, or have no descriptors left" if dialled is not None and self._has_key else ""
-        return PeerEvent("handshake_failed", dialled, endpoint, f"the other side hung up during the handshake{hint}", final=False)
+        hint = (
+            "; it may hold another key, or have no descriptors left"
+            if dialled is not None and self._has_key
+            else ""
+        )
+        return PeerEvent(
+            "handshake_failed",
+            dialled,
+            endpoint,
+            f"the other side hung up during the handshake{hint}",
+            final=False,
+        )
 
     def _lost_dialled(self, peer: Peer, endpoint: str) -> PeerEvent | None:
         if peer in self._reached:
@@ -219,7 +243,9 @@ class Connections:
             self._refused_by.discard(peer)
             return None
         keys = "another key, or none" if self._has_key else "a key, where none is held here"
-        return PeerEvent("handshake_failed", peer, endpoint, f"the other side has {keys}; or it does not speak ZeroMQ")
+        return PeerEvent(
+            "handshake_failed", peer, endpoint, f"the other side has {keys}; or it does not speak ZeroMQ"
+        )
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
         crowded_out = fd in self._crowded_out
@@ -228,7 +254,13 @@ class Connections:
         self._ghosts.add(fd)
         reported, self._refused = self._refused, False
         if crowded_out:
-            return None if reported else PeerEvent("handshake_failed", None, endpoint, "too many others had not said who they are either")
+            return (
+                None
+                if reported
+                else PeerEvent(
+                    "handshake_failed", None, endpoint, "too many others had not said who they are either"
+                )
+            )
         keys = "another key, or none" if self._has_key else "a key, where none is held here"
         why = f"it has {keys}; or does not speak ZeroMQ; or it hung up before it said who it is"
         return None if reported else PeerEvent("handshake_failed", None, endpoint, why)

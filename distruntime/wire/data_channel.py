@@ -16,9 +16,27 @@ import torch
 from ..errors import ConfigurationError, NotSupportedError
 
 ENTRY_POINTS = "distruntime.data_channels"
-MOVES = ("send", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier")  # "send" stands for `receive` too
+MOVES = (
+    "send",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+)  # "send" stands for `receive` too
 REDUCES = ("all_reduce", "reduce", "reduce_scatter")
-_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NUMBERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 
 
 @dataclass(frozen=True)
@@ -42,14 +60,20 @@ class Capabilities:
 
     def wire(self) -> list[Any]:
         """Return the wire form."""
-        reductions = {op: sorted(str(d).removeprefix("torch.") for d in dtypes) for op, dtypes in self.reductions.items()}
+        reductions = {
+            op: sorted(str(d).removeprefix("torch.") for d in dtypes)
+            for op, dtypes in self.reductions.items()
+        }
         return [sorted(self.operations), reductions, sorted(self.devices), self.tags, self.concurrent]
 
     @staticmethod
     def from_wire(fields: list[Any]) -> Capabilities:
         """Return what `wire` gave; a dtype that this torch does not have is left out."""
         operations, reductions, devices, tags, concurrent = fields
-        known = {op: frozenset(getattr(torch, d) for d in names if hasattr(torch, d)) for op, names in reductions.items()}
+        known = {
+            op: frozenset(getattr(torch, d) for d in names if hasattr(torch, d))
+            for op, names in reductions.items()
+        }
         return Capabilities(frozenset(operations), known, frozenset(devices), bool(tags), bool(concurrent))
 
 
@@ -127,7 +151,9 @@ class DataChannel(ABC):
         """Give each member its part of the root's `data`, in the order of ranks; elsewhere `data` is None."""
         raise self._lacks("scatter")
 
-    def all_to_all(self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]) -> None:
+    def all_to_all(
+        self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
+    ) -> None:
         """Send the k-th part of `data` to member k, and put what member k sends into the k-th part of `output`. Sizes in bytes."""
         raise self._lacks("all_to_all")
 
@@ -202,13 +228,19 @@ def checked(name: str, factory: Any) -> Factory:
 def checked_class(name: str, factory: Any) -> Factory:
     """As `checked`, under a name that distruntime itself has given."""
     if not (isinstance(factory, type) and issubclass(factory, DataChannel)):
-        raise ConfigurationError(f"the data channel {name!r} must be a subclass of distruntime.DataChannel, got {factory!r}")
+        raise ConfigurationError(
+            f"the data channel {name!r} must be a subclass of distruntime.DataChannel, got {factory!r}"
+        )
     capabilities = getattr(factory, "capabilities", None)
     if not isinstance(capabilities, Capabilities):
-        raise ConfigurationError(f"{factory.__qualname__}.capabilities must be distruntime.Capabilities(...), got {capabilities!r}")
+        raise ConfigurationError(
+            f"{factory.__qualname__}.capabilities must be distruntime.Capabilities(...), got {capabilities!r}"
+        )
     unknown = capabilities.operations - {*MOVES, *REDUCES}
     if unknown:
-        raise ConfigurationError(f"{factory.__qualname__} declares unknown operations: {', '.join(sorted(unknown))}")
+        raise ConfigurationError(
+            f"{factory.__qualname__} declares unknown operations: {', '.join(sorted(unknown))}"
+        )
     return factory
 
 

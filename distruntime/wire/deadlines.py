@@ -38,12 +38,18 @@ class Deadline:
         except (TypeError, ValueError):
             seconds = -1.0
         if isinstance(value, bool) or not 0 < seconds <= 1e9:
-            raise ConfigurationError(f"{source} is a number of seconds above 0 (up to 1e9, some thirty years), got {value!r}")
+            raise ConfigurationError(
+                f"{source} is a number of seconds above 0 (up to 1e9, some thirty years), got {value!r}"
+            )
         return seconds
 
 
 CONNECT = Deadline(
-    "connect", 30.0, "DISTRUNTIME_TIMEOUT", "init_master_worker(timeout=), restart(timeout=)", "workers to start, answer or dial in"
+    "connect",
+    30.0,
+    "DISTRUNTIME_TIMEOUT",
+    "init_master_worker(timeout=), restart(timeout=)",
+    "workers to start, answer or dial in",
 )
 UNREACHABLE = Deadline(
     "unreachable",
@@ -52,18 +58,60 @@ UNREACHABLE = Deadline(
     "init_master_worker(unreachable=)",
     "silence after which a worker is called unreachable (set it for the worker too)",
 )
-GRACE = Deadline("grace", 600.0, "DISTRUNTIME_GRACE", "init_master_worker(grace=)", "a worker that is unreachable, before it is lost")
+GRACE = Deadline(
+    "grace",
+    600.0,
+    "DISTRUNTIME_GRACE",
+    "init_master_worker(grace=)",
+    "a worker that is unreachable, before it is lost",
+)
 KEEP = Deadline(
-    "keep", 12 * 3600.0, "DISTRUNTIME_KEEP", "init_master_worker(keep=)", "a named session without a master, before its values are dropped"
+    "keep",
+    12 * 3600.0,
+    "DISTRUNTIME_KEEP",
+    "init_master_worker(keep=)",
+    "a named session without a master, before its values are dropped",
 )
-SHUTDOWN = Deadline("shutdown", 10.0, "DISTRUNTIME_SHUTDOWN_TIMEOUT", "shutdown(timeout=)", "what is in flight at the end of a session")
+SHUTDOWN = Deadline(
+    "shutdown",
+    10.0,
+    "DISTRUNTIME_SHUTDOWN_TIMEOUT",
+    "shutdown(timeout=)",
+    "what is in flight at the end of a session",
+)
 DETACH = Deadline(
-    "detach", 10.0, "DISTRUNTIME_DETACH_TIMEOUT", "detach(timeout=)", "what is in flight to arrive, before this process leaves"
+    "detach",
+    10.0,
+    "DISTRUNTIME_DETACH_TIMEOUT",
+    "detach(timeout=)",
+    "what is in flight to arrive, before this process leaves",
 )
-ASK = Deadline("ask", 1.0, "DISTRUNTIME_ASK_TIMEOUT", "", "dr.nodes() and dr.memory() for one worker's figures")
-REPR = Deadline("repr", 2.0, "DISTRUNTIME_REPR_TIMEOUT", "", "showing a tensor at a prompt, before it says what is computing instead")
-MEET = Deadline("meet", 30.0, "DISTRUNTIME_MEET_TIMEOUT", "", "workers to find each other for a group, a mesh or a copy")
-GROUP = Deadline("group", 1800.0, "DISTRUNTIME_GROUP_TIMEOUT", "new_group(timeout=)", "one operation of a group, late members included")
-ORPHAN = Deadline("orphan", 3.0, "DISTRUNTIME_ORPHAN_TIMEOUT", "", "a worker whose master has died to stop by itself, before it is ended")
+ASK = Deadline(
+    "ask", 1.0, "DISTRUNTIME_ASK_TIMEOUT", "", "dr.nodes() and dr.memory() for one worker's figures"
+)
+REPR = Deadline(
+    "repr",
+    2.0,
+    "DISTRUNTIME_REPR_TIMEOUT",
+    "",
+    "showing a tensor at a prompt, before it says what is computing instead",
+)
+MEET = Deadline(
+    "meet", 30.0, "DISTRUNTIME_MEET_TIMEOUT", "", "workers to find each other for a group, a mesh or a copy"
+)
+GROUP = Deadline(
+    "group",
+    1800.0,
+    "DISTRUNTIME_GROUP_TIMEOUT",
+    "new_group(timeout=)",
+    "one operation of a group, late members included",
+)
+ORPHAN = Deadline(
+    "orphan",
+    3.0,
+    "DISTRUNTIME_ORPHAN_TIMEOUT",
+    "",
+    "a worker whose master has died to stop by itself, before it is ended",
+)
 
 DEADLINES = (CONNECT, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, REPR, MEET, GROUP, ORPHAN)

@@ -17,7 +17,9 @@ from ..errors import ConfigurationError
 
 # A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for one, and something to live on.
 ENOUGH = 24
-_MUCH = 1 << 20  # descriptors; some systems allow a thousand times as many, which programs that are started from here may walk through
+_MUCH = (
+    1 << 20
+)  # descriptors; some systems allow a thousand times as many, which programs that are started from here may walk through
 _FEW, _MANY = 16, 48  # strangers, at least and at most
 
 

@@ -42,7 +42,9 @@ class Long:
                 continue
             view = memoryview(frame.buffer if isinstance(frame, zmq.Frame) else frame).cast("B")
             for start in range(0, len(view), FRAME):
-                self._messages.append([b"", _PLACE.pack(index, start, len(view)), view[start : start + FRAME]])
+                self._messages.append(
+                    [b"", _PLACE.pack(index, start, len(view)), view[start : start + FRAME]]
+                )
         self._messages.append(rest)
 
     def tracked(self, least: int) -> list[Any]:
@@ -51,7 +53,9 @@ class Long:
         for message in self._messages:
             for k, part in enumerate(message):
                 if len(part) >= least:
-                    message[k] = part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=False)
+                    message[k] = (
+                        part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=False)
+                    )
                     trackers.append(message[k].tracker)
         return [tracker for tracker in trackers if tracker is not None]
 
@@ -86,7 +90,9 @@ class Coming:
     """A message with large frames of which pieces have come. It is not changed: `with_piece` returns another one, over the same memory."""
 
     def __init__(self, large: tuple[tuple[int, memoryview], ...] = (), got: int = 0) -> None:
-        self._large = large  # the large frames that have begun: which of the message's they are, and their memory
+        self._large = (
+            large  # the large frames that have begun: which of the message's they are, and their memory
+        )
         self._got = got  # bytes of the last of them that have come
 
     def with_piece(self, place: Any, piece: Any) -> Coming:

@@ -19,7 +19,13 @@ Frames = list["bytes | zmq.Frame | Joined"]
 LARGE = 65536
 
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
-_EVENTS, _POLLIN, _SRCFD, _RCVMORE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD), int(zmq.RCVMORE), int(zmq.NOBLOCK)
+_EVENTS, _POLLIN, _SRCFD, _RCVMORE, _NOBLOCK = (
+    int(zmq.EVENTS),
+    int(zmq.POLLIN),
+    int(zmq.SRCFD),
+    int(zmq.RCVMORE),
+    int(zmq.NOBLOCK),
+)
 # How to receive a frame: as bytes, or as zmq.Frame, which costs 2 us more and knows the connection that it came through.
 _BYTES, _FRAME = ((_NOBLOCK,), (True,)), ((_NOBLOCK,), (False,))
 
@@ -31,7 +37,9 @@ class Inbox:
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
         self.messages: list[tuple[Peer, Frames]] = []
         self.received_bytes = 0
-        self._partial: list[Any] = []  # read of the next message so far; not empty only within read() or after an interrupt there
+        self._partial: list[
+            Any
+        ] = []  # read of the next message so far; not empty only within read() or after an interrupt there
         self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
         # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in place.
         self._coming: dict[Peer, Coming] = {}
@@ -46,8 +54,12 @@ class Inbox:
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
         self._connections.settle()
-        if self._coming:  # what came through connections that have ended is read: nothing more comes of their messages
-            self._coming = {peer: coming for peer, coming in self._coming.items() if self._connections.open(peer)}
+        if (
+            self._coming
+        ):  # what came through connections that have ended is read: nothing more comes of their messages
+            self._coming = {
+                peer: coming for peer, coming in self._coming.items() if self._connections.open(peer)
+            }
 
     def read(self) -> None:
         """Read one message, or raise `zmq.Again`; the pieces of a large message that have come until then are kept."""
@@ -70,7 +82,12 @@ class Inbox:
         if len(partial) < 2:
             known = peer in connections.placed or peer in connections.dialled
             self._expected = 2
-            partial.extend(map(self._receive, *(_FRAME if not known or connections.unplaced or connections.doubted else _BYTES)))
+            partial.extend(
+                map(
+                    self._receive,
+                    *(_FRAME if not known or connections.unplaced or connections.doubted else _BYTES),
+                )
+            )
         while self._option(_RCVMORE):
             self._expected += 1
             partial.extend(map(self._receive, *_FRAME))
@@ -92,7 +109,9 @@ class Inbox:
         if frames is not None:
             self.received_bytes += sum(map(len, frames))
         entries = ((peer, frames),) if frames is not None else ()
-        self.messages += entries  # these statements hold no call and no jump, so no interrupt falls in between
+        self.messages += (
+            entries  # these statements hold no call and no jump, so no interrupt falls in between
+        )
         self._coming = coming
         self._partial = []
         self._expected = 0

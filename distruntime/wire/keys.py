@@ -54,14 +54,18 @@ class KeyPair:
             ConfigurationError: `path` exists or cannot be written.
         """
         try:
-            write_private(path, _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii")))
+            write_private(
+                path, _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii"))
+            )
         except FileExistsError:
             raise ConfigurationError(
                 f"got a key path that is taken, {path}: a key is never overwritten, since workers may still use it. "
                 "Give another path, or delete the file first."
             ) from None
         except OSError as error:
-            raise ConfigurationError(f"the key cannot be written to {path}: {error.strerror}. Give a path that can be written.") from error
+            raise ConfigurationError(
+                f"the key cannot be written to {path}: {error.strerror}. Give a path that can be written."
+            ) from error
 
     @staticmethod
     def load(path: Path) -> KeyPair:
@@ -79,9 +83,13 @@ class KeyPair:
                 f"Make one with `distruntime-worker keygen {path}` and copy it to each machine."
             ) from None
         except OSError as error:
-            raise ConfigurationError(f"the key file {path} cannot be read: {error.strerror}. It must be readable by you alone.") from error
+            raise ConfigurationError(
+                f"the key file {path} cannot be read: {error.strerror}. It must be readable by you alone."
+            ) from error
         if not stat.S_ISREG(mode):
-            raise ConfigurationError(f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen FILE")
+            raise ConfigurationError(
+                f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen FILE"
+            )
         if mode & 0o077:
             raise ConfigurationError(
                 f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
@@ -136,7 +144,9 @@ def require_own(path: Path, what: str) -> None:
         # one's own files.
         others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.geteuid() else 0)
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
-            raise ConfigurationError(f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w {place}")
+            raise ConfigurationError(
+                f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w {place}"
+            )
 
 
 def needs_key(address: str) -> bool:
@@ -208,7 +218,9 @@ def is_local(address: str) -> bool:
 
 
 def _is_private(address: str) -> bool:
-    if not address.startswith("ipc://") or address.startswith("ipc://@"):  # Linux's abstract sockets have no file and so no owner
+    if not address.startswith("ipc://") or address.startswith(
+        "ipc://@"
+    ):  # Linux's abstract sockets have no file and so no owner
         return False
     try:
         status = Path(address[len("ipc://") :]).parent.stat()

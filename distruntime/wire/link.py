@@ -28,7 +28,9 @@ class Delivery:
 
     def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
         self.link, self.frames = link, frames
-        self.trackers: Sequence[Any] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
+        self.trackers: Sequence[
+            Any
+        ] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
         self.number = 0  # of the link's messages, from 1; 0 until it is in order
 
     @property
@@ -44,7 +46,9 @@ class Delivery:
 
     def settle(self) -> None:
         """Copy what is still to arrive, so that the frames' memory may be written again."""
-        self.frames = [bytes(frame) if isinstance(frame, (bytearray, memoryview)) else frame for frame in self.frames]
+        self.frames = [
+            bytes(frame) if isinstance(frame, (bytearray, memoryview)) else frame for frame in self.frames
+        ]
 
 
 @final

@@ -15,9 +15,7 @@ PROTOCOL = 6  # the contract between master and worker: a change of any message 
 # FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
 CHECK = 0  # CHECK, number, [spec, ...], then an instruction: run it, report in `Done` where its results differ from the predicted specs
 LEARN = 1  # LEARN, request, then an instruction: run it, reply with the specs of its results (what is not a tensor is replied itself)
-UPLOAD = (
-    2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
-)
+UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
 FORGET = 3  # FORGET, number: drop the templates below that number; numbers are never used again
 WAIT = 4  # WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position; `text` says who recorded it
 AWAIT = 5  # AWAIT, number, seconds or None, text: go on when `Signal` has come with that number
@@ -27,9 +25,7 @@ HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch
 TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
 GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
 PUBLISH = 11  # PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a name, and reply
-ADOPT = (
-    12  # ADOPT, token, version, [ref or 0, ...]: give the values of what `Ask` found under this token these refs; version 0: let go of it
-)
+ADOPT = 12  # ADOPT, token, version, [ref or 0, ...]: give the values of what `Ask` found under this token these refs; version 0: let go of it
 FIRST_TEMPLATE = 16
 
 
@@ -404,7 +400,9 @@ class Failure:
     traceback: str
     op: str
     operands: str
-    node: int = -1  # where it happened, if that is not the worker that tells of it: a copy or a collective has brought it
+    node: int = (
+        -1
+    )  # where it happened, if that is not the worker that tells of it: a copy or a collective has brought it
 
 
 Message = (

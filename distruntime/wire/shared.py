@@ -24,7 +24,10 @@ from ..errors import ProtocolError
 from .descriptors import are_out, spare
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
-_MARK, _NONCE = b"distruntime mine", 16  # what the segment of a challenge begins with; bytes of a secret and of a nonce
+_MARK, _NONCE = (
+    b"distruntime mine",
+    16,
+)  # what the segment of a challenge begins with; bytes of a secret and of a nonce
 _LARGEST_KEPT = (32 << 20) - (1 << 16)  # bytes; glibc's own limit for what follows is 32 MiB
 
 LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
@@ -82,7 +85,9 @@ class Loan:
         So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner, or a forked child, writes
         must stay its own.
         """
-        mapped = mmap.mmap(self._segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped = mmap.mmap(
+            self._segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         weakref.finalize(mapped, self.give).atexit = False
         return mapped
 
@@ -140,7 +145,9 @@ def _make(size: int) -> Segment | None:
     try:
         os.posix_fallocate(descriptor, 0, size)  # now, and not as a bus error when the pages are touched
         # A worker opens the file for writing, and whoever may do that may cut it: the next touch of the pages would end this process.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         return Segment(f"/proc/{os.getpid()}/fd/{descriptor}", mmap.mmap(descriptor, size), descriptor)
     except OSError:
         os.close(descriptor)
@@ -166,7 +173,9 @@ class Attached:
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: object) -> mmap.mmap:
-        if not self._proven:  # first: to tell the secret maps the challenge's segment, which may be anybody's until then
+        if (
+            not self._proven
+        ):  # first: to tell the secret maps the challenge's segment, which may be anybody's until then
             if self._map(self._challenge).find(self.nonce) < 0:
                 raise ProtocolError(
                     f"{self._challenge} is not the memory of this session's master: it has not written there what it was told"
@@ -187,7 +196,9 @@ class Attached:
         if named is None or not isinstance(name, str):
             raise ProtocolError(f"not a shared segment: {str(name)[:40]!r}")
         if int(named[1]) != self._pid:
-            raise ProtocolError(f"{name} is a segment of process {named[1]}, and this session's master is process {self._pid}")
+            raise ProtocolError(
+                f"{name} is a segment of process {named[1]}, and this session's master is process {self._pid}"
+            )
         found = self._mapped.get(name)
         if found is None:
             try:
@@ -205,7 +216,9 @@ def _opened(name: str) -> mmap.mmap:
     descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     try:
         if not _sealed(descriptor):
-            raise ProtocolError(f"{name} may shrink while it is read: expected memory that is sealed against it")
+            raise ProtocolError(
+                f"{name} may shrink while it is read: expected memory that is sealed against it"
+            )
         # The mapping keeps a descriptor of its own from here on.
         return mmap.mmap(descriptor, 0)
     finally:

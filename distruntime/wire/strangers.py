@@ -36,9 +36,14 @@ def _likely(fd: int) -> int:
     who has sent more of it and is still there is on the way, or sends a frame that never ends.
     """
     room, size = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
-    if sys.platform != "linux" or _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, room, ctypes.byref(size)) != 0:
+    if (
+        sys.platform != "linux"
+        or _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, room, ctypes.byref(size)) != 0
+    ):
         return 0
-    received = int.from_bytes(room.raw[128:136], sys.byteorder) if size.value >= 136 else 0  # tcpi_bytes_received
+    received = (
+        int.from_bytes(room.raw[128:136], sys.byteorder) if size.value >= 136 else 0
+    )  # tcpi_bytes_received
     return 0 if not received else 1 if received > _HANDSHAKE else 2 if received <= _GREETING else 3
 
 
@@ -76,7 +81,11 @@ class Strangers:
             name = self.names.pop(fd)
             found.append(fd)
             # The number may be another socket's by now: libzmq closes by itself, too.
-            if name and _name("getpeername", fd) == name and self._port(_name("getsockname", fd)) == self._local:
+            if (
+                name
+                and _name("getpeername", fd) == name
+                and self._port(_name("getsockname", fd)) == self._local
+            ):
                 _libc.shutdown(fd, socket.SHUT_RDWR)
         return found
 

@@ -38,7 +38,11 @@ class Tally:
     @property
     def due(self) -> float | None:
         """Seconds until `look` has something to write; None: it has nothing."""
-        return None if self._began is None or not self._counted else max(0.0, self._began + _EVERY - self._clock())
+        return (
+            None
+            if self._began is None or not self._counted
+            else max(0.0, self._began + _EVERY - self._clock())
+        )
 
     def look(self) -> None:
         """Write the sum, if its time has come."""
@@ -54,5 +58,7 @@ class Tally:
         """Write the sum of what has been counted, if there is any."""
         if self._counted and self._began is not None:
             seconds = self._clock() - self._began
-            self._write(f"{self._counted} more lines of this kind in {seconds:.0f} s, the last of them: {self._last}")
+            self._write(
+                f"{self._counted} more lines of this kind in {seconds:.0f} s, the last of them: {self._last}"
+            )
             self._counted = 0

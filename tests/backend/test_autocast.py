@@ -85,7 +85,10 @@ def test_a_region_is_of_its_thread(session: object) -> None:
 def test_another_dtype_is_declined_as_on_a_cpu(session: object) -> None:
     texts = []
     for device in ("cpu", REMOTE):
-        with pytest.warns(UserWarning, match="target dtype is not supported") as caught, torch.autocast(device, dtype=torch.float64):
+        with (
+            pytest.warns(UserWarning, match="target dtype is not supported") as caught,
+            torch.autocast(device, dtype=torch.float64),
+        ):
             assert product(device) is FLOAT32
         texts.append(str(caught[0].message))
     assert texts[1] == texts[0].replace("CPU", "remote")
@@ -116,7 +119,9 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and kwargs.get("dtype", args[-1]) in (
+        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and kwargs.get(
+            "dtype", args[-1]
+        ) in (
             HALF,
             BFLOAT16,
         )
@@ -130,11 +135,18 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("modes", ["grad grad", "no_grad grad no_grad", "grad no_grad", "inference inference", "inference no_grad grad"])
+@pytest.mark.parametrize(
+    "modes",
+    ["grad grad", "no_grad grad no_grad", "grad no_grad", "inference inference", "inference no_grad grad"],
+)
 @pytest.mark.parametrize("cached", [True, False])
 @agrees
 def test_parameters_are_cast_once_a_region(device: str, modes: str, cached: bool) -> Any:
-    weight, other, view = tensor(device, 3, 3, grad=True), tensor(device, 3, 3), tensor(device, 3, 3, grad=True)[1:]
+    weight, other, view = (
+        tensor(device, 3, 3, grad=True),
+        tensor(device, 3, 3),
+        tensor(device, 3, 3, grad=True)[1:],
+    )
     counts: list[int] = []
     for _ in range(2):
         with torch.autocast(device, dtype=BFLOAT16, cache_enabled=cached):
@@ -180,7 +192,9 @@ def test_a_parameter_that_is_let_go_of_in_a_region_is_not_taken_for_another(sess
     with torch.autocast(REMOTE, dtype=BFLOAT16):
         for k in range(20):
             weight = torch.full((3, 3), float(k), device=REMOTE, requires_grad=True)
-            assert torch.equal((x @ weight).float().cpu(), (x.bfloat16() @ weight.detach().bfloat16()).float().cpu())
+            assert torch.equal(
+                (x @ weight).float().cpu(), (x.bfloat16() @ weight.detach().bfloat16()).float().cpu()
+            )
 
 
 # Gradients
@@ -261,7 +275,9 @@ def test_custom_functions(device: str, cast: torch.dtype | None) -> Any:
     return out, x.grad, y.grad
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning")  # of torch's first jvp
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning"
+)  # of torch's first jvp
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @agrees(rtol=2e-2, atol=2e-2)  # the casts come below the transform there, above it here
 def test_function_transforms(device: str, transform: str) -> Any:
@@ -273,7 +289,11 @@ def test_function_transforms(device: str, transform: str) -> Any:
     with torch.autocast(device, dtype=BFLOAT16):
         if transform == "vmap":
             return torch.func.vmap(lambda row: row @ weight)(x)
-        return torch.func.grad(loss)(weight) if transform == "grad" else torch.func.jvp(loss, (weight,), (weight,))
+        return (
+            torch.func.grad(loss)(weight)
+            if transform == "grad"
+            else torch.func.jvp(loss, (weight,), (weight,))
+        )
 
 
 # What travels whole
@@ -319,7 +339,9 @@ def test_recurrent_layers_of_packed_sequences(device: str) -> Any:
     return out.data, [p.grad for p in layer.parameters()]
 
 
-@agrees(rtol=0.03, atol=0.15)  # as far from float32 on both sides: their second derivatives are rounded elsewhere
+@agrees(
+    rtol=0.03, atol=0.15
+)  # as far from float32 on both sides: their second derivatives are rounded elsewhere
 def test_recurrent_layers_differentiated_twice(device: str) -> Any:
     layer: Any = net(device, nn.GRU(4, 6))[0]
     with torch.autocast(device, dtype=BFLOAT16):
@@ -340,9 +362,13 @@ def test_a_transformer_layer(device: str) -> Any:
 def test_the_fused_transformer_layer(device: str) -> Any:
     """Called as `nn.TransformerEncoderLayer` calls it without gradients: on no list, but it calls listed operators from within."""
     shapes = [(24, 8), (24,), (8, 8), (8,), (8,), (8,), (8,), (8,), (16, 8), (16,), (8, 16), (8,)]
-    attend, rest = (lambda w: (w[:4], w[4:]))([tensor(device, *shape, seed=k) for k, shape in enumerate(shapes)])
+    attend, rest = (lambda w: (w[:4], w[4:]))(
+        [tensor(device, *shape, seed=k) for k, shape in enumerate(shapes)]
+    )
     with torch.autocast(device, dtype=BFLOAT16), torch.no_grad():
-        return torch._transformer_encoder_layer_fwd(tensor(device, 2, 5, 8), 8, 2, *attend, True, False, 1e-5, *rest)
+        return torch._transformer_encoder_layer_fwd(
+            tensor(device, 2, 5, 8), 8, 2, *attend, True, False, 1e-5, *rest
+        )
 
 
 def test_on_a_gpu_recurrent_layers_are_lowered_as_a_whole(fresh_session: Callable[..., Any]) -> None:
@@ -384,7 +410,14 @@ class Transformer(nn.Module):
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 5)
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8, 5),
     )
 
 

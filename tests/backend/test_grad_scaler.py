@@ -14,8 +14,16 @@ from agree import REMOTE, agrees, tensor
 
 OVERFLOWS = 3  # the step whose gradients are infinite
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
-FORMS: dict[str, dict[str, bool]] = {"default": {}, "loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "AdamW": torch.optim.AdamW,
+}
+FORMS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 def trained(device: str, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Any:
@@ -34,7 +42,9 @@ def trained(device: str, model: nn.Module, optimizer: torch.optim.Optimizer, dty
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         before = [p.detach().clone() for p in model.parameters()]
         scaler.step(optimizer)
-        kept = all(torch.equal(a.cpu(), p.detach().cpu()) for a, p in zip(before, model.parameters(), strict=True))
+        kept = all(
+            torch.equal(a.cpu(), p.detach().cpu()) for a, p in zip(before, model.parameters(), strict=True)
+        )
         scaler.update()
         found.append((scaler.get_scale(), kept))
     return found, scaler.state_dict(), model.state_dict()
@@ -51,9 +61,13 @@ def make_model() -> nn.Sequential:
 @agrees
 def test_training(device: str, name: str, form: str, dtype: torch.dtype) -> Any:
     model = make_model().to(device)
-    found, scaler, state = trained(device, model, OPTIMIZERS[name](model.parameters(), lr=0.05, **FORMS[form]), dtype)
+    found, scaler, state = trained(
+        device, model, OPTIMIZERS[name](model.parameters(), lr=0.05, **FORMS[form]), dtype
+    )
     assert [scale for scale, _ in found] == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0]
-    assert [kept for _, kept in found] == [step == OVERFLOWS for step in range(6)], "the step that overflows is skipped, and no other"
+    assert [kept for _, kept in found] == [step == OVERFLOWS for step in range(6)], (
+        "the step that overflows is skipped, and no other"
+    )
     return found, scaler, state
 
 
@@ -97,7 +111,12 @@ def test_a_model_on_two_nodes(session: object) -> None:
     split.first.to(REMOTE)
     split.second.to(node=1)  # type: ignore[call-overload]
     for model in (local, split):
-        trained("cpu" if model is local else REMOTE, model, torch.optim.SGD(model.parameters(), lr=0.05), torch.bfloat16)
+        trained(
+            "cpu" if model is local else REMOTE,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            torch.bfloat16,
+        )
     assert {p.place.node for p in split.parameters()} == {0, 1}  # type: ignore[attr-defined]
     for name, value in dr.fetch(split.state_dict()).items():
         torch.testing.assert_close(value, local.state_dict()[name], rtol=0, atol=0)
@@ -106,5 +125,14 @@ def test_a_model_on_two_nodes(session: object) -> None:
 def test_on_a_gpu(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1, simulate_cuda=1)
     model = make_model().to(REMOTE)
-    found, *_ = trained(REMOTE, model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), torch.float16)
-    assert found == [(1024.0, False), (2048.0, False), (2048.0, False), (1024.0, True), (1024.0, False), (2048.0, False)]
+    found, *_ = trained(
+        REMOTE, model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), torch.float16
+    )
+    assert found == [
+        (1024.0, False),
+        (2048.0, False),
+        (2048.0, False),
+        (1024.0, True),
+        (1024.0, False),
+        (2048.0, False),
+    ]

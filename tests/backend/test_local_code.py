@@ -33,7 +33,9 @@ def _check(function: Callable[[], None]) -> Callable[[], None]:
 def _loader(**options: object) -> list[torch.Tensor]:
     data = TensorDataset(torch.arange(12.0).view(6, 2))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*no accelerator is found")  # what torch says on such a machine, always
+        warnings.filterwarnings(
+            "ignore", message=".*no accelerator is found"
+        )  # what torch says on such a machine, always
         return [batch for (batch,) in DataLoader(data, batch_size=2, **options)]  # type: ignore[arg-type]
 
 
@@ -108,7 +110,11 @@ def random_state() -> None:
 def autocast() -> None:
     x, model = torch.randn(3, 4), nn.Linear(4, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model(x).dtype is torch.bfloat16 and (x @ x.t()).dtype is torch.bfloat16 and (x + x).dtype is torch.float32
+        assert (
+            model(x).dtype is torch.bfloat16
+            and (x @ x.t()).dtype is torch.bfloat16
+            and (x + x).dtype is torch.float32
+        )
     assert model(x).dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
@@ -160,7 +166,10 @@ def modules_are_converted() -> None:
     weight = model.weight
     model.half().float().to("cpu", torch.float64).requires_grad_(False)
     assert model.weight is weight is held()
-    assert nn.Linear(2, 2).to("meta").weight.is_meta and nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight.device.type == "cpu"
+    assert (
+        nn.Linear(2, 2).to("meta").weight.is_meta
+        and nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight.device.type == "cpu"
+    )
     assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
@@ -183,7 +192,12 @@ def texts_and_numbers() -> None:
     x = torch.tensor([1.0, 2.5])
     assert repr(x) == "tensor([1.0000, 2.5000])" and f"{x[1]:.2f}" == "2.50" and x.tolist() == [1.0, 2.5]
     assert x.device == torch.device("cpu") and torch.get_default_device() == torch.device("cpu")
-    assert torch.zeros(2).device.type == torch.tensor([1, 2]).device.type == nn.Linear(1, 1).weight.device.type == "cpu"
+    assert (
+        torch.zeros(2).device.type
+        == torch.tensor([1, 2]).device.type
+        == nn.Linear(1, 1).weight.device.type
+        == "cpu"
+    )
     assert type(x.data) is torch.Tensor and type(x + 1) is torch.Tensor
 
 
@@ -214,7 +228,9 @@ def transforms() -> None:
 
 @_check
 def packed_sequences() -> None:
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 4, 2), torch.tensor([4, 3, 1]), batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        torch.randn(3, 4, 2), torch.tensor([4, 3, 1]), batch_first=True
+    )
     assert nn.LSTM(2, 3)(packed)[1][0].shape == (1, 3, 3)
 
 
@@ -237,7 +253,11 @@ def _run_all(state: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(_CHECKS))
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning", "ignore:.torch.jit.:DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork.*:DeprecationWarning",
+    "ignore:.torch.jit.:DeprecationWarning",
+    "ignore::FutureWarning",
+)
 def test_in_a_session(session: object, name: str) -> None:
     x = torch.ones(3, device="remote", requires_grad=True)
     _CHECKS[name]()
@@ -272,7 +292,11 @@ print("all right")
 def test_before_and_after_the_import_and_the_session() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(Path(__file__))], env=environment, capture_output=True, text=True, timeout=170
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(Path(__file__))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip().endswith("all right")

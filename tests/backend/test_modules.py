@@ -56,11 +56,17 @@ def test_moving_keeps_ties_and_optimizers(session: object) -> None:
         assert moved is model
         assert model.out.weight is model.table.weight
         assert all(is_remote(t) == (device == REMOTE) for t in model.state_dict().values())
-        assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
-        for state in optimizer.state.values():  # as on CUDA, the moments stay where they are: the user moves them
+        assert {name: id(p) for name, p in model.named_parameters()} == {
+            name: id(p) for name, p in parameters.items()
+        }
+        for (
+            state
+        ) in optimizer.state.values():  # as on CUDA, the moments stay where they are: the user moves them
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = state[key].to(device)
-        torch.testing.assert_close(_step(model, optimizer, device).cpu(), _step(local, local_optimizer, "cpu"))
+        torch.testing.assert_close(
+            _step(model, optimizer, device).cpu(), _step(local, local_optimizer, "cpu")
+        )
     for name, value in local.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
 
@@ -79,7 +85,9 @@ def test_local_modules_are_converted_as_before(session: object) -> None:
 def test_conversions_on_the_worker(device: str) -> Any:
     model = _tied(device)
     weight = model.table.weight
-    references = [weakref.ref(p) for p in model.parameters()]  # torch.compile, EMA helpers and profilers hold such
+    references = [
+        weakref.ref(p) for p in model.parameters()
+    ]  # torch.compile, EMA helpers and profilers hold such
     model.double()
     assert model.table.weight is weight and model.out.weight is weight
     halves = copy.deepcopy(model).bfloat16()
@@ -115,7 +123,11 @@ def test_a_parameter_from_a_tensor(device: str) -> Any:
     module.register_buffer("b", tensor(device, 2))
     flat = nn.utils.parameters_to_vector(module.parameters())
     nn.utils.vector_to_parameters(flat * 2, module.parameters())
-    assert [name for name, _ in module.named_parameters()] == ["p", "q"] and list(module.state_dict()) == ["p", "q", "b"]
+    assert [name for name, _ in module.named_parameters()] == ["p", "q"] and list(module.state_dict()) == [
+        "p",
+        "q",
+        "b",
+    ]
     return parameter, frozen, copy.deepcopy(parameter), parameter.detach()
 
 
@@ -185,12 +197,16 @@ def test_averages_of_models(device: str) -> Any:
     model = _tied(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     for _ in range(3):
         _step(model, optimizer, device)
         averaged.update_parameters(model)
         ema.update_parameters(model)
-    torch.optim.swa_utils.update_bn([torch.tensor([1, 5]), torch.tensor([2, 3])], averaged, device=torch.device(device))
+    torch.optim.swa_utils.update_bn(
+        [torch.tensor([1, 5]), torch.tensor([2, 3])], averaged, device=torch.device(device)
+    )
     return averaged.state_dict(), ema.state_dict()
 
 
@@ -202,7 +218,12 @@ def test_clipping(device: str, foreach: bool | None) -> Any:
     norm = nn.utils.clip_grad_norm_(parameters, 0.5, foreach=foreach)
     largest = nn.utils.clip_grad_norm_(parameters, 0.2, norm_type=float("inf"), foreach=foreach)
     nn.utils.clip_grad_value_(parameters, 0.1, foreach=foreach)
-    return norm, largest, nn.utils.get_total_norm([p.grad for p in parameters], foreach=foreach), [p.grad for p in parameters]
+    return (
+        norm,
+        largest,
+        nn.utils.get_total_norm([p.grad for p in parameters], foreach=foreach),
+        [p.grad for p in parameters],
+    )
 
 
 @agrees
@@ -271,7 +292,9 @@ def test_recurrent_modules_on_packed_sequences(device: str) -> Any:
     torch.manual_seed(0)
     lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True).to(device)
     x = tensor(device, 3, 5, 3, grad=True)
-    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 2, 3]), batch_first=True, enforce_sorted=False)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x, torch.tensor([5, 2, 3]), batch_first=True, enforce_sorted=False
+    )
     assert packed.batch_sizes.device.type == "cpu"
     out, (h, c) = lstm(packed)
     padded, lengths = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
@@ -284,7 +307,9 @@ def test_recurrent_modules_on_packed_sequences(device: str) -> Any:
 @agrees
 def test_batch_norm_statistics(device: str) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(device)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(
+        device
+    )
     for seed in range(3):
         model(tensor(device, 4, 2, 6, 6, seed=seed))
     model.eval()
@@ -307,7 +332,9 @@ def test_a_model_that_is_dropped_is_freed(session: object) -> None:
 def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
     """Attention with gradients, as a real GPU has it: all of its arguments come in the schema's order, `scale` and `enable_gqa` too."""
     q = torch.randn(1, 2, 3, 4)
-    out, tape = record("aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False)
+    out, tape = record(
+        "aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False
+    )
     wanted = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5)
     torch.testing.assert_close(out, wanted)
     assert [g.shape for g in replay_backward(tape, torch.ones_like(out))] == [q.shape] * 3

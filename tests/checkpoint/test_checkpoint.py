@@ -29,7 +29,11 @@ def same(got: Any, expected: Any) -> None:
     """Hold that two trees are equal: classes, keys in their order, bits of tensors, and where they live."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(got, torch.Tensor)
-        assert (got.shape, got.dtype, got.requires_grad) == (expected.shape, expected.dtype, expected.requires_grad)
+        assert (got.shape, got.dtype, got.requires_grad) == (
+            expected.shape,
+            expected.dtype,
+            expected.requires_grad,
+        )
         assert getattr(got, "place", None) == getattr(expected, "place", None)
         one, other = dr.fetch(got).detach(), dr.fetch(expected).detach()
         assert torch.equal(bits(one), bits(other))
@@ -42,11 +46,17 @@ def same(got: Any, expected: Any) -> None:
         for one, other in zip(got, expected):
             same(one, other)
     else:
-        assert type(got) is type(expected) and repr(got) == repr(expected)  # repr tells nan from 1.0, and -0.0 from 0.0
+        assert type(got) is type(expected) and repr(got) == repr(
+            expected
+        )  # repr tells nan from 1.0, and -0.0 from 0.0
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().unsqueeze(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return (
+        tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 def files(folder: Path) -> list[str]:
@@ -91,7 +101,21 @@ DTYPES = [
     if isinstance(dtype := getattr(torch, name), torch.dtype)
     and name == str(dtype)[6:]
     and not name.startswith(("q", "bits", "int1", "int2"))
-    if name not in {"int3", "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"}
+    if name
+    not in {
+        "int3",
+        "int4",
+        "int5",
+        "int6",
+        "int7",
+        "uint1",
+        "uint2",
+        "uint3",
+        "uint4",
+        "uint5",
+        "uint6",
+        "uint7",
+    }
 ]
 
 
@@ -108,7 +132,9 @@ def test_every_dtype_comes_back_bit_by_bit(session: object, tmp_path: Path, dtyp
     same(dr.load(tmp_path), tree)
 
 
-def test_strides_of_a_dense_tensor_come_back_and_views_come_back_whole(session: object, tmp_path: Path) -> None:
+def test_strides_of_a_dense_tensor_come_back_and_views_come_back_whole(
+    session: object, tmp_path: Path
+) -> None:
     x = torch.arange(24.0, device=REMOTE).view(2, 3, 2, 2)
     tree = {
         "last": x.contiguous(memory_format=torch.channels_last),
@@ -121,16 +147,32 @@ def test_strides_of_a_dense_tensor_come_back_and_views_come_back_whole(session: 
     }
     dr.save(tree, tmp_path)
     found = dr.load(tmp_path)
-    assert found["last"].is_contiguous(memory_format=torch.channels_last) and found["last"].stride() == tree["last"].stride()
+    assert (
+        found["last"].is_contiguous(memory_format=torch.channels_last)
+        and found["last"].stride() == tree["last"].stride()
+    )
     assert all(torch.equal(found[key].cpu(), tree[key].cpu()) for key in tree)
 
 
 def test_tied_tensors_come_back_tied_and_are_written_once(session: object, tmp_path: Path) -> None:
     x, local = torch.randn(4, 4, device=REMOTE), torch.randn(3)
     big = torch.randn(100, 200)
-    tree = {"a": x, "b": [x, x.detach()], "row": x[0], "local": [local, local, local.detach()], "big": (big, big), "apart": x.clone()}
+    tree = {
+        "a": x,
+        "b": [x, x.detach()],
+        "row": x[0],
+        "local": [local, local, local.detach()],
+        "big": (big, big),
+        "apart": x.clone(),
+    }
     dr.save(tree, tmp_path)
-    assert sorted(json.loads((tmp_path / "distruntime.json").read_text())["tensors"]) == ["a", "apart", "big.0", "local.0", "row"]
+    assert sorted(json.loads((tmp_path / "distruntime.json").read_text())["tensors"]) == [
+        "a",
+        "apart",
+        "big.0",
+        "local.0",
+        "row",
+    ]
     found = dr.load(tmp_path)
     same(found, tree)
     assert found["a"] is found["b"][0] and found["a"] is not found["b"][1]
@@ -160,7 +202,13 @@ def test_tied_weights_of_a_module(session: object, tmp_path: Path) -> None:
 
 def test_parameters_and_the_flag_of_gradients(session: object, tmp_path: Path) -> None:
     w = nn.Parameter(torch.randn(2, device=REMOTE))
-    tree = [w, w.detach(), nn.Parameter(torch.randn(2), requires_grad=False), torch.ones(2, requires_grad=True), w * 2]
+    tree = [
+        w,
+        w.detach(),
+        nn.Parameter(torch.randn(2), requires_grad=False),
+        torch.ones(2, requires_grad=True),
+        w * 2,
+    ]
     dr.save(tree, tmp_path)
     found = dr.load(tmp_path)
     assert [isinstance(t, nn.Parameter) for t in found] == [True, False, True, False, False]
@@ -169,7 +217,12 @@ def test_parameters_and_the_flag_of_gradients(session: object, tmp_path: Path) -
 
 
 def test_names_that_meet(session: object, tmp_path: Path) -> None:
-    tree = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.full((1,), 2.0), 1: torch.full((1,), 3.0)}
+    tree = {
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "__metadata__": torch.full((1,), 2.0),
+        1: torch.full((1,), 3.0),
+    }
     tree["1"] = there(torch.full((1,), 4.0))
     dr.save(tree, tmp_path)
     same(dr.load(tmp_path), tree)
@@ -181,7 +234,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
-    "groups": lambda p: torch.optim.RMSprop([{"params": p[:1], "lr": 1e-3}, {"params": p[1:], "name": "rest"}], centered=True),
+    "groups": lambda p: torch.optim.RMSprop(
+        [{"params": p[:1], "lr": 1e-3}, {"params": p[1:], "name": "rest"}], centered=True
+    ),
 }
 
 
@@ -219,13 +274,21 @@ def test_an_optimizer_goes_on_as_if_nothing_had_been(session: object, tmp_path: 
 
 
 def test_local_tensors_come_back_local_whatever_their_size(session: object, tmp_path: Path) -> None:
-    tree = {"small": torch.randn(16384), "large": torch.randn(16385), "turned": torch.randn(3, 4).t(), "zero": torch.tensor(3)}
+    tree = {
+        "small": torch.randn(16384),
+        "large": torch.randn(16385),
+        "turned": torch.randn(3, 4).t(),
+        "zero": torch.tensor(3),
+    }
     tree["large_turned"] = torch.randn(200, 300).t()
     tree["none"] = torch.empty(0, 3)
     tree["conj"] = torch.randn(3, dtype=torch.complex64).conj()
     dr.save(tree, tmp_path)
     found = dr.load(tmp_path, place=1)
-    same({key: t.resolve_conj() for key, t in found.items()}, {key: t.resolve_conj() for key, t in tree.items()})
+    same(
+        {key: t.resolve_conj() for key, t in found.items()},
+        {key: t.resolve_conj() for key, t in tree.items()},
+    )
     assert all(t.device.type == "cpu" for t in found.values())
     found["small"].resize_(3)  # it owns its memory
     found["large"].resize_(3)
@@ -236,7 +299,11 @@ def test_local_tensors_come_back_local_whatever_their_size(session: object, tmp_
 
 def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
     fresh_session(simulate_cuda=2)
-    tree = {"cpu": torch.randn(3).to("remote:1"), "gpu": there(torch.randn(3), 1).cuda(1), "here": torch.randn(2)}
+    tree = {
+        "cpu": torch.randn(3).to("remote:1"),
+        "gpu": there(torch.randn(3), 1).cuda(1),
+        "here": torch.randn(2),
+    }
     dr.save(tree, tmp_path)
     same(dr.load(tmp_path), tree)
     for place, cpu, gpu in (
@@ -279,11 +346,16 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
     found = dr.load(tmp_path, place=mesh)
     assert found["x"] is found["tied"] and found["x"].place == x.place and found["alone"].place == alone.place
     for k in range(4):
-        assert torch.equal(found["x"].member(k).cpu(), parts[k]) and found["x"].member(k).place == mesh.places[k]
+        assert (
+            torch.equal(found["x"].member(k).cpu(), parts[k]) and found["x"].member(k).place == mesh.places[k]
+        )
     other = dr.init_device_mesh("cpu", (2,))
     with pytest.raises(dr.UsageError, match=r"was on a mesh of 4 members, .* got one of 2"):
         dr.load(tmp_path, place=other)
-    with pytest.raises(dr.UsageError, match=r"was on a mesh of 4 members, and comes back to one of as many: dr.load\(path, place=mesh\)"):
+    with pytest.raises(
+        dr.UsageError,
+        match=r"was on a mesh of 4 members, and comes back to one of as many: dr.load\(path, place=mesh\)",
+    ):
         dr.load(tmp_path)
     again = dr.init_device_mesh("cuda", (4,))
     assert torch.equal(dr.load(tmp_path, place=again)["x"].member(3).cpu(), parts[3])
@@ -293,7 +365,9 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_the_values_are_those_at_this_point_of_the_program(session: object, tmp_path: Path, async_op: bool) -> None:
+def test_the_values_are_those_at_this_point_of_the_program(
+    session: object, tmp_path: Path, async_op: bool
+) -> None:
     x, local = torch.zeros(300_000, device=REMOTE), torch.zeros(3)
     for _ in range(50):
         x += 1
@@ -341,14 +415,22 @@ def test_threads_that_save_into_one_folder(session: object, tmp_path: Path) -> N
     def saves(k: int) -> None:
         for n in range(4):
             value = 10.0 * k + n
-            dr.save({"n": value, "x": [torch.full((100,), value, device=REMOTE), there(torch.full((100,), value), 1)]}, tmp_path)
+            dr.save(
+                {
+                    "n": value,
+                    "x": [torch.full((100,), value, device=REMOTE), there(torch.full((100,), value), 1)],
+                },
+                tmp_path,
+            )
 
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(saves, k) for k in range(4)]:
             future.result(90)
     found = dr.load(tmp_path)
     assert all(x.unique().tolist() == [found["n"]] for x in found["x"])
-    assert len(files(tmp_path)) == 4 and json.loads((tmp_path / "distruntime.json").read_text())["number"] == 16
+    assert (
+        len(files(tmp_path)) == 4 and json.loads((tmp_path / "distruntime.json").read_text())["number"] == 16
+    )
 
 
 def test_a_session_ends_after_its_saves(fresh_session: Fresh, tmp_path: Path) -> None:
@@ -388,7 +470,12 @@ def test_plain_pytorch_reads_it(session: object, tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(module.parameters())
     sum((p * p).sum().cpu() for p in module.parameters()).backward()
     optimizer.step()
-    rest = {"mask": there(torch.tensor([True, False])), "n": torch.arange(3), "half": there(torch.randn(3).bfloat16(), 1), "lr": 0.1}
+    rest = {
+        "mask": there(torch.tensor([True, False])),
+        "n": torch.arange(3),
+        "half": there(torch.randn(3).bfloat16(), 1),
+        "lr": 0.1,
+    }
     dr.save({"model": module, "optimizer": optimizer, **rest}, tmp_path / "c")
     expected = {f"model.{key}": value for key, value in module.state_dict().items()}
     for k, state in optimizer.state_dict()["state"].items():
@@ -404,7 +491,12 @@ def test_plain_pytorch_reads_it(session: object, tmp_path: Path) -> None:
 def test_transformers_reads_a_model(session: object, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, tie_word_embeddings=False
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=20,
+        tie_word_embeddings=False,
     )
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(config).to(REMOTE)
@@ -414,7 +506,9 @@ def test_transformers_reads_a_model(session: object, tmp_path: Path) -> None:
     same(dict(found.state_dict()), dict(dr.fetch(dict(model.state_dict()))))
 
 
-def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_alone(session: object, tmp_path: Path) -> None:
+def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_alone(
+    session: object, tmp_path: Path
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"mine too")
     dr.save([there(torch.ones(2), node) for node in (0, 1)], tmp_path)
@@ -422,7 +516,12 @@ def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_
     dr.save([there(torch.zeros(2), node) for node in (0, 1)], tmp_path)
     new = files(tmp_path)
     assert len(old) == len(new) == 6
-    assert set(old) & set(new) == {"notes.txt", "model.safetensors", "distruntime.json", "model.safetensors.index.json"}
+    assert set(old) & set(new) == {
+        "notes.txt",
+        "model.safetensors",
+        "distruntime.json",
+        "model.safetensors.index.json",
+    }
     dr.save({"nothing": "remote"}, tmp_path)
     assert len(files(tmp_path)) == 5 and dr.load(tmp_path) == {"nothing": "remote"}
 
@@ -436,7 +535,9 @@ def test_a_model_of_others_keeps_its_table(session: object, tmp_path: Path) -> N
     assert table.read_text() == text and dr.load(tmp_path)["w"].tolist() == [2.0, 2.0]
 
 
-def test_the_tensors_bytes_do_not_pass_this_process(session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tensors_bytes_do_not_pass_this_process(
+    session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = [torch.randn(500_000, device=REMOTE), there(torch.randn(500_000), 1)]
     dr.synchronize()
     passed = [0, 0]
@@ -492,15 +593,25 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
         assert slots() == before
     finally:
         gc.enable()
-    assert len(active_session().nodes[0]._templates) == templates  # what changes from save to save is no constant
+    assert (
+        len(active_session().nodes[0]._templates) == templates
+    )  # what changes from save to save is no constant
 
 
 def test_this_process_needs_no_safetensors() -> None:
     code = "import sys, distruntime as dr; print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90).stdout == "True False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
+        ).stdout
+        == "True False\n"
+    )
 
 
 def test_load_is_the_function_and_torchs_load_knows_places(session: object, tmp_path: Path) -> None:
-    assert dr.load.__module__ == "distruntime.checkpoint.load" and dr.save.__module__ == "distruntime.checkpoint.save"
+    assert (
+        dr.load.__module__ == "distruntime.checkpoint.load"
+        and dr.save.__module__ == "distruntime.checkpoint.save"
+    )
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
     assert torch.load(tmp_path / "x.pt", map_location=REMOTE)["x"].tolist() == [1.0, 1.0]

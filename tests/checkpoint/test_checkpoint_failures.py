@@ -87,13 +87,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"tree 'a\.1' is of class .*test_checkpoint_failures\.Thing: a checkpoint holds",
     ),
     "class": (lambda: torch.nn.Linear, dr.UsageError, "the tree is of class type"),
-    "set": (lambda: {"a": {1}}, dr.UsageError, "tree 'a' is of class set: a checkpoint holds dicts whose keys are str or int"),
+    "set": (
+        lambda: {"a": {1}},
+        dr.UsageError,
+        "tree 'a' is of class set: a checkpoint holds dicts whose keys are str or int",
+    ),
     "dtype": (lambda: [torch.float32], dr.UsageError, r"tree '0' is of class torch\.dtype"),
     "key": (lambda: {"a": {(1, 2): 3}}, dr.UsageError, r"tree 'a' has the key \(1, 2\), of class tuple"),
     "bool key": (lambda: {True: 3}, dr.UsageError, "the tree has the key True, of class bool"),
     "cycle": (_itself, dr.UsageError, r"tree '1\.again' holds itself"),
     "deep": (_deep, dr.UsageError, "the tree is nested too deeply"),
-    "sparse": (lambda: [torch.eye(2).to_sparse()], dr.NotSupportedError, r"tensor '0' is torch\.sparse_coo; .* x\.to_dense\(\)"),
+    "sparse": (
+        lambda: [torch.eye(2).to_sparse()],
+        dr.NotSupportedError,
+        r"tensor '0' is torch\.sparse_coo; .* x\.to_dense\(\)",
+    ),
     "meta": (lambda: torch.empty(2, device="meta"), dr.NotSupportedError, "the tensor is on meta"),
 }
 
@@ -109,8 +117,13 @@ def test_what_a_tree_cannot_hold(session: object, tmp_path: Path, case: str) -> 
 def test_a_dtensor_is_refused(fresh_session: Fresh, tmp_path: Path) -> None:
     fresh_session(world_size=2)
     mesh = dr.init_device_mesh("cpu", (2,))
-    x = torch.distributed.tensor.distribute_tensor(torch.arange(4.0), mesh, [torch.distributed.tensor.Shard(0)])
-    with pytest.raises(dr.NotSupportedError, match=r"tensor 'w' is a DTensor, .* save x\.full_tensor\(\), .* or x\.to_local\(\)"):
+    x = torch.distributed.tensor.distribute_tensor(
+        torch.arange(4.0), mesh, [torch.distributed.tensor.Shard(0)]
+    )
+    with pytest.raises(
+        dr.NotSupportedError,
+        match=r"tensor 'w' is a DTensor, .* save x\.full_tensor\(\), .* or x\.to_local\(\)",
+    ):
         dr.save({"w": x}, tmp_path)
     dr.save({"w": x.to_local()}, tmp_path)
     assert dr.load(tmp_path, place=mesh)["w"].member(1).tolist() == [2.0, 3.0]
@@ -127,7 +140,9 @@ def test_paths_that_are_none(session: object, path: Any) -> None:
 def test_a_poisoned_tensor_is_the_first_cause_and_nothing_is_written(saved: Path, async_op: bool) -> None:
     before = ours(saved)
     bad = there(torch.ones(3), 1)[torch.tensor([7])] * 2
-    with pytest.raises(IndexError, match=r"index 7 is out of bounds[\s\S]*issued at .*test_checkpoint_failures"):
+    with pytest.raises(
+        IndexError, match=r"index 7 is out of bounds[\s\S]*issued at .*test_checkpoint_failures"
+    ):
         saving = dr.save({**tree(2), "bad": bad + 1}, saved, async_op=async_op)
         saving.wait()
     is_whole(dr.load(saved), 1)
@@ -161,7 +176,8 @@ def test_a_path_that_is_a_file(session: object, tmp_path: Path, async_op: bool) 
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(
-            NotADirectoryError, match=r"was not written; what was there before is as it was: [\s\S]*a checkpoint is a folder"
+            NotADirectoryError,
+            match=r"was not written; what was there before is as it was: [\s\S]*a checkpoint is a folder",
         ):
             saving = dr.save(tree(1), path, async_op=async_op)
             saving.wait()
@@ -174,7 +190,11 @@ def test_a_path_that_is_a_file(session: object, tmp_path: Path, async_op: bool) 
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"nobody but root can mount a file system of its own: {done.stderr.strip()}")
     try:
@@ -187,7 +207,10 @@ def test_a_folder_that_is_not_writable(session: object, tmp_path: Path) -> None:
     with mounted(tmp_path / "m", "size=1m") as disk:
         dr.save(tree(1), disk)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with pytest.raises(OSError, match=r"Read-only file system \(.*\n  the worker runs as user 0, who must be allowed to write there"):
+        with pytest.raises(
+            OSError,
+            match=r"Read-only file system \(.*\n  the worker runs as user 0, who must be allowed to write there",
+        ):
             dr.save(tree(2), disk)
         is_whole(dr.load(disk), 1)
 
@@ -232,7 +255,9 @@ def test_a_disk_that_is_full_for_one_of_two(session: object, tmp_path: Path) -> 
     is_whole(dr.load(tmp_path), 1)
 
 
-def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(session: object, tmp_path: Path, caplog: Any) -> None:
+def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(
+    session: object, tmp_path: Path, caplog: Any
+) -> None:
     (tmp_path / "file").write_text("")
     saving = dr.save(tree(1), tmp_path / "file", async_op=True)
     until(saving.done)
@@ -259,7 +284,9 @@ def test_a_failure_in_the_background_is_raised_by_shutdown(two: Any, tmp_path: P
 
 def test_there_is_none(session: object, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "no"):
-        with pytest.raises(dr.CheckpointError, match=re.escape(f"there is no checkpoint in {folder} on node 0 (")):
+        with pytest.raises(
+            dr.CheckpointError, match=re.escape(f"there is no checkpoint in {folder} on node 0 (")
+        ):
             dr.load(folder)
     assert not (tmp_path / "no").exists()
 
@@ -268,9 +295,14 @@ def test_another_version_is_neither_read_nor_overwritten(saved: Path) -> None:
     index = json.loads((saved / "distruntime.json").read_text())
     (saved / "distruntime.json").write_text(json.dumps({**index, "version": 2}))
     before = {name: (saved / name).read_bytes() for name in os.listdir(saved)}
-    with pytest.raises(dr.CheckpointError, match="holds a checkpoint of version 2, and this distruntime knows version 1: load it with"):
+    with pytest.raises(
+        dr.CheckpointError,
+        match="holds a checkpoint of version 2, and this distruntime knows version 1: load it with",
+    ):
         dr.load(saved)
-    with pytest.raises(dr.CheckpointError, match=r"holds a checkpoint of version 2, and .* Save into another folder"):
+    with pytest.raises(
+        dr.CheckpointError, match=r"holds a checkpoint of version 2, and .* Save into another folder"
+    ):
         dr.save(tree(2), saved)
     assert {name: (saved / name).read_bytes() for name in os.listdir(saved)} == before
 
@@ -297,18 +329,34 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"node1.safetensors is damaged: the bytes of 'one' have the checksum \w+, not \w+",
     ),
     "a bit of the header": (lambda f: _flip(file_of(f, 1), 9), r"node1.safetensors is damaged: "),
-    "the length of the header": (lambda f: _flip(file_of(f, 1), 2), r"node1.safetensors is damaged: .*header"),
+    "the length of the header": (
+        lambda f: _flip(file_of(f, 1), 2),
+        r"node1.safetensors is damaged: .*header",
+    ),
     "another save's file": (
         lambda f: file_of(f, 1).write_bytes(
-            file_of(f, 1).read_bytes().replace(json.loads((f / "distruntime.json").read_text())["save"].encode(), b"0" * 12)
+            file_of(f, 1)
+            .read_bytes()
+            .replace(json.loads((f / "distruntime.json").read_text())["save"].encode(), b"0" * 12)
         ),
         r"node1.safetensors is damaged: it belongs to save '000000000000'",
     ),
-    "an empty index": (lambda f: (f / "distruntime.json").write_text(""), r"is not whole:\n  distruntime.json on node 0 .*: it is no JSON"),
-    "another index": (lambda f: (f / "distruntime.json").write_text('{"format": 3}'), r"its format is 3, not 'distruntime'"),
-    "no format": (lambda f: (f / "distruntime.json").write_text("[]"), r"distruntime.json on node 0 .*: it makes no sense"),
+    "an empty index": (
+        lambda f: (f / "distruntime.json").write_text(""),
+        r"is not whole:\n  distruntime.json on node 0 .*: it is no JSON",
+    ),
+    "another index": (
+        lambda f: (f / "distruntime.json").write_text('{"format": 3}'),
+        r"its format is 3, not 'distruntime'",
+    ),
+    "no format": (
+        lambda f: (f / "distruntime.json").write_text("[]"),
+        r"distruntime.json on node 0 .*: it makes no sense",
+    ),
     "half an index": (
-        lambda f: (f / "distruntime.json").write_text(json.dumps({**json.loads((f / "distruntime.json").read_text()), "tensors": {}})),
+        lambda f: (f / "distruntime.json").write_text(
+            json.dumps({**json.loads((f / "distruntime.json").read_text()), "tensors": {}})
+        ),
         r"the index of the checkpoint in .* makes no sense: KeyError: 'here'",
     ),
     "a strange tree": (
@@ -341,7 +389,10 @@ def test_an_index_that_names_files_of_others(saved: Path, tmp_path: Path) -> Non
         dr.load(saved)
     shutil.copy(secret, saved / "mine.safetensors")
     (saved / "distruntime.json").write_text(text.replace("../secret", "mine"))
-    with pytest.raises(dr.CheckpointError, match=r"the index in .* names a file 'mine.safetensors', which no save has written"):
+    with pytest.raises(
+        dr.CheckpointError,
+        match=r"the index in .* names a file 'mine.safetensors', which no save has written",
+    ):
         dr.load(saved)
     dr.synchronize()
 
@@ -357,11 +408,15 @@ def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path)
     with stopped(pid):
         saving = dr.save(two_, tmp_path, async_op=True)
         until(lambda: len(ours(tmp_path)) > len(before))  # node 0 has written its file
-        with pytest.raises(dr.WaitTimeout, match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures"):
+        with pytest.raises(
+            dr.WaitTimeout, match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures"
+        ):
             saving.wait(0.01)
         assert not saving.done() and "being written" in repr(saving)
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed, match=r"was not completed, as node 1 .* The one before it is as it was"):
+    with pytest.raises(
+        dr.NodeFailed, match=r"was not completed, as node 1 .* The one before it is as it was"
+    ):
         saving.wait()
     is_whole(dr.load(tmp_path), 1)
     assert ours(tmp_path) == before
@@ -444,10 +499,26 @@ def disks(tmp_path: Path, fresh_session: Fresh) -> Iterator[tuple[list[Path], Ca
         for k in which:
             if k not in started:
                 folders[k].mkdir()
-                path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH")]))
-                command = [sys.executable, "-m", "distruntime_worker", "--listen", f"ipc://{tmp_path}/w{k}", "--threads", "1"]
+                path = os.pathsep.join(
+                    filter(None, [str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH")])
+                )
+                command = [
+                    sys.executable,
+                    "-m",
+                    "distruntime_worker",
+                    "--listen",
+                    f"ipc://{tmp_path}/w{k}",
+                    "--threads",
+                    "1",
+                ]
                 with (tmp_path / f"log{k}").open("wb") as log:
-                    started[k] = subprocess.Popen(command, cwd=folders[k], env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log)
+                    started[k] = subprocess.Popen(
+                        command,
+                        cwd=folders[k],
+                        env={**os.environ, "PYTHONPATH": path},
+                        stdout=log,
+                        stderr=log,
+                    )
         return dr.init_master_worker(workers=[f"ipc://{tmp_path}/w{k}" for k in which], timeout=STARTING)
 
     yield folders, attach
@@ -483,7 +554,10 @@ def test_a_worker_without_its_disk(disks: Any) -> None:
     attach([1, 0])  # numbered anew: the files are found all the same
     is_whole(dr.load(APART), 1)
     attach([0, 2])
-    with pytest.raises(dr.CheckpointError, match=r"node1.safetensors: expected \d+ bytes, got on none of this session's nodes\n  Bring"):
+    with pytest.raises(
+        dr.CheckpointError,
+        match=r"node1.safetensors: expected \d+ bytes, got on none of this session's nodes\n  Bring",
+    ):
         dr.load(APART)
 
 
@@ -494,12 +568,19 @@ def test_a_save_that_was_made_the_current_one_on_one_disk_only(disks: Any) -> No
     one = folders[1] / "c"
     pid = dr.nodes()[1].pid
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4000, limits[1]))  # enough for its tensor, not for the index
+    resource.prlimit(
+        pid, resource.RLIMIT_FSIZE, (4000, limits[1])
+    )  # enough for its tensor, not for the index
     with pytest.raises(OSError, match=r"was written, and could not be made the current one: File too large"):
         dr.save({**tree(2), "long": "x" * 10_000}, APART)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [4, 4]  # both saves, and the index of the first under two names or in its place
-    is_whole(dr.load(APART), 2)  # it is whole: every worker had written its part before any made it the current one
+    assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [
+        4,
+        4,
+    ]  # both saves, and the index of the first under two names or in its place
+    is_whole(
+        dr.load(APART), 2
+    )  # it is whole: every worker had written its part before any made it the current one
     os.remove(file_of_save(one, 2))
     is_whole(dr.load(APART), 1)  # else the one before is, which is kept until the new one is everywhere
     dr.save(tree(3), APART)

@@ -52,7 +52,12 @@ def training(ckpt: Any, breaks: dict[int, list[int]], async_op: bool = False) ->
             ckpt.save({"step": step + 1, "losses": losses, "things": things}, async_op=async_op)
         if step in breaks.get(ckpt.attempt, []):
             raise lost()
-    return {"attempt": ckpt.attempt, "losses": losses, "weights": [p.detach().cpu() for p in parameters], "first": first}
+    return {
+        "attempt": ckpt.attempt,
+        "losses": losses,
+        "weights": [p.detach().cpu() for p in parameters],
+        "first": first,
+    }
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -70,7 +75,9 @@ def test_it_ends_bit_equal_to_an_undisturbed_run(session: object, tmp_path: Path
     equal(found, undisturbed)
 
 
-def test_a_run_that_was_stopped_goes_on_in_another_session(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_in_another_session(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
     fresh_session()
     undisturbed = dr.run_with_restarts(lambda ckpt: training(ckpt, {}), checkpoint=tmp_path / "a")
     with pytest.raises(dr.NodeFailed, match="says a test"):
@@ -179,7 +186,9 @@ def test_failed_restarts_have_an_end(fresh_session: Callable[..., Any], tmp_path
             worker.process.wait()
             until(lambda: x.sum().item() is None)
 
-        with pytest.raises(dr.ConnectionFailed, match=r"no worker came at .* within 0.2 s to be node 0 again"):
+        with pytest.raises(
+            dr.ConnectionFailed, match=r"no worker came at .* within 0.2 s to be node 0 again"
+        ):
             dr.run_with_restarts(train, max_restarts=2, checkpoint=tmp_path / "c")
         assert attempts == [0]
     finally:
@@ -261,7 +270,9 @@ def test_how_often_is_a_number(session: object, tmp_path: Path, max_restarts: An
 
 def test_a_checkpoint_that_is_no_trainings(session: object, tmp_path: Path) -> None:
     dr.save({"mine": 1}, tmp_path)
-    with pytest.raises(dr.UsageError, match=r"was not saved by a training of run_with_restarts: dr\.load reads it"):
+    with pytest.raises(
+        dr.UsageError, match=r"was not saved by a training of run_with_restarts: dr\.load reads it"
+    ):
         dr.run_with_restarts(lambda ckpt: ckpt.load(), checkpoint=tmp_path)
 
 

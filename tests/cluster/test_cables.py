@@ -39,7 +39,12 @@ def key(tmp_path: Path) -> str:
 
 
 def start(cable: Cable, key: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", "DISTRUNTIME_UNREACHABLE": str(SILENCE)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(PATH),
+        "OMP_NUM_THREADS": "1",
+        "DISTRUNTIME_UNREACHABLE": str(SILENCE),
+    }
     command = [sys.executable, "-m", "distruntime_worker", *arguments, "--key", key]
     with log.open("wb") as output:
         return cable.run(cable.worker, command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -63,7 +68,9 @@ def master(namespace: str, key: str, listen: str) -> None:
     wanted = train(STEPS)
     states: list[str] = []
     stop = threading.Event()
-    watcher = threading.Thread(target=lambda: [states.append(node.state) for _ in iter(lambda: stop.wait(0.05), True)])
+    watcher = threading.Thread(
+        target=lambda: [states.append(node.state) for _ in iter(lambda: stop.wait(0.05), True)]
+    )
     watcher.start()
     same(train(STEPS, disturb), wanted)
     stop.set()
@@ -84,7 +91,9 @@ TROUBLES = {
 
 @pytest.mark.parametrize("listen", [False, True], ids=["the master dials", "the worker dials"])
 @pytest.mark.parametrize("what", TROUBLES)
-def test_a_training_over_a_cable_that_is_pulled(cable: Cable, key: str, tmp_path: Path, what: str, listen: bool) -> None:
+def test_a_training_over_a_cable_that_is_pulled(
+    cable: Cable, key: str, tmp_path: Path, what: str, listen: bool
+) -> None:
     if listen and "address" in what:
         pytest.skip("whoever is dialled must stay where it is")
     log = tmp_path / "worker.log"

@@ -31,7 +31,9 @@ def _two_nodes() -> Iterator[dr.Settings]:
 def _as_before(_two_nodes: dr.Settings) -> Iterator[None]:
     yield
     if dr.is_initialized():
-        dr.config(**{name: value for name, value in vars(_two_nodes).items() if name != "cuda_matmul_allow_tf32"})
+        dr.config(
+            **{name: value for name, value in vars(_two_nodes).items() if name != "cuda_matmul_allow_tf32"}
+        )
         assert read(0) == read(1) == _two_nodes
 
 
@@ -47,7 +49,9 @@ def read(node: int = 0) -> dr.Settings:
 def test_without_arguments_the_settings_of_every_node() -> None:
     found = dr.config()
     assert found is not None and list(found) == [0, 1] and found[0] == found[1]
-    assert found[0].num_threads == torch.get_num_threads() == 1  # as a worker that is started on this machine gets it
+    assert (
+        found[0].num_threads == torch.get_num_threads() == 1
+    )  # as a worker that is started on this machine gets it
     assert found[0].float32_matmul_precision == torch.get_float32_matmul_precision()
     assert not found[0].use_deterministic_algorithms
 
@@ -80,10 +84,19 @@ def test_every_setting_is_tried_here() -> None:
 
 
 def test_several_at_once_on_every_node() -> None:
-    dr.config(float32_matmul_precision="high", cudnn_benchmark=True, use_deterministic_algorithms=True, warn_only=True)
+    dr.config(
+        float32_matmul_precision="high",
+        cudnn_benchmark=True,
+        use_deterministic_algorithms=True,
+        warn_only=True,
+    )
     for node in (0, 1):
         settings = read(node)
-        assert settings.float32_matmul_precision == "high" and settings.cuda_matmul_allow_tf32 and settings.cudnn_benchmark
+        assert (
+            settings.float32_matmul_precision == "high"
+            and settings.cuda_matmul_allow_tf32
+            and settings.cudnn_benchmark
+        )
         assert settings.use_deterministic_algorithms and settings.warn_only
     dr.config(use_deterministic_algorithms=False)
     assert not read().use_deterministic_algorithms and not read().warn_only
@@ -134,7 +147,11 @@ def test_operations_use_that_many_threads() -> None:
 
 
 def test_deterministic_algorithms_refuse_or_warn() -> None:
-    x, index, value = torch.zeros(4, device=REMOTE), torch.tensor([1], device=REMOTE), torch.ones(1, device=REMOTE)
+    x, index, value = (
+        torch.zeros(4, device=REMOTE),
+        torch.tensor([1], device=REMOTE),
+        torch.ones(1, device=REMOTE),
+    )
     dr.config(use_deterministic_algorithms=True)
     with pytest.raises(RuntimeError, match="deterministic"):
         x.clone().put_(index, value).cpu()
@@ -160,8 +177,14 @@ def test_setting_returns_at_once_and_reading_waits() -> None:
         ({"num_threads": 0}, "num_threads is a number of threads, at least 1, got 0"),
         ({"num_threads": True}, "num_threads is a number of threads, at least 1, got True"),
         ({"num_threads": 2.0}, "num_threads is a number of threads, at least 1, got 2.0"),
-        ({"float32_matmul_precision": "low"}, "float32_matmul_precision is one of 'highest', 'high', 'medium', got 'low'"),
-        ({"float32_matmul_precision": ["high"]}, "float32_matmul_precision is one of 'highest', 'high', 'medium', got ['high']"),
+        (
+            {"float32_matmul_precision": "low"},
+            "float32_matmul_precision is one of 'highest', 'high', 'medium', got 'low'",
+        ),
+        (
+            {"float32_matmul_precision": ["high"]},
+            "float32_matmul_precision is one of 'highest', 'high', 'medium', got ['high']",
+        ),
         ({"cudnn_benchmark": 1}, "cudnn_benchmark is True or False, got 1"),
         ({"mkldnn_enabled": "yes"}, "mkldnn_enabled is True or False, got 'yes'"),
         (
@@ -196,9 +219,13 @@ def test_what_a_worker_refuses_is_raised_by_the_next_synchronize() -> None:
     before = read()
     dr.config(node=0, num_threads=1_000_000)
     x = torch.ones(3, device=REMOTE)
-    with pytest.raises(RuntimeError, match=r"num_threads=1000000: this worker has \d+ cores and takes \d+ at most") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"num_threads=1000000: this worker has \d+ cores and takes \d+ at most"
+    ) as caught:
         dr.synchronize()
-    assert isinstance(caught.value, dr.RemoteError) and "dr.config(node=0, num_threads=1_000_000)" in str(caught.value)
+    assert isinstance(caught.value, dr.RemoteError) and "dr.config(node=0, num_threads=1_000_000)" in str(
+        caught.value
+    )
     dr.synchronize()
     assert x.sum().item() == 3 and read() == before
 
@@ -213,7 +240,17 @@ def daemon(tmp_path: Path) -> Iterator[str]:
     tmp_path.chmod(0o700)
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     process = subprocess.Popen(
-        [sys.executable, "-m", "distruntime_worker", "--listen", address, "--threads", "2", "--log-level", "error"],
+        [
+            sys.executable,
+            "-m",
+            "distruntime_worker",
+            "--listen",
+            address,
+            "--threads",
+            "2",
+            "--log-level",
+            "error",
+        ],
         env={**os.environ, "PYTHONPATH": path},
     )
     yield address

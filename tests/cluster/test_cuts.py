@@ -28,7 +28,18 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import Goodbye, Join, Refused, Welcome
 from greeting_samples import hello
 from network import Network
-from processes import PATH, ListeningWorker, StruckWhileWaiting, free_port, resident, steady, stopped, until, window_is_full, within
+from processes import (
+    PATH,
+    ListeningWorker,
+    StruckWhileWaiting,
+    free_port,
+    resident,
+    steady,
+    stopped,
+    until,
+    window_is_full,
+    within,
+)
 from tests.hostile.test_security import bytes_of
 
 SILENCE = 0.5  # seconds after which a worker is called unreachable here
@@ -60,7 +71,13 @@ def attach(daemon: ListeningWorker, network: Network, fresh_session: Start) -> S
 
     def begin(**options: Any) -> Any:
         session = fresh_session(
-            **{"workers": [network.address], "key": daemon.log.parent / "key", "unreachable": SILENCE, "grace": 120, **options}
+            **{
+                "workers": [network.address],
+                "key": daemon.log.parent / "key",
+                "unreachable": SILENCE,
+                "grace": 120,
+                **options,
+            }
         )
         whole_words()
         return session
@@ -107,9 +124,15 @@ def test_a_training_through_a_bad_network_ends_as_an_undisturbed_one(
 
 @pytest.mark.parametrize("length", [1.0, 6.0])
 def test_a_training_goes_on_after_a_cut(
-    attach: Start, network: Network, undisturbed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, length: float
+    attach: Start,
+    network: Network,
+    undisturbed: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    length: float,
 ) -> None:
-    monkeypatch.setattr("distruntime.cluster.keeper._ATTEMPT", 1.0)  # so that several attempts are made to reach the worker
+    monkeypatch.setattr(
+        "distruntime.cluster.keeper._ATTEMPT", 1.0
+    )  # so that several attempts are made to reach the worker
     attach()
     ends: list[threading.Timer] = []
 
@@ -124,7 +147,9 @@ def test_a_training_goes_on_after_a_cut(
     counted()
 
 
-def test_a_worker_that_is_reached_by_another_way_is_the_same(attach: Start, network: Network, undisturbed: list[torch.Tensor]) -> None:
+def test_a_worker_that_is_reached_by_another_way_is_the_same(
+    attach: Start, network: Network, undisturbed: list[torch.Tensor]
+) -> None:
     attach()
     for _ in range(2):
         with ExitStack() as ways:
@@ -140,7 +165,9 @@ def test_a_worker_that_is_reached_by_another_way_is_the_same(attach: Start, netw
             network.retarget(network.target)
 
 
-def test_issuing_goes_on_until_the_window_is_full(attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_issuing_goes_on_until_the_window_is_full(
+    attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attach()
     x = torch.zeros((), device="remote")
     x += 1
@@ -207,7 +234,9 @@ def test_after_the_grace_time_a_worker_is_lost(attach: Start, network: Network) 
         x.cpu()
 
 
-def test_an_issuer_that_waits_for_room_is_told_of_the_loss(attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_issuer_that_waits_for_room_is_told_of_the_loss(
+    attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attach(grace=2.0)
     x = torch.zeros((), device="remote")
     x += 1
@@ -234,7 +263,9 @@ def test_memory_of_an_upload_that_was_cut_may_be_written_again(attach: Start, ne
 
 
 @pytest.mark.parametrize("size", [1 << 18, 750_000, 1 << 20, (1 << 20) + 9, 4_200_000 // 4, 2_000_000])
-def test_large_values_that_are_there_already_are_read_whole(attach: Start, network: Network, size: int) -> None:
+def test_large_values_that_are_there_already_are_read_whole(
+    attach: Start, network: Network, size: int
+) -> None:
     """The worker's reader answers, and must hear that they have arrived; what comes meanwhile must not be lost, nor run too early."""
     attach()
     x = torch.arange(float(size), device="remote")
@@ -252,7 +283,9 @@ def test_events_between_nodes_outlast_the_cut_of_one(
     daemon: ListeningWorker, network: Network, fresh_session: Start, tmp_path: Path
 ) -> None:
     key = daemon.log.parent / "key"
-    other = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", "--key", str(key), DISTRUNTIME_UNREACHABLE=str(SILENCE))
+    other = ListeningWorker(
+        tmp_path, "--listen", "tcp://127.0.0.1:0", "--key", str(key), DISTRUNTIME_UNREACHABLE=str(SILENCE)
+    )
     fresh_session(workers=[network.address, other.address], key=key, unreachable=SILENCE, grace=120)
     streams = [dr.Stream(0, "cpu"), dr.Stream(1, "cpu")]
     counts = [torch.zeros((), device=stream.device) for stream in streams]
@@ -287,7 +320,9 @@ def test_a_worker_that_has_given_the_session_up_says_so(
     until(lambda: "its master was away for 1 s" in daemon.text())
     old = session.nodes[0]
     network.mend()
-    with pytest.raises(dr.NodeFailed, match=r"does not have this session any more: .* no session 'kept-a-second'"):
+    with pytest.raises(
+        dr.NodeFailed, match=r"does not have this session any more: .* no session 'kept-a-second'"
+    ):
         x.cpu()
     until(lambda: session.nodes[0] is not old)
     assert torch.ones(3, device="remote").sum().item() == 3
@@ -326,7 +361,9 @@ def test_an_old_greeting_that_comes_late_costs_nothing(attach: Start, daemon: Li
         node = session.nodes[0]
         dr.synchronize()
         peer = node.link.peer
-        channel = stranger(daemon.address, daemon.log.parent / "key", session.keeper.hello("again", node.link.received))
+        channel = stranger(
+            daemon.address, daemon.log.parent / "key", session.keeper.hello("again", node.link.received)
+        )
         moved(node, peer)
         assert x.sum().item() == 5
         channel.close()
@@ -353,7 +390,9 @@ def quiet_after(act: Callable[[], object], session: Any) -> bool:
     """Whether nobody has lost sight of anybody while something was done."""
     node = session.nodes[0]
     peer, absent = node.link.peer, []
-    watcher = threading.Timer(0.0, lambda: absent.extend(1 for _ in iter(lambda: stop.wait(0.02), True) if node.absence is not None))
+    watcher = threading.Timer(
+        0.0, lambda: absent.extend(1 for _ in iter(lambda: stop.wait(0.02), True) if node.absence is not None)
+    )
     stop = threading.Event()
     watcher.start()
     act()
@@ -365,7 +404,9 @@ def quiet_after(act: Callable[[], object], session: Any) -> bool:
 @pytest.fixture
 def patient(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> Iterator[Any]:
     """A session in which a second of silence is too much."""
-    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", "--insecure", DISTRUNTIME_UNREACHABLE="1.0")
+    worker = ListeningWorker(
+        tmp_path, "--listen", "tcp://127.0.0.1:0", "--insecure", DISTRUNTIME_UNREACHABLE="1.0"
+    )
     yield fresh_session(workers=[worker.address], unreachable=1.0, insecure=True)
     dr.shutdown()
     worker.stop()
@@ -422,10 +463,21 @@ def dialled(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
     """A session that one worker has joined by dialling this process by way of a network."""
     port, key = free_port(), daemon.log.parent / "key"
     with Network(f"tcp://127.0.0.1:{port}") as between, (tmp_path / "log").open("wb") as output:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", "DISTRUNTIME_UNREACHABLE": str(SILENCE)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(PATH),
+            "OMP_NUM_THREADS": "1",
+            "DISTRUNTIME_UNREACHABLE": str(SILENCE),
+        }
         command = [sys.executable, "-m", "distruntime_worker", "--master", between.address, "--key", str(key)]
         worker = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        options = {"listen": f"tcp://127.0.0.1:{port}", "world_size": 1, "key": key, "unreachable": SILENCE, "grace": 120}
+        options = {
+            "listen": f"tcp://127.0.0.1:{port}",
+            "world_size": 1,
+            "key": key,
+            "unreachable": SILENCE,
+            "grace": 120,
+        }
         session = fresh_session(**options)
         whole_words()
         yield session, between
@@ -436,7 +488,9 @@ def dialled(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_worker_that_dials_comes_back(dialled: tuple[Any, Network], undisturbed: list[torch.Tensor], seed: int) -> None:
+def test_a_worker_that_dials_comes_back(
+    dialled: tuple[Any, Network], undisturbed: list[torch.Tensor], seed: int
+) -> None:
     session, between = dialled
     pid = session.nodes[0].welcome.pid
     with Trouble(between, seed, STEPS) as trouble:
@@ -445,7 +499,9 @@ def test_a_worker_that_dials_comes_back(dialled: tuple[Any, Network], undisturbe
     assert session.nodes[0].welcome.pid == pid
 
 
-def test_an_old_join_that_comes_late_costs_nothing(dialled: tuple[Any, Network], daemon: ListeningWorker) -> None:
+def test_an_old_join_that_comes_late_costs_nothing(
+    dialled: tuple[Any, Network], daemon: ListeningWorker
+) -> None:
     session, _ = dialled
     x = torch.ones(5, device="remote")
     assert x.sum().item() == 5
@@ -475,7 +531,14 @@ def test_ended_sessions_leave_nothing_at_a_worker(daemon: ListeningWorker, fresh
         x.sum().item()
         dr.shutdown()
         if k == 1:
-            until(lambda: "memfd" not in " ".join(os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")))
+            until(
+                lambda: (
+                    "memfd"
+                    not in " ".join(
+                        os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
+                    )
+                )
+            )
             before, most = descriptors(), resident(pid)
     until(lambda: descriptors() <= before)
     until(lambda: resident(pid) < most + (40 << 20))

@@ -28,7 +28,9 @@ def test_simulated_gpus_are_no_cards(fresh_session: Callable[..., Any]) -> None:
 
 def _node(index: int, *cards: Device) -> dr.NodeInfo:
     cpu = Device("cpu", 1, "8 threads", 64 << 30, 32 << 30, "", 0, 0)
-    return dr.NodeInfo(index, "host", 7, "tcp://host:1", (cpu, *cards), False, "2.13.0", "3.11.7", 0.001, "ready")
+    return dr.NodeInfo(
+        index, "host", 7, "tcp://host:1", (cpu, *cards), False, "2.13.0", "3.11.7", 0.001, "ready"
+    )
 
 
 def _card(k: int, name: str = "NVIDIA H200", capability: str = "9.0") -> Device:
@@ -36,10 +38,16 @@ def _card(k: int, name: str = "NVIDIA H200", capability: str = "9.0") -> Device:
 
 
 def test_the_table_names_real_gpus_with_memory_and_capability() -> None:
-    table = repr(Nodes([_node(0, _card(0), _card(1)), _node(1), _node(2, _card(0, "NVIDIA L4", "8.9"), _card(1))]))
+    table = repr(
+        Nodes([_node(0, _card(0), _card(1)), _node(1), _node(2, _card(0, "NVIDIA L4", "8.9"), _card(1))])
+    )
     head, *rows = table.splitlines()
     cards = [row[head.index("GPUs") : head.index("memory free")].strip() for row in rows]
-    assert cards == ["2 × NVIDIA H200 (9.0, 140.0 GiB)", "", "1 × NVIDIA L4 (8.9, 140.0 GiB), 1 × NVIDIA H200 (9.0, 140.0 GiB)"]
+    assert cards == [
+        "2 × NVIDIA H200 (9.0, 140.0 GiB)",
+        "",
+        "1 × NVIDIA L4 (8.9, 140.0 GiB), 1 × NVIDIA H200 (9.0, 140.0 GiB)",
+    ]
 
 
 @pytest.mark.parametrize("name", ["<b>", "A & B"])

@@ -82,7 +82,9 @@ def test_a_save_does_not_hold_the_end_up_while_its_worker_is_away(
         worker.stop()
 
 
-def test_a_save_whose_workers_are_there_is_waited_for(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_save_whose_workers_are_there_is_waited_for(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
     """Longer than what is in flight is, or a checkpoint of many gigabytes would be lost with the end of its program."""
     fresh_session(world_size=1)
     x = torch.ones(1000, device=REMOTE)
@@ -116,7 +118,9 @@ def test_no_stroke_of_ctrl_c_leaves_a_save_that_never_ends(session: object, tmp_
     assert dr.load(tmp_path)["x"].sum().item() == 5
 
 
-def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(session: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
+    session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests to a lost worker are taken out of a table before they are answered: between the two they would be nobody's."""
     finished: list[bool] = []
     look = active_session().keeper.look
@@ -138,7 +142,9 @@ def test_the_pump_is_woken_without_a_line_of_python(session: object) -> None:
     """Ctrl-C in `threading.Event.set` leaves its lock taken for ever, and the end of the process waits for that."""
     ran: list[str] = []
     stir = active_session().stir
-    sys.setprofile(lambda frame, event, argument: ran.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, argument: ran.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         stir()
     finally:
@@ -149,7 +155,9 @@ def test_the_pump_is_woken_without_a_line_of_python(session: object) -> None:
 def held_still(address: str, folder: str) -> None:
     """Train and save in the background, until Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    dr.init_master_worker(workers=[address], session="storm", force=True, unreachable=0.5, grace=600, quiet=True)
+    dr.init_master_worker(
+        workers=[address], session="storm", force=True, unreachable=0.5, grace=600, quiet=True
+    )
     x = torch.ones(1000, device=REMOTE)
     dr.save({"x": x}, folder)
     dr.save({"x": x}, folder, async_op=True)
@@ -159,7 +167,9 @@ def held_still(address: str, folder: str) -> None:
         x.sum().item()
 
 
-@pytest.mark.parametrize("strokes", [[0.0], [0.0, 0.3], [0.0, 0.0, 0.5, 0.5]], ids=lambda strokes: f"{len(strokes)} times")
+@pytest.mark.parametrize(
+    "strokes", [[0.0], [0.0, 0.3], [0.0, 0.0, 0.5, 0.5]], ids=lambda strokes: f"{len(strokes)} times"
+)
 def test_a_process_ends_after_ctrl_c_while_its_worker_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strokes: list[float]
 ) -> None:
@@ -167,7 +177,10 @@ def test_a_process_ends_after_ctrl_c_while_its_worker_is_cut_off(
     monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
     worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
     try:
-        with Network(worker.address) as network, Child(held_still, network.address, str(tmp_path / "c")) as child:
+        with (
+            Network(worker.address) as network,
+            Child(held_still, network.address, str(tmp_path / "c")) as child,
+        ):
             child.expect("ready", 120)
             network.cut()
             for seconds in strokes:

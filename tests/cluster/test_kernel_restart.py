@@ -59,7 +59,11 @@ dr.shutdown()
 
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable, name in (("STATE", "state"), ("SIGNING_KEY", "signing-key"), ("TRUSTED_KEYS", "trusted-keys")):
+    for variable, name in (
+        ("STATE", "state"),
+        ("SIGNING_KEY", "signing-key"),
+        ("TRUSTED_KEYS", "trusted-keys"),
+    ):
         monkeypatch.setenv(f"DISTRUNTIME_{variable}", str(tmp_path / name))
     dr.shutdown()
     yield
@@ -70,9 +74,19 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def at_a_prompt(lines: str) -> tuple[int, list[str], str]:
     """Type lines at Python's prompt; return how it ended, what it showed, and what it complained of."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", "PYTHONSTARTUP": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(PATH),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONSTARTUP": "",
+    }
     done = subprocess.run(
-        [sys.executable, "-i", "-q", "-u", "-c", ""], input=lines, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-i", "-q", "-u", "-c", ""],
+        input=lines,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
 

@@ -35,7 +35,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(count: int, key: KeyPair | None = None) -> tuple[Channel, list[LocalWorker]]:
         channels.append(Channel(listen=f"ipc://{tmp_path}/s{len(channels)}", keys=key))
         for node in range(count):
-            workers.append(start_worker(node, master=channels[-1].address, key=key, threads=THREADS, directory=tmp_path))
+            workers.append(
+                start_worker(node, master=channels[-1].address, key=key, threads=THREADS, directory=tmp_path)
+            )
         return channels[-1], workers
 
     yield begin
@@ -150,7 +152,9 @@ def test_workers_end_with_a_master_that_is_killed(tmp_path: Path, child: str) ->
     """With a forked child, as a data loader's worker is: it holds what the master held open."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     arguments = [sys.executable, "-c", textwrap.dedent(MASTER), str(tmp_path), child]
-    master = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    master = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
     assert master.stdout is not None
     forked, *workers = map(int, master.stdout.readline().split())
     try:

@@ -130,7 +130,10 @@ def test_gradients_and_what_backward_needs_count_under_the_line_of_the_step() ->
     before = sum(row[0] for row in sizes(dr.memory()))
     loss.backward()
     del loss
-    assert before == 1 + 1 + 1 and sizes(dr.memory()) == [(1, 1), (1, 1)]  # weight, input, output to square; weight and its gradient
+    assert before == 1 + 1 + 1 and sizes(dr.memory()) == [
+        (1, 1),
+        (1, 1),
+    ]  # weight, input, output to square; weight and its gradient
 
 
 def test_only_the_biggest_are_named() -> None:
@@ -240,7 +243,11 @@ def test_a_lost_node_is_left_out(fresh_session: Callable[..., Any]) -> None:
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     until(lambda: dr.nodes()[1].state == "lost")
     memory = dr.memory()
-    assert [str(d.place) for d in memory.devices] == ["node 0 cpu"] and sizes(memory) == [(1, 1)] and kept.dim() == 1
+    assert (
+        [str(d.place) for d in memory.devices] == ["node 0 cpu"]
+        and sizes(memory) == [(1, 1)]
+        and kept.dim() == 1
+    )
     with pytest.raises(dr.NodeFailed):
         dr.memory(1)
 
@@ -277,7 +284,9 @@ def test_an_operators_own_memory_fails_the_same_way() -> None:
     row = torch.ones(1 << 25, 1, device=REMOTE)
     lines = text_of(lambda: (row @ row.t()).sum().item())  # 4 PiB as well
     assert lines[0].startswith("DefaultCPUAllocator: can't allocate memory") and "aten::mm" in lines[1]
-    assert lines[3:] == ["  held there: 128.0 MiB by test_memory.py:LINE   row = torch.ones(1 << 25, 1, device=REMOTE) (1 tensor)"]
+    assert lines[3:] == [
+        "  held there: 128.0 MiB by test_memory.py:LINE   row = torch.ones(1 << 25, 1, device=REMOTE) (1 tensor)"
+    ]
 
 
 def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
@@ -288,11 +297,15 @@ def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
     mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (80 << 20), before[1]))  # type: ignore[attr-defined]
     try:
-        lines = text_of(lambda: local.to(REMOTE).sum().item(), OSError)  # which needs 64 MiB twice: to see it, and to keep it
+        lines = text_of(
+            lambda: local.to(REMOTE).sum().item(), OSError
+        )  # which needs 64 MiB twice: to see it, and to keep it
     finally:
         resource.prlimit(pid, resource.RLIMIT_AS, before)  # type: ignore[attr-defined]
     assert "annot allocate memory" in lines[0] and lines[1].startswith("  upload on node 0")
-    assert lines[3:] == ["  held there: 1.0 KiB by test_memory.py:LINE   kept = torch.ones(K, device=REMOTE) (1 tensor)"]
+    assert lines[3:] == [
+        "  held there: 1.0 KiB by test_memory.py:LINE   kept = torch.ones(K, device=REMOTE) (1 tensor)"
+    ]
     assert local.to(REMOTE).sum().item() == 64 << 18 and kept.dim() == 1
 
 
@@ -308,7 +321,9 @@ def test_only_what_was_there_when_it_failed_is_named() -> None:
     del gone
     for poisoned in (dependent, again):
         lines = text_of(lambda poisoned=poisoned: poisoned.sum().item())  # type: ignore[misc]
-        assert lines[3:] == ["  held there: 10.0 KiB by test_memory.py:LINE   there = torch.ones(10 * K, device=REMOTE) (1 tensor)"]
+        assert lines[3:] == [
+            "  held there: 10.0 KiB by test_memory.py:LINE   there = torch.ones(10 * K, device=REMOTE) (1 tensor)"
+        ]
     assert elsewhere.dim() + later.dim() + there.dim() == 3
 
 
@@ -332,7 +347,9 @@ def test_a_failure_that_nobody_reads_says_it_too() -> None:
     kept = torch.ones(K, device=REMOTE)
     huge = torch.empty(TOO_MUCH, device=REMOTE)
     lines = text_of(dr.synchronize)
-    assert lines[3:] == ["  held there: 1.0 KiB by test_memory.py:LINE   kept = torch.ones(K, device=REMOTE) (1 tensor)"]
+    assert lines[3:] == [
+        "  held there: 1.0 KiB by test_memory.py:LINE   kept = torch.ones(K, device=REMOTE) (1 tensor)"
+    ]
     dr.synchronize()
     assert kept.sum().item() == K and huge.dim() == 1
 

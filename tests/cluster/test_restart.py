@@ -41,7 +41,15 @@ def test_a_loss_names_node_host_signal_and_what_was_lost(fresh_session: Callable
     with pytest.raises(dr.NodeFailed) as caught:
         until(lambda: mine.sum().item() is None)
     text = str(caught.value)
-    for part in ("node 1", dr.nodes()[1].host, f"pid {pid}", "signal 9 (SIGKILL)", "256.0 KiB by", "mine = torch.zeros", "dr.restart(1)"):
+    for part in (
+        "node 1",
+        dr.nodes()[1].host,
+        f"pid {pid}",
+        "signal 9 (SIGKILL)",
+        "256.0 KiB by",
+        "mine = torch.zeros",
+        "dr.restart(1)",
+    ):
         assert part in text, (part, text)
     until(lambda: [node.state for node in dr.nodes()] == ["ready", "lost", "ready"])
     assert "SIGKILL" in repr(dr.nodes())
@@ -141,7 +149,9 @@ def test_restart_of_what_is_no_node(fresh_session: Callable[..., Any]) -> None:
         dr.restart(0, timeout=-1)
 
 
-def test_restart_workers_starts_them_again(fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_restart_workers_starts_them_again(
+    fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     fresh_session(world_size=2, restart_workers=True)
     for _ in range(2):
         old = active_session().nodes[1]
@@ -172,13 +182,17 @@ def test_restart_workers_is_for_workers_that_were_started_here() -> None:
         dr.init_master_worker(workers=["tcp://127.0.0.1:1"], restart_workers=True)
 
 
-def test_a_dead_worker_is_reported_with_its_last_words(fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_worker_is_reported_with_its_last_words(
+    fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     fresh_session(world_size=1)
     worker = active_session().local_workers[0]
     assert worker is not None
     os.kill(worker.pid, signal.SIGABRT)  # faulthandler writes a stack
     until(lambda: is_lost(0))
-    assert "SIGABRT" in caplog.text and "its last words" in caplog.text and "Aborted" in caplog.text, caplog.text
+    assert "SIGABRT" in caplog.text and "its last words" in caplog.text and "Aborted" in caplog.text, (
+        caplog.text
+    )
 
 
 def test_a_daemon_that_comes_back_takes_its_place(fresh_session: Callable[..., Any], tmp_path: Path) -> None:

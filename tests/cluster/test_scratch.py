@@ -89,7 +89,9 @@ def master() -> None:
     signal.pause()
 
 
-def test_what_a_killed_master_leaves_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_master_leaves_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     child = Child(master)
     assert child.line(90) == "ready"

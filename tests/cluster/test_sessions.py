@@ -121,7 +121,9 @@ def test_resume_of_an_unknown_session_lists_those_that_exist() -> None:
     master("dr.init_master_worker(session='one', world_size=1)")
     with pytest.raises(dr.ConnectionFailed, match="no session 'two' to resume: there are 'one'"):
         dr.init_master_worker(session="two", resume=True)
-    with pytest.raises(dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=True.*force=True"):
+    with pytest.raises(
+        dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=True.*force=True"
+    ):
         dr.init_master_worker(session="one", world_size=1)
 
 
@@ -168,9 +170,13 @@ for arguments in ({{"resume": True}}, {{}}):
         print(error)
 """
     said = master(attempt).splitlines()
-    assert len(said) == 2 and all(f"in use, by pid {os.getpid()}" in line and "force=True" in line for line in said), said
+    assert len(said) == 2 and all(
+        f"in use, by pid {os.getpid()}" in line and "force=True" in line for line in said
+    ), said
     assert (x + 1).tolist() == [2, 2, 2]  # the attempts have cost nothing
-    master(f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, force=True)\ndr.detach()")
+    master(
+        f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, force=True)\ndr.detach()"
+    )
     with pytest.raises(dr.NodeFailed, match="taken over"):
         until(lambda: x.sum().item() != 3)
     assert dr.nodes()[0].state == "left"
@@ -178,9 +184,13 @@ for arguments in ({{"resume": True}}, {{}}):
 
 def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
     master(f"dr.init_master_worker(session='first', workers=['{daemon.address}'])")
-    with pytest.raises(dr.ConnectionFailed, match=r"no session 'second' here; there are 'first' \(without a master\)"):
+    with pytest.raises(
+        dr.ConnectionFailed, match=r"no session 'second' here; there are 'first' \(without a master\)"
+    ):
         dr.init_master_worker(session="second", workers=[daemon.address], resume=True)
-    with pytest.raises(dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=True"):
+    with pytest.raises(
+        dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=True"
+    ):
         dr.init_master_worker(session="first", workers=[daemon.address])
     dr.init_master_worker(session="first", workers=[daemon.address], force=True)
     assert torch.ones(2, device=REMOTE).sum().item() == 2
@@ -205,13 +215,18 @@ print(repr(total))
     for _ in range(200):
         mine += torch.randn(7, device=REMOTE).sum().item()
     assert repr(mine) == expected.strip()
-    master(f"dr.init_master_worker(workers=['{daemon.address}'])\nos.kill(os.getpid(), signal.SIGKILL)", status=KILLED)
+    master(
+        f"dr.init_master_worker(workers=['{daemon.address}'])\nos.kill(os.getpid(), signal.SIGKILL)",
+        status=KILLED,
+    )
     assert x.sum().item() == 5
 
 
 def test_a_master_that_dies_without_a_name_leaves_nothing_behind(daemon: ListeningWorker) -> None:
     """Its worker is on its machine and sees it: no memory is kept for nobody."""
-    code = f"dr.init_master_worker(workers=['{daemon.address}'])\ntorch.ones(9, device='remote').sum().item()\n"
+    code = (
+        f"dr.init_master_worker(workers=['{daemon.address}'])\ntorch.ones(9, device='remote').sum().item()\n"
+    )
     master(code + "os.kill(os.getpid(), signal.SIGKILL)", status=KILLED)
     until(lambda: "its master has died" in daemon.text())
 
@@ -276,7 +291,9 @@ def test_a_greeting_that_does_not_arrive_whole_is_said_again(daemon: ListeningWo
             dr.detach()
 
 
-def test_a_session_begins_through_a_network_that_resets_connections_for_a_while(daemon: ListeningWorker) -> None:
+def test_a_session_begins_through_a_network_that_resets_connections_for_a_while(
+    daemon: ListeningWorker,
+) -> None:
     with Network(daemon.address) as network:
         network.refuse()
         mending = threading.Timer(0.5, network.mend)
@@ -287,7 +304,9 @@ def test_a_session_begins_through_a_network_that_resets_connections_for_a_while(
         dr.shutdown()
 
 
-def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(daemon: ListeningWorker) -> None:
+def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(
+    daemon: ListeningWorker,
+) -> None:
     """The answer to the first was lost, and its connection lives on, as far as the worker knows."""
     session = dr.init_master_worker(session="twice", workers=[daemon.address])
     with closing(Channel(keys=choose(daemon.address))) as second:
@@ -308,14 +327,19 @@ def test_the_end_of_a_session_is_heard_when_the_network_is_torn_just_then(daemon
     until(lambda: daemon.text().count("ended (the master shut the session down)") == 3)
 
 
-def test_the_end_of_a_session_that_is_not_heard_is_said(daemon: ListeningWorker, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_session_that_is_not_heard_is_said(
+    daemon: ListeningWorker, caplog: pytest.LogCaptureFixture
+) -> None:
     with Network(daemon.address) as network:
         dr.init_master_worker(session="silent", workers=[network.address])
         network.cut()
         began = time.monotonic()
         dr.shutdown()
         assert time.monotonic() - began < 9
-        assert "has not heard that the session 'silent' is over, and may keep it until its time is over" in caplog.text
+        assert (
+            "has not heard that the session 'silent' is over, and may keep it until its time is over"
+            in caplog.text
+        )
         network.mend()
     dr.init_master_worker(session="silent", workers=[daemon.address], force=True)
 
@@ -335,7 +359,9 @@ def test_an_ended_session_leaves_nothing_on_its_worker(daemon: ListeningWorker) 
 
 def shared_memory(pid: int) -> list[str]:
     """Return the masters' memory that a worker has mapped."""
-    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:distruntime" in line]
+    return [
+        line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:distruntime" in line
+    ]
 
 
 JUMPING = """
@@ -355,7 +381,9 @@ def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", PYTHONPATH=path)
     try:
         with Network(worker.address) as network:
-            dr.init_master_worker(session="jumps", keep=30, workers=[network.address], unreachable=1, grace=20)
+            dr.init_master_worker(
+                session="jumps", keep=30, workers=[network.address], unreachable=1, grace=20
+            )
             x = torch.arange(5.0, device=REMOTE)
             for trouble in (network.tear, network.cut):
                 trouble()
@@ -402,7 +430,9 @@ def test_a_greeting_names_shared_memory_and_no_file(daemon: ListeningWorker, tmp
         channel.connect(daemon.address, b"w")
         channel.send(b"w", [encode(replace(HELLO, shared=f"/proc/self/../../{tmp_path}/secret"))])
         arrived: list[object] = []
-        until(lambda: arrived.extend(decode(bytes(frames[0])) for _, frames in channel.receive(0.05)) or arrived)
+        until(
+            lambda: arrived.extend(decode(bytes(frames[0])) for _, frames in channel.receive(0.05)) or arrived
+        )
         assert isinstance(arrived[0], Welcome) and arrived[0].shared == b""
     finally:
         channel.close()

@@ -30,11 +30,18 @@ def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
 
 
 def numbers(*seeds: int, shape: Sequence[int] = SHAPE, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(tuple(shape), dtype=dtype, generator=torch.Generator().manual_seed(hash(seeds) & 0xFFFF)).requires_grad_()
+    return torch.randn(
+        tuple(shape), dtype=dtype, generator=torch.Generator().manual_seed(hash(seeds) & 0xFFFF)
+    ).requires_grad_()
 
 
 def reduced(op: str) -> Callable[[Tensors], torch.Tensor]:
-    by = {"SUM": lambda s: s.sum(0), "PRODUCT": lambda s: s.prod(0), "MIN": lambda s: s.amin(0), "MAX": lambda s: s.amax(0)}[op]
+    by = {
+        "SUM": lambda s: s.sum(0),
+        "PRODUCT": lambda s: s.prod(0),
+        "MIN": lambda s: s.amin(0),
+        "MAX": lambda s: s.amax(0),
+    }[op]
     return lambda xs: by(torch.stack(xs))
 
 
@@ -55,7 +62,11 @@ FORMS: dict[str, Form] = {
     "all_gather": (EACH, lambda xs, g: F.all_gather(xs, g), lambda xs: [torch.cat(xs) for _ in xs]),
     "gather": (EACH, lambda xs, g: F.gather(xs, 1, g), lambda xs: [x * 1 for x in xs]),
     "scatter": ([2, 2, 2], lambda xs, g: F.scatter(xs, g), lambda xs: [x * 1 for x in xs]),
-    "reduce_scatter": (EACH, lambda xs, g: F.reduce_scatter(xs, group=g), lambda xs: list(reduced("SUM")(xs).chunk(3))),
+    "reduce_scatter": (
+        EACH,
+        lambda xs, g: F.reduce_scatter(xs, group=g),
+        lambda xs: list(reduced("SUM")(xs).chunk(3)),
+    ),
     "all_to_all": (
         EACH,
         lambda xs, g: [t for row in F.all_to_all([list(x.split([1, 2, 3])) for x in xs], g) for t in row],
@@ -64,7 +75,9 @@ FORMS: dict[str, Form] = {
     "all_to_all_single": (
         EACH,
         lambda xs, g: F.all_to_all_single(xs, [[1, 2, 3], [6, 0, 0], [2, 2, 2]], g),
-        lambda xs: [torch.cat([x.split(s)[j] for x, s in zip(xs, ([1, 2, 3], [6, 0, 0], [2, 2, 2]))]) for j in EACH],
+        lambda xs: [
+            torch.cat([x.split(s)[j] for x, s in zip(xs, ([1, 2, 3], [6, 0, 0], [2, 2, 2]))]) for j in EACH
+        ],
     ),
 }
 
@@ -82,7 +95,9 @@ def weigh(outs: Tensors, used: Sequence[int]) -> torch.Tensor:
     return total
 
 
-def both(name: str, group: dr.ProcessGroup, used: Sequence[int] | None = None, xs: Tensors | None = None) -> list[tuple[Any, Any]]:
+def both(
+    name: str, group: dr.ProcessGroup, used: Sequence[int] | None = None, xs: Tensors | None = None
+) -> list[tuple[Any, Any]]:
     """The gradients on workers and of the formula."""
     nodes, run, formula = FORMS[name]
     here = [numbers(k) for k, _ in enumerate(nodes)] if xs is None else xs
@@ -118,14 +133,21 @@ def test_torchs_numerical_check(three: dr.ProcessGroup, name: str) -> None:
     nodes, run, _ = FORMS[name]
     leaves = [there(numbers(k), node) for k, node in enumerate(nodes)]
 
-    def local(*xs: torch.Tensor) -> torch.Tensor:  # gradcheck perturbs and compares here; the collective runs there
+    def local(
+        *xs: torch.Tensor,
+    ) -> torch.Tensor:  # gradcheck perturbs and compares here; the collective runs there
         with_nodes = [x.to(leaf.device) for x, leaf in zip(xs, leaves)]
         return torch.cat([out.cpu().reshape(-1) for out in run(with_nodes, three)])
 
-    assert torch.autograd.gradcheck(local, [leaf.detach().cpu().requires_grad_() for leaf in leaves], fast_mode=True)
+    assert torch.autograd.gradcheck(
+        local, [leaf.detach().cpu().requires_grad_() for leaf in leaves], fast_mode=True
+    )
 
 
-@pytest.mark.parametrize("name", ["all_reduce SUM", "all_reduce PRODUCT", "all_reduce MAX", "all_gather", "reduce", "all_to_all_single"])
+@pytest.mark.parametrize(
+    "name",
+    ["all_reduce SUM", "all_reduce PRODUCT", "all_reduce MAX", "all_gather", "reduce", "all_to_all_single"],
+)
 def test_double_backward(three: dr.ProcessGroup, name: str) -> None:
     nodes, run, formula = FORMS[name]
     here = [numbers(k) for k, _ in enumerate(nodes)]
@@ -140,7 +162,11 @@ def test_double_backward(three: dr.ProcessGroup, name: str) -> None:
 
 
 def test_a_product_with_zeros_and_a_tie_of_extremes(three: dr.ProcessGroup) -> None:
-    values = [torch.tensor([0.0, 2.0, 3.0, 0.0]), torch.tensor([5.0, 0.0, 3.0, 0.0]), torch.tensor([5.0, 2.0, 3.0, 1.0])]
+    values = [
+        torch.tensor([0.0, 2.0, 3.0, 0.0]),
+        torch.tensor([5.0, 0.0, 3.0, 0.0]),
+        torch.tensor([5.0, 2.0, 3.0, 1.0]),
+    ]
     for name in ("all_reduce PRODUCT", "all_reduce MAX", "all_reduce MIN"):
         xs = [v.double().requires_grad_() for v in values]
         for got, wanted in both(name, three, xs=xs):
@@ -164,7 +190,9 @@ def test_strided_and_complex_inputs(three: dr.ProcessGroup) -> None:
 
 def test_a_leaf_is_not_written_as_in_torch(three: dr.ProcessGroup) -> None:
     leaves = [there(numbers(k), k) for k in EACH]
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+    with pytest.raises(
+        RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"
+    ):
         dr.all_reduce(leaves, group=three)
     with torch.no_grad():
         dr.all_reduce(leaves, group=three)
@@ -204,7 +232,10 @@ def test_no_grad_and_detached_record_nothing(three: dr.ProcessGroup) -> None:
     with torch.no_grad():
         assert not any(t.requires_grad for t in F.all_reduce(leaves, group=three))
     assert not any(t.requires_grad for t in F.all_reduce([x.detach() for x in leaves], group=three))
-    assert all(t.requires_grad for t in F.all_reduce([leaves[0].detach(), leaves[1], leaves[2].detach()], group=three))
+    assert all(
+        t.requires_grad
+        for t in F.all_reduce([leaves[0].detach(), leaves[1], leaves[2].detach()], group=three)
+    )
 
 
 @pytest.mark.parametrize("op", ["PRODUCT", "MIN", "MAX"])

@@ -16,7 +16,15 @@ from distruntime.session.session import active_session
 from processes import until
 
 DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
+    *(
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.complex32,
+    ),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
 ]
@@ -45,7 +53,9 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -65,7 +75,9 @@ def test_every_dtype_crosses_as_it_is(session: object, dtype: torch.dtype) -> No
 def test_every_layout_crosses_with_the_strides_that_torch_gives(session: object, layout: str) -> None:
     here, remote = LAYOUTS[layout](local()), LAYOUTS[layout](there(local()))
     moved, twin = remote.to(node=1), here.to("meta")
-    assert moved.shape == here.shape and (moved.stride() == twin.stride() or not here.numel())  # strides of nothing float
+    assert moved.shape == here.shape and (
+        moved.stride() == twin.stride() or not here.numel()
+    )  # strides of nothing float
     assert equal(moved.cpu(), here.resolve_conj().resolve_neg())
     into = there(torch.zeros_like(here).contiguous(), 1)
     dr.send(remote, 1)
@@ -73,7 +85,9 @@ def test_every_layout_crosses_with_the_strides_that_torch_gives(session: object,
     assert equal(into.cpu(), here.resolve_conj().resolve_neg())
 
 
-@pytest.mark.parametrize("layout", ["transposed", "every other", "a row", "one element", "nothing", "permuted"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", "every other", "a row", "one element", "nothing", "permuted"]
+)
 def test_a_receive_writes_into_a_view_and_nothing_beside_it(session: object, layout: str) -> None:
     expected, remote = local(), there(local(), 1)
     value = torch.full_like(LAYOUTS[layout](expected), 9.0)
@@ -119,7 +133,9 @@ def test_a_receive_may_be_posted_first(session: object) -> None:
 def test_a_receive_that_would_wait_for_ever_says_so(session: object) -> None:
     into = there(torch.zeros(3), 1)
     dr.send(there(torch.ones(3)), 1, tag=4)
-    with pytest.raises(dr.UsageError, match=r"nothing has been sent to node 1 cpu from node 0 with tag 5.*irecv"):
+    with pytest.raises(
+        dr.UsageError, match=r"nothing has been sent to node 1 cpu from node 0 with tag 5.*irecv"
+    ):
         dr.recv(into, 0, tag=5)
     dr.recv(into, 0, tag=4)
     assert into.tolist() == [1, 1, 1]
@@ -233,7 +249,9 @@ def test_poison_crosses_with_its_first_cause_and_line(session: object) -> None:
     for broken in (poisoned.to(node=1), into, into.to(node=0) + 1):
         with pytest.raises(IndexError, match="out of bounds") as caught:
             broken.cpu()
-        assert f"{os.path.basename(__file__)}:{line}" in str(caught.value) and "on node 0" in str(caught.value)
+        assert f"{os.path.basename(__file__)}:{line}" in str(caught.value) and "on node 0" in str(
+            caught.value
+        )
     assert x.to(node=1).tolist() == [0, 1, 2]
 
 

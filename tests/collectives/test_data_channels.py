@@ -63,13 +63,29 @@ def test_mpi_passes_the_suite(no_session: None, tmp_path: Path) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed: pip install mpi4py")
     # All three are Open MPI's, which is careful with machines that have few cores, and with root.
-    leave = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    leave = {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "worker"), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path: the path of a socket is short
-        command = ["mpirun", "-n", "3", sys.executable, "-m", "distruntime_worker", "--master", f"ipc://{folder}/master"]
+        command = [
+            "mpirun",
+            "-n",
+            "3",
+            sys.executable,
+            "-m",
+            "distruntime_worker",
+            "--master",
+            f"ipc://{folder}/master",
+        ]
         with (tmp_path / "log").open("wb") as log:
             run = subprocess.Popen(
-                command, env={**os.environ, **leave, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env={**os.environ, **leave, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         try:
             with dr.init_master_worker(listen=f"ipc://{folder}/master", world_size=3, data_channel="mpi"):
@@ -103,7 +119,10 @@ class Liar(dr.DataChannel):
 def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
     dr.register_data_channel("Liar", Liar)
     with fresh_session(data_channel="Liar"):
-        with pytest.raises(AssertionError, match=r"data channel 'Liar', 2 members, copy from rank 0 to 1 of \(5, 3\) .*is wrong"):
+        with pytest.raises(
+            AssertionError,
+            match=r"data channel 'Liar', 2 members, copy from rank 0 to 1 of \(5, 3\) .*is wrong",
+        ):
             check_data_channel("Liar", sizes=(2,))
         with pytest.raises(dr.UsageError, match="groups of 3 members are tried, and the session has 2 nodes"):
             check_data_channel("Liar", sizes=(3,))
@@ -116,17 +135,27 @@ def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
 # -- how one is found ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_users_channel_in_an_installed_package_is_found(fresh_session: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_channel_in_an_installed_package_is_found(
+    fresh_session: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(EXAMPLE, tmp_path / "folder_channel.py")
     (tmp_path / "folder_channel-1.0.dist-info").mkdir()
-    (tmp_path / "folder_channel-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: folder-channel\nVersion: 1.0\n")
-    points = "[distruntime.data_channels]\nfolder = folder_channel:SharedFolder\nnonsense = folder_channel:count\n"
+    (tmp_path / "folder_channel-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: folder-channel\nVersion: 1.0\n"
+    )
+    points = (
+        "[distruntime.data_channels]\nfolder = folder_channel:SharedFolder\nnonsense = folder_channel:count\n"
+    )
     (tmp_path / "folder_channel-1.0.dist-info" / "entry_points.txt").write_text(points)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    )
     with fresh_session(data_channel={"cpu": "folder"}):
         x = torch.arange(3.0, device="remote")  # the example itself passes the suite
         assert x.to(node=1).tolist() == [0.0, 1.0, 2.0]
-        with pytest.raises(dr.ConfigurationError, match=r"node 0 .*'nonsense' must be a subclass of distruntime.DataChannel"):
+        with pytest.raises(
+            dr.ConfigurationError, match=r"node 0 .*'nonsense' must be a subclass of distruntime.DataChannel"
+        ):
             dr.new_group([0, 1], backend="nonsense")
 
 
@@ -157,19 +186,33 @@ def test_what_is_no_data_channel_is_not_registered(name: str, factory: Any, text
 
 
 def test_a_channel_that_a_worker_does_not_have(session: dr.Session) -> None:
-    with pytest.raises(dr.ConfigurationError, match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls"):
+    with pytest.raises(
+        dr.ConfigurationError,
+        match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls",
+    ):
         dr.new_group([0, 1], backend="pigeon")
-    with pytest.raises(dr.ConfigurationError, match=r"'mpi' is not available on this worker: (mpi4py is not installed|it was not started)"):
+    with pytest.raises(
+        dr.ConfigurationError,
+        match=r"'mpi' is not available on this worker: (mpi4py is not installed|it was not started)",
+    ):
         dr.new_group([0, 1], backend="mpi")
     if not torch.cuda.is_available():
-        with pytest.raises(dr.ConfigurationError, match=r"'nccl' is not available on this worker: (no CUDA device|.*without NCCL)"):
+        with pytest.raises(
+            dr.ConfigurationError,
+            match=r"'nccl' is not available on this worker: (no CUDA device|.*without NCCL)",
+        ):
             dr.new_group([0, 1], backend="nccl")
 
 
 def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cryptography" else spec(name))
-    with pytest.raises(dr.ConfigurationError, match=r"'tcp\+tls' is not available .*: cryptography .* pip install distruntime\[tls\]"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "cryptography" else spec(name)
+    )
+    with pytest.raises(
+        dr.ConfigurationError,
+        match=r"'tcp\+tls' is not available .*: cryptography .* pip install distruntime\[tls\]",
+    ):
         find("tcp+tls")
     assert "tcp+tls" not in names() and "tcp" in names()
 
@@ -187,7 +230,9 @@ def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
     group = dr.new_group([0, 1], backend="tcp")
-    with pytest.raises(dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"):
+    with pytest.raises(
+        dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"
+    ):
         dr.all_reduce(pair(), group=group)
     with pytest.raises(dr.NotSupportedError, match="'tcp' has no barrier"):
         dr.barrier(group)
@@ -204,7 +249,9 @@ def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
         (dr.ReduceOp.BXOR, torch.float32, "by BXOR, not float32"),
     ],
 )
-def test_what_gloo_does_not_reduce_is_refused(session: dr.Session, op: Any, dtype: torch.dtype, text: str) -> None:
+def test_what_gloo_does_not_reduce_is_refused(
+    session: dr.Session, op: Any, dtype: torch.dtype, text: str
+) -> None:
     with pytest.raises(dr.NotSupportedError, match=text):
         dr.all_reduce(pair(dtype), op)
 
@@ -212,7 +259,9 @@ def test_what_gloo_does_not_reduce_is_refused(session: dr.Session, op: Any, dtyp
 # -- sockets ---------------------------------------------------------------------------------------------------------------------
 
 
-linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="who listens where is read in /proc, which is Linux's")
+linux = pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="who listens where is read in /proc, which is Linux's"
+)
 
 
 @linux
@@ -249,7 +298,8 @@ def test_tcp_goes_on_while_strangers_talk_to_it(fresh_session: Fresh, tmp_path: 
 @linux
 def test_nccl_is_bound_to_the_interface_that_workers_are_reached_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        interface_of("127.0.0.1") == interface_of("localhost") == "lo" and interface_of("192.0.2.1") == interface_of("no.such.host.") == ""
+        interface_of("127.0.0.1") == interface_of("localhost") == "lo"
+        and interface_of("192.0.2.1") == interface_of("no.such.host.") == ""
     )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     nccl._bind("127.0.0.1")
@@ -266,11 +316,14 @@ def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, t
     try:
         for name, address in (("one", f"127.0.0.1:{port}"), ("two", "127.0.0.1")):
             (tmp_path / name).mkdir()
-            workers.append(ListeningWorker(tmp_path / name, "--listen", "tcp://127.0.0.1:0", "--data-address", address))
+            workers.append(
+                ListeningWorker(tmp_path / name, "--listen", "tcp://127.0.0.1:0", "--data-address", address)
+            )
         with fresh_session(workers=[worker.address for worker in workers]):
             values = pair()
             with pytest.raises(
-                dr.ConfigurationError, match=f"cannot listen at 127.0.0.1:{port} for other workers: Address .* --data-address"
+                dr.ConfigurationError,
+                match=f"cannot listen at 127.0.0.1:{port} for other workers: Address .* --data-address",
             ):
                 dr.all_reduce(values)
             assert values[0].tolist() == [1.0] * 4

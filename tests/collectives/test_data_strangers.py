@@ -172,7 +172,9 @@ def test_without_a_members_certificate_no_word_is_heard(members: Members) -> Non
     own = tls._Encryption()
     own.learn([own.about(), *[ssl.DER_cert_to_PEM_cert(der) for der in members[1]._cover._members]])  # type: ignore[attr-defined]
     connection = own.around(stranger(members[1]), True)
-    with pytest.raises(OSError, match=r"(?i)alert|closed|reset|eof"):  # in TLS 1.3 the other end's judgment comes behind the handshake
+    with pytest.raises(
+        OSError, match=r"(?i)alert|closed|reset|eof"
+    ):  # in TLS 1.3 the other end's judgment comes behind the handshake
         own.greet(connection, 10)
         connection.sendall(proof.Dialler(members[1]._secret, 0, 1).hello)
         assert connection.recv(100)
@@ -263,7 +265,9 @@ def test_half_a_proof_costs_a_place_for_two_seconds(members: Members) -> None:
     until(lambda: not members[1]._strangers and not members[1]._proving)
 
 
-def test_a_flood_keeps_nobody_out_and_fills_no_log(members: Members, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_keeps_nobody_out_and_fills_no_log(
+    members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
     stop = threading.Event()
     most = [0]
 
@@ -290,7 +294,9 @@ def test_a_flood_keeps_nobody_out_and_fills_no_log(members: Members, caplog: pyt
     assert most[0] == sockets._STRANGERS
     until(lambda: not members[1]._proving)
     lines = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(lines) <= 2 and "closed 1 connection that did not prove to be a member's" in lines[0].getMessage()
+    assert (
+        len(lines) <= 2 and "closed 1 connection that did not prove to be a member's" in lines[0].getMessage()
+    )
 
 
 # -- on one machine ----------------------------------------------------------------------------------------------------------------
@@ -313,7 +319,10 @@ def test_members_of_one_machine_listen_where_only_their_user_gets(channel: type[
         member.close()
     assert not any(path.exists() for path in paths)
     # At once, and not when it looks up again.
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-")], sockets._LOOK - 1)
+    until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-")],
+        sockets._LOOK - 1,
+    )
 
 
 def test_what_killed_processes_leave_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +335,11 @@ def test_what_killed_processes_leave_is_removed(monkeypatch: pytest.MonkeyPatch)
 def _leavings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private.tempfile, "gettempdir", lambda: str(tmp_path))
     dead = private.process()
-    for name, owner in (("dead", [dead[0], 999_999_999, "1"]), ("alive", dead), ("elsewhere", ["another machine", 1, "1"])):
+    for name, owner in (
+        ("dead", [dead[0], 999_999_999, "1"]),
+        ("alive", dead),
+        ("elsewhere", ["another machine", 1, "1"]),
+    ):
         folder = tmp_path / f"distruntime-data-{name}"
         folder.mkdir()
         (folder / "process").write_text(json.dumps(owner))
@@ -347,7 +360,8 @@ def test_gloo_finds_each_member_at_the_other_ends() -> None:
     members = join(Gloo, 3)
     tensors = [torch.full((1000,), float(rank)) for rank in range(3)]
     threads = [
-        threading.Thread(target=member.all_reduce, args=(t, dr.wire.data_channel.Reduction("SUM"))) for member, t in zip(members, tensors)
+        threading.Thread(target=member.all_reduce, args=(t, dr.wire.data_channel.Reduction("SUM")))
+        for member, t in zip(members, tensors)
     ]
     for thread in threads:
         thread.start()
@@ -364,13 +378,20 @@ def test_gloo_refuses_whoever_relays_between_two_members() -> None:
     with ExitStack() as stack:
 
         def rewritten(hearer: int, key: str, value: bytes) -> bytes:
-            where = re.search(rb"\x02\x00(..)\x7f\x00\x00\x01", value, re.S) if re.fullmatch(r"\d+/\d+|rank_\d+", key) else None
+            where = (
+                re.search(rb"\x02\x00(..)\x7f\x00\x00\x01", value, re.S)
+                if re.fullmatch(r"\d+/\d+|rank_\d+", key)
+                else None
+            )
             if where is None:
                 return value
             # In a process of its own: one that is a member's looks at all its sockets.
             relay = stack.enter_context(Network(f"tcp://127.0.0.1:{int.from_bytes(where[1], 'big')}"))
             relays.append(relay)
-            return value.replace(where[0], b"\x02\x00" + int(relay.address.rpartition(":")[2]).to_bytes(2, "big") + b"\x7f\x00\x00\x01")
+            return value.replace(
+                where[0],
+                b"\x02\x00" + int(relay.address.rpartition(":")[2]).to_bytes(2, "big") + b"\x7f\x00\x00\x01",
+            )
 
         said = refusals(join(Gloo, 2, rewritten))
         assert relays and "has no connection that ends there" in said
@@ -387,12 +408,19 @@ def test_gloo_refuses_who_does_not_know_the_groups_secret(monkeypatch: pytest.Mo
 # -- another user of the machine ---------------------------------------------------------------------------------------------------
 
 
-def mallory(ports: set[tuple[str, int]], paths: list[str], folders: list[str], times: int = 1) -> dict[str, Any]:
+def mallory(
+    ports: set[tuple[str, int]], paths: list[str], folders: list[str], times: int = 1
+) -> dict[str, Any]:
     """Let another user try; return what it has got."""
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")
     if os.geteuid() != 0 or python is None:
         pytest.skip("to be another user takes root, and a Python of the system's")
-    asked = {"ports": sorted(number for _, number in ports), "paths": paths, "folders": folders, "times": times}
+    asked = {
+        "ports": sorted(number for _, number in ports),
+        "paths": paths,
+        "folders": folders,
+        "times": times,
+    }
     run = subprocess.run(
         [python, "-c", MALLORY.read_text()],
         input=json.dumps(asked),
@@ -413,7 +441,13 @@ def mallory(ports: set[tuple[str, int]], paths: list[str], folders: list[str], t
 def unix_paths() -> list[str]:
     """The unix sockets of this machine that have a path and to do with this."""
     lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    return sorted({path for line in lines if (path := line.split(maxsplit=7)[-1]).startswith("/") and "distruntime" in path})
+    return sorted(
+        {
+            path
+            for line in lines
+            if (path := line.split(maxsplit=7)[-1]).startswith("/") and "distruntime" in path
+        }
+    )
 
 
 @pytest.mark.parametrize("channel", ["tcp", "tcp+tls", "gloo"])
@@ -424,7 +458,9 @@ def test_another_user_gets_nothing_from_workers_of_one_machine(fresh_session: Fr
         assert x.to(node=1).tolist() == [1.0] * 4
         paths = unix_paths()
         assert paths
-        found = mallory(set().union(*map(listening, pids)), paths, sorted({os.path.dirname(path) for path in paths}))
+        found = mallory(
+            set().union(*map(listening, pids)), paths, sorted({os.path.dirname(path) for path in paths})
+        )
         assert found["reached"] == [] and found["found"] == []
         assert set(found["got"].values()) <= {""}, "not even a greeting: there is gloo's port, or none"
         assert bool(found["got"]) == (channel == "gloo")
@@ -433,7 +469,9 @@ def test_another_user_gets_nothing_from_workers_of_one_machine(fresh_session: Fr
 
 
 @pytest.mark.parametrize("channel", ["tcp", "tcp+tls", "gloo"])
-def test_another_user_gets_nothing_from_workers_apart(fresh_session: Fresh, tmp_path: Path, channel: str) -> None:
+def test_another_user_gets_nothing_from_workers_apart(
+    fresh_session: Fresh, tmp_path: Path, channel: str
+) -> None:
     """Here workers listen at ports: for their master and for each other (ZeroMQ with CURVE), and with their data channel."""
     with apart(fresh_session, tmp_path, channel):
         pids = [node.pid for node in dr.nodes()]

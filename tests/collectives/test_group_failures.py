@@ -87,7 +87,10 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
     assert works is not None
     with pytest.raises(dr.NodeFailed):
         works.synchronize(10)
-    with pytest.raises(dr.NodeFailed, match=r"cannot go on: node 2 .* Make one of those who are left: dr.new_group\(\[0, 1\]\)"):
+    with pytest.raises(
+        dr.NodeFailed,
+        match=r"cannot go on: node 2 .* Make one of those who are left: dr.new_group\(\[0, 1\]\)",
+    ):
         dr.all_reduce(each([0, 1, 3]), group=group)
     with pytest.raises(dr.NodeFailed):
         dr.new_group([0, 1, 2])
@@ -105,7 +108,9 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
 
 
 @pytest.mark.parametrize("victim, closed", [(0, False), (2, True)])
-def test_whoever_dies_the_others_stop_waiting_for_each_other(fresh_session: Any, victim: int, closed: bool) -> None:
+def test_whoever_dies_the_others_stop_waiting_for_each_other(
+    fresh_session: Any, victim: int, closed: bool
+) -> None:
     """The others have begun, and none may wait on: gloo knows only of those that are beside it. A group that is closed counts too."""
     session = fresh_session(world_size=3)
     group = dr.new_group([0, 1, 2])
@@ -117,7 +122,11 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(fresh_session: Any,
     if closed:
         group.close()
     others = [node for node in range(3) if node != victim]
-    until(lambda: all(session.value(session.ask(session.nodes[node], "status"))[1] is not None for node in others))
+    until(
+        lambda: all(
+            session.value(session.ask(session.nodes[node], "status"))[1] is not None for node in others
+        )
+    )
     os.kill(session.local_workers[victim].pid, signal.SIGKILL)
     for tensors in results:
         broken([tensors[node] for node in others], rf"node {victim} .*exited: killed by signal 9")
@@ -165,7 +174,10 @@ def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -
         broken(values[:1], "(?i)time")
         assert there(torch.ones(2), 2).to(node=0).tolist() == [1, 1]
     broken(values[1:], "(?i)time|broken")
-    with pytest.raises(dr.NodeFailed, match=r"cannot go on: node 0 .*Make one of those who are left: dr.new_group\(\[0, 1\]\)"):
+    with pytest.raises(
+        dr.NodeFailed,
+        match=r"cannot go on: node 0 .*Make one of those who are left: dr.new_group\(\[0, 1\]\)",
+    ):
         dr.all_reduce(values, group=group)
     values = each([0, 1])
     dr.all_reduce(values)  # a group of its own
@@ -224,7 +236,9 @@ def test_ctrl_c_while_a_collective_is_waited_for_leaves_all_usable() -> None:
 def start_daemon(*arguments: str) -> subprocess.Popen[bytes]:
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'worker'}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "distruntime_worker", *arguments], env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "distruntime_worker", *arguments], env=environment, stderr=subprocess.DEVNULL
+    )
 
 
 @pytest.fixture
@@ -337,7 +351,9 @@ def test_groups_come_and_go_without_leaving_connections(session: object) -> None
     pid = active_session().local_workers[0].pid
 
     def sockets() -> int:
-        listing = subprocess.run(["ls", "-l", f"/proc/{pid}/fd"], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            ["ls", "-l", f"/proc/{pid}/fd"], capture_output=True, text=True, check=True
+        ).stdout
         return len(re.findall(r"socket:", listing))
 
     def once() -> None:

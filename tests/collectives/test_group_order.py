@@ -105,7 +105,9 @@ def test_collectives_between_full_windows(session: object) -> None:
     dr.all_reduce(values)
     dr.synchronize()
     with stopped(dr.nodes()[1].pid):
-        thread = threading.Thread(target=lambda: [dr.all_reduce(values) or [x.add_(1) for _ in range(5000)] for _ in range(40)])
+        thread = threading.Thread(
+            target=lambda: [dr.all_reduce(values) or [x.add_(1) for _ in range(5000)] for _ in range(40)]
+        )
         thread.start()
         until(lambda: window_is_full(1))
         full += 1
@@ -168,7 +170,9 @@ def _waits_across() -> None:
 
 def processor_seconds(pid: int) -> float:
     """Return for how long a process has computed, in seconds."""
-    text = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout.strip()
+    text = subprocess.run(
+        ["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return sum(float(part) * 60**k for k, part in enumerate(reversed(re.split("[-:]", text))))
 
 

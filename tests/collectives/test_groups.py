@@ -106,7 +106,9 @@ def test_a_closed_group_says_so_and_others_live_on(session: object) -> None:
     group, other, values = dr.new_group([0, 1]), dr.new_group([1, 0]), each(A, B)
     dr.all_reduce(values, group=group)
     dr.destroy_process_group(group)
-    assert repr(group).startswith(f"<distruntime.ProcessGroup {group.number}, closed, gloo: node 0 cpu, node 1 cpu")
+    assert repr(group).startswith(
+        f"<distruntime.ProcessGroup {group.number}, closed, gloo: node 0 cpu, node 1 cpu"
+    )
     with pytest.raises(dr.UsageError, match=r"was closed; make it again: dr.new_group"):
         dr.all_reduce(values, group=group)
     group.close()
@@ -177,7 +179,9 @@ def test_members_on_one_node_and_on_several(fresh_session: Any) -> None:
     with pytest.raises(dr.UsageError, match=r"3 members of .* are on node 0: give the place, or group_src="):
         dr.broadcast(given, 0, group)
     gathered = dr.functional.gather(values(), dr.Place(0, "cuda:0"), group)
-    assert [t[0].item() for t in gathered] == [1.0, 10.0, 100.0, 1000.0] and {t.place for t in gathered} == {places[3]}
+    assert [t[0].item() for t in gathered] == [1.0, 10.0, 100.0, 1000.0] and {t.place for t in gathered} == {
+        places[3]
+    }
     streams = [dr.Stream(p) for p in places]
     given = values()
     with streams[0], streams[2], streams[3]:
@@ -186,7 +190,9 @@ def test_members_on_one_node_and_on_several(fresh_session: Any) -> None:
     assert [t[0].item() for t in given] == [1111.0] * 4
     with pytest.raises(dr.RemoteError):
         bad = values()
-        bad[2] = torch.ones(4, device=REMOTE).to(places[2])[torch.tensor([0, 1, 2, 9]).to("remote").to(places[2])]
+        bad[2] = torch.ones(4, device=REMOTE).to(places[2])[
+            torch.tensor([0, 1, 2, 9]).to("remote").to(places[2])
+        ]
         dr.all_reduce(bad, group=group)
         bad[1].cpu()
 
@@ -199,9 +205,10 @@ def test_a_group_of_one(session: object) -> None:
     (y,) = dr.functional.all_gather([x], group)
     (z,) = dr.functional.reduce_scatter([x], group=group)
     (w,) = dr.functional.all_to_all_single([x], group=group)
-    assert [t.tolist() for t in (x, y, z, w, *dr.functional.gather([x], group=group), *dr.functional.scatter([x], group))] == [
-        [0, 1, 2]
-    ] * 6
+    assert [
+        t.tolist()
+        for t in (x, y, z, w, *dr.functional.gather([x], group=group), *dr.functional.scatter([x], group))
+    ] == [[0, 1, 2]] * 6
     group.close()
 
 
@@ -281,7 +288,11 @@ def test_a_late_barrier_names_the_member_and_what_it_does(fresh_session: Any) ->
     with pytest.raises(dr.WaitTimeout) as caught:
         dr.barrier(group, timeout=0.05)
     text = str(caught.value)
-    assert "not all have come within 0.05 s" in text and "rank 1, node 1 cpu, is late: node 1" in text and "rank 0" not in text
+    assert (
+        "not all have come within 0.05 s" in text
+        and "rank 1, node 1 cpu, is late: node 1" in text
+        and "rank 0" not in text
+    )
     assert "has run " in text and "test_groups.py" in text, text
     dr.barrier(group)
     with (
@@ -347,8 +358,16 @@ def poisoned_calls(group: dr.ProcessGroup, bad: int) -> dict[str, Any]:
         "reduce_scatter_tensor": writes(dr.reduce_scatter_tensor, into(2), given()),
         "all_to_all": [t for row in writes(dr.all_to_all, empty(), lists()) for t in row],
         "all_to_all_single": writes(dr.all_to_all_single, into(), given()),
-        "functional": [*f.all_reduce(given(), group=group), *f.broadcast(given()[bad], group), f.reduce(given(), 1 - bad, group=group)],
-        "functional too": [*f.all_gather(given(), group), *f.gather(given(), 1 - bad, group), *f.all_to_all_single(given(), group=group)],
+        "functional": [
+            *f.all_reduce(given(), group=group),
+            *f.broadcast(given()[bad], group),
+            f.reduce(given(), 1 - bad, group=group),
+        ],
+        "functional too": [
+            *f.all_gather(given(), group),
+            *f.gather(given(), 1 - bad, group),
+            *f.all_to_all_single(given(), group=group),
+        ],
     }
 
 

@@ -32,7 +32,9 @@ def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
         with dr.stream(dropped):
             results = dr.functional.all_reduce(second, group=group)
         dropped.cancel()
-    assert [t.tolist() for t in first] == [[3.0, 3.0]] * 2  # not of what node 0 puts into the second, before its first
+    assert [t.tolist() for t in first] == [
+        [3.0, 3.0]
+    ] * 2  # not of what node 0 puts into the second, before its first
     for result in results:
         with pytest.raises(dr.StreamCancelled):
             result.tolist()
@@ -63,7 +65,10 @@ def test_a_group_closed_while_another_thread_uses_it(session: object) -> None:
     assert all(node.failed is None for node in active_session().nodes)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="a process's threads are counted in /proc, which this system has not")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"),
+    reason="a process's threads are counted in /proc, which this system has not",
+)
 def test_a_broken_group_leaves_no_threads_on_a_worker(session: object) -> None:
     a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
     opened = active_session()
@@ -114,7 +119,9 @@ def test_a_copy_over_an_expanded_tensor_fails_as_at_home(session: object) -> Non
     row, wide = there(torch.ones(1), 0).expand(4), there(torch.arange(4.0), 1)
     with pytest.raises(RuntimeError, match="single memory location") as raised:
         row.copy_(wide).tolist()
-    assert not isinstance(raised.value, dr.NodeFailed)  # the channel between the two nodes is as good as before
+    assert not isinstance(
+        raised.value, dr.NodeFailed
+    )  # the channel between the two nodes is as good as before
     assert wide.to(dr.place(0, "cpu")).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -152,7 +159,9 @@ def both_hear(group: dr.ProcessGroup) -> None:
             tensors[1 - node].tolist()
 
 
-def test_workers_that_answer_before_anyone_listens_meet_all_the_same(fresh_session: Callable[..., Any]) -> None:
+def test_workers_that_answer_before_anyone_listens_meet_all_the_same(
+    fresh_session: Callable[..., Any],
+) -> None:
     opened = fresh_session(world_size=2)
     ask = opened.ask
 
@@ -191,7 +200,11 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
     opened = fresh_session(world_size=2)
     group = dr.new_group([0, 1], timeout=20.0)
     both_hear(group)
-    for name, node, failure in ((b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]), (b"b", 1, [[]] * 8), (b"c", 1, [])):
+    for name, node, failure in (
+        (b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]),
+        (b"b", 1, [[]] * 8),
+        (b"c", 1, []),
+    ):
         liar = Channel()
         liar.connect(opened.groups.meeting._asked[0].value, name)
         for message in (
@@ -209,7 +222,9 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
 
 
 @pytest.mark.parametrize("members", [[[0]], [[2, "cpu"]], [[0, "nowhere"]]], ids=str)
-def test_a_worker_drops_a_master_that_opens_a_group_of_nobody(fresh_session: Callable[..., Any], members: list[Any]) -> None:
+def test_a_worker_drops_a_master_that_opens_a_group_of_nobody(
+    fresh_session: Callable[..., Any], members: list[Any]
+) -> None:
     opened = fresh_session(world_size=2)
     node = opened.nodes[0]
     opened.post(node, OpenGroup(0, 1, "gloo", b"", [0, 1], members, 5.0))
@@ -265,5 +280,7 @@ def test_a_group_that_does_not_come_about_says_why(session: object) -> None:
 @pytest.mark.parametrize("group", ["world", [0, 1], 0], ids=str)
 def test_a_group_that_is_none(session: object, group: Any) -> None:
     for call in (lambda: dr.barrier(group), lambda: dr.all_reduce([there(torch.ones(1), 0)], group=group)):
-        with pytest.raises(dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"):
+        with pytest.raises(
+            dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"
+        ):
             call()

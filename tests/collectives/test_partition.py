@@ -31,12 +31,18 @@ def part(shape: Any, *which: int) -> dr.Partition:
 
 
 def test_what_it_says_of_itself() -> None:
-    p = dr.Partition([dr.Place(0, "cpu"), dr.Place(0, "cuda:0"), dr.Place(1, "cpu"), dr.Place(1, "cuda:0")], [2, 2])
+    p = dr.Partition(
+        [dr.Place(0, "cpu"), dr.Place(0, "cuda:0"), dr.Place(1, "cpu"), dr.Place(1, "cuda:0")], [2, 2]
+    )
     assert (p.shape, p.dim, len(p)) == ((2, 2), 2, 4)
     assert p.places[1] == dr.Place(0, "cuda:0")
     assert [p.index(k) for k in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert repr(p) == "<distruntime.Partition (2, 2): node 0 cpu, node 0 cuda:0, node 1 cpu, node 1 cuda:0>"
-    assert dr.Partition([0, 1], 2).places == dr.new_group([0, 1]).places == (dr.Place(0, "cuda:0"), dr.Place(1, "cuda:0"))
+    assert (
+        dr.Partition([0, 1], 2).places
+        == dr.new_group([0, 1]).places
+        == (dr.Place(0, "cuda:0"), dr.Place(1, "cuda:0"))
+    )
     assert dr.Partition(None, 2).places == dr.new_group().places
 
 
@@ -103,7 +109,11 @@ def test_copies_do_where_the_data_channel_has_nothing_else() -> None:
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a place twice": (lambda: part(2, 0, 0), dr.UsageError, "node 0 cpu was given twice: each member of a partition"),
+    "a place twice": (
+        lambda: part(2, 0, 0),
+        dr.UsageError,
+        "node 0 cpu was given twice: each member of a partition",
+    ),
     "no places": (lambda: part(1), dr.UsageError, "a partition has at least one member"),
     "no list": (lambda: dr.Partition(3, 1), dr.UsageError, "a partition is made of a list"),
     "no such node": (lambda: dr.Partition([0, 9], 2), dr.PlacementError, "there is no node 9"),
@@ -113,10 +123,20 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no shape": (lambda: part("2", 0, 1), dr.UsageError, "got '2'"),
     "no tensor": (lambda: part(1, 0).scatter([1.0]), dr.UsageError, "got list"),
     "a number": (lambda: part(1, 0).scatter(torch.ones(())), dr.UsageError, "a tensor of 0 dimensions"),
-    "too few shards": (lambda: part(2, 0, 1).gather([torch.ones(2)]), dr.UsageError, "shards must have one shard for each of the 2"),
-    "a shard elsewhere": (lambda: part(1, 1).gather([torch.ones(2, device="remote")]), dr.PlacementError, r"shards\[0\] is on node 0"),
+    "too few shards": (
+        lambda: part(2, 0, 1).gather([torch.ones(2)]),
+        dr.UsageError,
+        "shards must have one shard for each of the 2",
+    ),
+    "a shard elsewhere": (
+        lambda: part(1, 1).gather([torch.ones(2, device="remote")]),
+        dr.PlacementError,
+        r"shards\[0\] is on node 0",
+    ),
     "shards that do not fit": (
-        lambda: part(2, 0, 1).gather([torch.ones(2, 2).to(part(1, 0).homes[0].device), torch.ones(2, 3).to(part(1, 1).homes[0].device)]),
+        lambda: part(2, 0, 1).gather(
+            [torch.ones(2, 2).to(part(1, 0).homes[0].device), torch.ones(2, 3).to(part(1, 1).homes[0].device)]
+        ),
         dr.UsageError,
         r"along dimension 1 shard 0 of \(2, 2\) is 2 long and shard 1 of \(2, 3\) is 3",
     ),

@@ -117,7 +117,9 @@ def test_a_primitive_is_the_formula_and_so_are_its_gradients(name: str) -> None:
     sent = [w.to(out.device) for w, out in zip(weights, outs)]
     # Not the weights alone: a gradient that depends on the point, and a second one.
     firsts = torch.autograd.grad([(o * w).sin().sum() for o, w in zip(outs, sent)], leaves, create_graph=True)
-    wanted = torch.autograd.grad([(o * w).sin().sum() for o, w in zip(expected, weights)], here, create_graph=True)
+    wanted = torch.autograd.grad(
+        [(o * w).sin().sum() for o, w in zip(expected, weights)], here, create_graph=True
+    )
     for leaf, first, want in zip(leaves, firsts, wanted):
         assert first.place == leaf.place
         torch.testing.assert_close(first.detach().cpu(), want.detach(), check_stride=False)
@@ -162,7 +164,11 @@ def test_the_adjoint_of_one_is_the_other() -> None:
 
 def test_a_convolution_over_three_workers_is_the_serial_one() -> None:
     on = part(N3, (1, 1, 3))
-    x, weight, target = numbers((2, 3, 14), 0).requires_grad_(), numbers((4, 3, 5), 1).requires_grad_(), numbers((2, 4, 14), 2)
+    x, weight, target = (
+        numbers((2, 3, 14), 0).requires_grad_(),
+        numbers((4, 3, 5), 1).requires_grad_(),
+        numbers((2, 4, 14), 2),
+    )
     loss = ((torch.nn.functional.conv1d(x, weight, padding=2).tanh() - target) ** 2).sum()
     loss.backward()
 
@@ -208,7 +214,10 @@ def test_dtypes_and_strides() -> None:
     x = torch.arange(40).reshape(5, 8)
     outs = F.repartition(rows.scatter(x.t().contiguous().t() > 7), rows, columns)
     assert torch.equal(columns.gather(outs), x > 7)
-    wide = [torch.view_as_complex(numbers((6, 4, 2), k)).to(home.device).t().conj() for k, home in enumerate(two.homes)]
+    wide = [
+        torch.view_as_complex(numbers((6, 4, 2), k)).to(home.device).t().conj()
+        for k, home in enumerate(two.homes)
+    ]
     total = sum(t.cpu() for t in wide)
     for out in F.all_sum_reduce(wide, two, 0):
         torch.testing.assert_close(out.cpu(), total)
@@ -246,7 +255,9 @@ def test_the_page_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None
     assert page.count(first) == 1
     names: dict[str, Any] = {}
     shown = 0
-    for code, text in re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page.replace(first, ""), flags=re.S):
+    for code, text in re.findall(
+        r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page.replace(first, ""), flags=re.S
+    ):
         exec(code, names)
         assert capsys.readouterr().out == text
         shown += bool(text)
@@ -264,7 +275,9 @@ def test_plans_are_made_once_and_so_are_groups() -> None:
             torch.autograd.backward([t.sum() for t in case.run(xs, case.partition())])
 
     def state() -> tuple[int, int]:
-        return sum(f.cache_info().misses for f in plans.CACHED), len(groups_of(part(N1, (1,)).session)._groups)
+        return sum(f.cache_info().misses for f in plans.CACHED), len(
+            groups_of(part(N1, (1,)).session)._groups
+        )
 
     for function in plans.CACHED:
         function.cache_clear()
@@ -297,7 +310,10 @@ def test_as_one_all_to_all_where_copies_would_be_more_than_places() -> None:
 
 def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     def shards(bad: int) -> Tensors:
-        return [failed((2, 2), k) if k == bad else torch.ones(2, 2).to(home.device) for k, home in enumerate(part(N4, (4,)).homes)]
+        return [
+            failed((2, 2), k) if k == bad else torch.ones(2, 2).to(home.device)
+            for k, home in enumerate(part(N4, (4,)).homes)
+        ]
 
     four = part(N4, (4,))
     assert readable(F.halo_exchange(shards(3), four, [1])) == [True, True, False, False]
@@ -310,12 +326,36 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "too few shards": (lambda: F.all_gather(ones(N2), part(N3, (3,)), 0), dr.UsageError, "one shard for each of the 3 places .* got 2"),
-    "no list": (lambda: F.all_gather(ones(N2)[0], part(N2, (2,)), 0), dr.UsageError, "must be a list with one shard .*Tensor"),
-    "another place": (lambda: F.halo_exchange(ones((1, 0)), part(N2, (2,)), [1]), dr.PlacementError, r"xs\[0\] is on node 1 cpu, .*node 0"),
-    "a local shard": (lambda: F.all_sum_reduce([torch.ones(2)] * 2, part(N2, (2,)), 0), dr.PlacementError, r"xs\[0\] is a local tensor"),
-    "no tensor": (lambda: F.all_sum_reduce([1, 2], part(N2, (2,)), 0), dr.UsageError, "must be a remote tensor, got int"),
-    "no partition": (lambda: F.all_sum_reduce(ones(N2), [0, 1], 0), dr.UsageError, "P must be a distruntime.Partition, got list"),
+    "too few shards": (
+        lambda: F.all_gather(ones(N2), part(N3, (3,)), 0),
+        dr.UsageError,
+        "one shard for each of the 3 places .* got 2",
+    ),
+    "no list": (
+        lambda: F.all_gather(ones(N2)[0], part(N2, (2,)), 0),
+        dr.UsageError,
+        "must be a list with one shard .*Tensor",
+    ),
+    "another place": (
+        lambda: F.halo_exchange(ones((1, 0)), part(N2, (2,)), [1]),
+        dr.PlacementError,
+        r"xs\[0\] is on node 1 cpu, .*node 0",
+    ),
+    "a local shard": (
+        lambda: F.all_sum_reduce([torch.ones(2)] * 2, part(N2, (2,)), 0),
+        dr.PlacementError,
+        r"xs\[0\] is a local tensor",
+    ),
+    "no tensor": (
+        lambda: F.all_sum_reduce([1, 2], part(N2, (2,)), 0),
+        dr.UsageError,
+        "must be a remote tensor, got int",
+    ),
+    "no partition": (
+        lambda: F.all_sum_reduce(ones(N2), [0, 1], 0),
+        dr.UsageError,
+        "P must be a distruntime.Partition, got list",
+    ),
     "dtypes": (
         lambda: F.all_gather([ones(N2)[0], ones(N2)[1].double()], part(N2, (2,)), 0),
         dr.UsageError,
@@ -371,23 +411,47 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         dr.UsageError,
         r"shape \(2,\) cannot be broadcast to one of shape \(3,\)",
     ),
-    "a broadcast to fewer dimensions": (lambda: F.broadcast(ones(N1), part(N1, (1, 1)), part(N3, (3,))), dr.UsageError, "more dimensions"),
-    "a sum that does not fit": (lambda: F.sum_reduce(ones(N3), part(N3, (3,)), part(N2, (2,))), dr.UsageError, "cannot be broadcast"),
+    "a broadcast to fewer dimensions": (
+        lambda: F.broadcast(ones(N1), part(N1, (1, 1)), part(N3, (3,))),
+        dr.UsageError,
+        "more dimensions",
+    ),
+    "a sum that does not fit": (
+        lambda: F.sum_reduce(ones(N3), part(N3, (3,)), part(N2, (2,))),
+        dr.UsageError,
+        "cannot be broadcast",
+    ),
     "an axis that is not cut": (
         lambda: F.all_gather(ones(N2, (2, 2), (2, 2)), part(N2, (2,)), -1),
         dr.UsageError,
         "axis must be .* got -1",
     ),
     "no axis": (lambda: F.all_gather(ones(N2), part(N2, (2,)), "0"), dr.UsageError, "axis must be"),
-    "axes that are not there": (lambda: F.all_sum_reduce(ones(N2), part(N2, (2,)), (0, 1)), dr.UsageError, r"0 to 0, got \(0, 1\)"),
+    "axes that are not there": (
+        lambda: F.all_sum_reduce(ones(N2), part(N2, (2,)), (0, 1)),
+        dr.UsageError,
+        r"0 to 0, got \(0, 1\)",
+    ),
     "a halo too wide": (
         lambda: F.halo_exchange(ones(N3, (2,), (1,), (2,)), part(N3, (3,)), [2]),
         dr.UsageError,
         "along dimension 0 shard 0 wants 2 from shard 1, which is 1 long there",
     ),
-    "a halo of other dimensions": (lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [1, 1]), dr.UsageError, "each of the 1 dimensions"),
-    "a halo below zero": (lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [-1]), dr.UsageError, r"halo\[0\] must be .* got -1"),
-    "a halo for other parts": (lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [[(1, 1)] * 3]), dr.UsageError, "each of the 2 parts"),
+    "a halo of other dimensions": (
+        lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [1, 1]),
+        dr.UsageError,
+        "each of the 1 dimensions",
+    ),
+    "a halo below zero": (
+        lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [-1]),
+        dr.UsageError,
+        r"halo\[0\] must be .* got -1",
+    ),
+    "a halo for other parts": (
+        lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [[(1, 1)] * 3]),
+        dr.UsageError,
+        "each of the 2 parts",
+    ),
 }
 
 

@@ -12,14 +12,18 @@ from distruntime.checkpoint.training import Checkpoint
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_the_values_are_those_at_this_point_of_the_program(gpu: dr.Place, tmp_path: Path, async_op: bool) -> None:
+def test_the_values_are_those_at_this_point_of_the_program(
+    gpu: dr.Place, tmp_path: Path, async_op: bool
+) -> None:
     with dr.on(gpu):
         x = torch.zeros(1 << 22, device="remote")
         work = torch.ones(2048, 2048, device="remote") / 2048
     for _ in range(300):
         work = work @ work
     x += work[0, 0] * 0 + 1
-    saving = dr.save({"x": x, "turned": x.view(2048, 2048).t(), "n": torch.tensor(3)}, tmp_path, async_op=async_op)
+    saving = dr.save(
+        {"x": x, "turned": x.view(2048, 2048).t(), "n": torch.tensor(3)}, tmp_path, async_op=async_op
+    )
     x += 1
     if saving is not None:
         saving.wait()

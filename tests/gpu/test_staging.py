@@ -9,7 +9,20 @@ import torch
 
 from distruntime_worker.values.staging import Staging
 
-SIZES = [0, 1, 3, 1000, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 20, (1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 26) + 5]
+SIZES = [
+    0,
+    1,
+    3,
+    1000,
+    (1 << 16) - 1,
+    1 << 16,
+    (1 << 16) + 1,
+    1 << 20,
+    (1 << 24) - 1,
+    1 << 24,
+    (1 << 24) + 1,
+    (1 << 26) + 5,
+]
 GPU = torch.device("cuda:0")
 
 
@@ -71,7 +84,10 @@ def test_a_buffer_that_the_gpu_has_not_read_is_left_alone() -> None:
 
 
 def test_what_is_pinned_is_bounded() -> None:
-    staging, sources = Staging(most=1 << 20), [noise(nbytes) for nbytes in (1 << 19, 1 << 16, 1 << 18, 1 << 20, 70_000) * 10]
+    staging, sources = (
+        Staging(most=1 << 20),
+        [noise(nbytes) for nbytes in (1 << 19, 1 << 16, 1 << 18, 1 << 20, 70_000) * 10],
+    )
     torch.cuda._sleep(1 << 26)
     copies = []
     for source in sources:

@@ -9,7 +9,17 @@ import torch
 
 import distruntime as dr
 
-SIZES = [1, 5, 1000, 1 << 14, (1 << 14) + 1, (1 << 18) - 1, 1 << 20, (1 << 24) + 7, 1 << 26]  # floats, across every way that uploads take
+SIZES = [
+    1,
+    5,
+    1000,
+    1 << 14,
+    (1 << 14) + 1,
+    (1 << 18) - 1,
+    1 << 20,
+    (1 << 24) + 7,
+    1 << 26,
+]  # floats, across every way that uploads take
 
 
 def test_nodes_name_the_gpu_its_memory_and_its_capability(gpu: dr.Place) -> None:
@@ -50,7 +60,11 @@ def test_no_memory_is_out_of_memory_error_and_names_the_holders(gpu: dr.Place) -
     text = str(caught.value)
     assert isinstance(caught.value, dr.RemoteError) and "GPU 0" in text and "total capacity" in text
     held = [line for line in text.splitlines() if line.startswith("  held there")]
-    assert len(held) == 1 and "4.0 MiB by" in held[0] and held[0].endswith('kept = torch.ones(1 << 20, device="remote") (1 tensor)')
+    assert (
+        len(held) == 1
+        and "4.0 MiB by" in held[0]
+        and held[0].endswith('kept = torch.ones(1 << 20, device="remote") (1 tensor)')
+    )
     assert kept.sum().item() == 1 << 20  # the worker lives
     del huge, dependent
     fits = torch.ones(1 << 22, device="remote")
@@ -73,7 +87,9 @@ def test_memory_shows_what_the_caching_allocator_holds(gpu: dr.Place) -> None:
     dr.synchronize()
     memory = dr.memory()
     card = next(d for d in memory.devices if d.place == gpu)
-    assert card.values == 1 and card.held == 4 << 22 and 4 << 22 <= card.allocated <= card.reserved <= card.total
+    assert (
+        card.values == 1 and card.held == 4 << 22 and 4 << 22 <= card.allocated <= card.reserved <= card.total
+    )
     assert memory.lines[0].place == gpu and memory.lines[0].nbytes == 4 << 22
     assert "allocated  reserved" in repr(memory).splitlines()[0] and x.dim() == 1
 

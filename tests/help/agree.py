@@ -127,7 +127,9 @@ def check(
         if error is None:
             raise Disagreement(f"raises {_one_line(expected_error)} locally, but not remotely")
         if not isinstance(error, type(expected_error)):
-            raise Disagreement(f"raises {_one_line(expected_error)} locally, but {_one_line(error)} remotely") from error
+            raise Disagreement(
+                f"raises {_one_line(expected_error)} locally, but {_one_line(error)} remotely"
+            ) from error
         return False
     if error is not None:
         raise Disagreement(f"works locally, but raises {_one_line(error)} remotely") from error
@@ -140,7 +142,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def compare(
-    expected: tuple[Any, Any], got: tuple[Any, Any], *, values: bool = True, rtol: float | None = None, atol: float | None = None
+    expected: tuple[Any, Any],
+    got: tuple[Any, Any],
+    *,
+    values: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Both arguments are (tree as the code gave it, the same tree fetched)."""
     __tracebackhide__ = True
@@ -163,19 +170,38 @@ def compare(
         if is_remote(b):
             raise Disagreement(f"result {i} was not fetched")
         if b.shape != a.shape or b.dtype != a.dtype:
-            raise Disagreement(f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} {tuple(b.shape)}")
+            raise Disagreement(
+                f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} {tuple(b.shape)}"
+            )
         if values:
             _compare_values(i, a.detach(), b, rtol, atol)
 
 
-_VISIBLE = ("shape", "dtype", "layout", "stride", "storage_offset", "is_conj", "is_neg", "requires_grad", "is_leaf", "_is_view")
+_VISIBLE = (
+    "shape",
+    "dtype",
+    "layout",
+    "stride",
+    "storage_offset",
+    "is_conj",
+    "is_neg",
+    "requires_grad",
+    "is_leaf",
+    "_is_view",
+)
 
 
 def _visible(tensor: torch.Tensor, name: str) -> Any:
     if name in ("stride", "storage_offset") and tensor.layout is not torch.strided:
         return None
-    if name == "stride":  # a dimension of one element or none is never stepped along: torch itself lets its stride float
-        return [step for step, size in zip(tensor.stride(), tensor.size(), strict=True) if size > 1 and tensor.numel()]
+    if (
+        name == "stride"
+    ):  # a dimension of one element or none is never stepped along: torch itself lets its stride float
+        return [
+            step
+            for step, size in zip(tensor.stride(), tensor.size(), strict=True)
+            if size > 1 and tensor.numel()
+        ]
     value = getattr(tensor, name)
     return value() if callable(value) else value
 
@@ -186,7 +212,9 @@ def _close_numbers(a: Any, b: Any) -> bool:
 
 def _compare_values(i: int, a: torch.Tensor, b: torch.Tensor, rtol: float | None, atol: float | None) -> None:
     __tracebackhide__ = True
-    quick = a.layout is torch.strided and not a.is_quantized and a.dtype is not torch.complex32  # `equal` knows no complex32
+    quick = (
+        a.layout is torch.strided and not a.is_quantized and a.dtype is not torch.complex32
+    )  # `equal` knows no complex32
     if quick and torch.equal(a, b):
         return
     try:
@@ -195,7 +223,13 @@ def _compare_values(i: int, a: torch.Tensor, b: torch.Tensor, rtol: float | None
         raise Disagreement(f"result {i}: {' '.join(str(error).split())}") from None
 
 
-def agrees(case: _Case | None = None, *, remote_result: bool = True, rtol: float | None = None, atol: float | None = None) -> Any:
+def agrees(
+    case: _Case | None = None,
+    *,
+    remote_result: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Any:
     """Make a test of `case(device)`: run on "cpu" and on a worker, it must give equal results, or raise errors of the same class.
 
     Unless `remote_result=False`, something in the remote result must live on the worker: a case that never left would prove nothing.
@@ -227,7 +261,9 @@ def agrees(case: _Case | None = None, *, remote_result: bool = True, rtol: float
     return test
 
 
-def tensor(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+def tensor(
+    device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: bool = False
+) -> torch.Tensor:
     """Equal random numbers on every device, drawn here: a case must not depend on the worker's generator by accident."""
     value = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     return value.to(device).requires_grad_(grad)

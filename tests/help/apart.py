@@ -28,7 +28,14 @@ def listening(pid: int) -> set[tuple[str, int]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in sockets:
                 host, _, port = fields[1].partition(":")
-                found.add((socket.inet_ntop(socket.AF_INET, bytes.fromhex(host)[::-1]) if family == "tcp" else host, int(port, 16)))
+                found.add(
+                    (
+                        socket.inet_ntop(socket.AF_INET, bytes.fromhex(host)[::-1])
+                        if family == "tcp"
+                        else host,
+                        int(port, 16),
+                    )
+                )
     return found
 
 

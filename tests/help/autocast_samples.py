@@ -56,7 +56,12 @@ def _by_hand() -> dict[str, tuple[Any, ...] | tuple[tuple[Any, ...], dict[str, A
         "_upsample_nearest_exact1d": (one, [4]),
         "_upsample_nearest_exact2d": (two, [4, 4]),
         "_upsample_nearest_exact3d": (three, [4, 4, 4]),
-        "bilinear": (m.half(), m.half(), _draw(3, 4, 4).half(), bias),  # an optional operand has no say in what the others are cast to
+        "bilinear": (
+            m.half(),
+            m.half(),
+            _draw(3, 4, 4).half(),
+            bias,
+        ),  # an optional operand has no say in what the others are cast to
         "chain_matmul": ([m, n, m],),
         "conv1d.padding": (one, k1, bias, [1], "same"),
         "conv2d.padding": (two, k2, bias, [1, 1], "same"),
@@ -82,7 +87,21 @@ def _by_hand() -> dict[str, tuple[Any, ...] | tuple[tuple[Any, ...], dict[str, A
         "linalg_matrix_rank.tol_tensor": (m, torch.tensor(0.1)),
         "log_softmax.int": (m, 1),
         "lstm_cell": (cell[0], [cell[1], cell[1]], *gates(4)),
-        "mkldnn_rnn_layer": (_draw(5, 2, 4), *gates(4), _draw(2, 4), _draw(2, 4), False, [], 2, 4, 1, True, False, False, False),
+        "mkldnn_rnn_layer": (
+            _draw(5, 2, 4),
+            *gates(4),
+            _draw(2, 4),
+            _draw(2, 4),
+            False,
+            [],
+            2,
+            4,
+            1,
+            True,
+            False,
+            False,
+            False,
+        ),
         "multilabel_margin_loss_forward": (m, torch.zeros(4, 4, dtype=torch.long), 1),
         "nanquantile.scalar": (v, 0.5),
         "nll_loss2d": (two.log_softmax(1), torch.zeros(2, 8, 8, dtype=torch.long)),
@@ -141,10 +160,17 @@ def calls(name: str, limit: int = 2) -> list[Call]:
     assert not overload and base in _database(), f"no sample calls of {name}: add one by hand"
     op = _database()[base]
     torch.manual_seed(0)
-    return [(op.op, (s.input, *s.args), s.kwargs) for s in some(list(op.sample_inputs("cpu", torch.float32)), limit)]
+    return [
+        (op.op, (s.input, *s.args), s.kwargs)
+        for s in some(list(op.sample_inputs("cpu", torch.float32)), limit)
+    ]
 
 
 def recast(tree: Any, dtype: torch.dtype, every: int = 1) -> Any:
     """Return the same arguments with every (second, third, ...) floating-point tensor in another dtype."""
     count = iter(range(1 << 30))
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype is torch.float32 and next(count) % every == 0 else t, tree)
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: t.to(dtype) if t.dtype is torch.float32 and next(count) % every == 0 else t,
+        tree,
+    )

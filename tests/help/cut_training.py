@@ -15,7 +15,10 @@ from network import Network
 from processes import pause
 
 _PRIME = 6364136223846793005  # what is added to a product of it tells of every step, of its order, and of steps that ran twice
-_BYTES_200K, _BYTES_3M = 50_000, 750_000  # of float32: payload frames that are copied, and that are the user's own memory
+_BYTES_200K, _BYTES_3M = (
+    50_000,
+    750_000,
+)  # of float32: payload frames that are copied, and that are the user's own memory
 
 
 def whole_words() -> None:
@@ -24,12 +27,16 @@ def whole_words() -> None:
         node.shared = False
 
 
-def train(steps: int, disturb: Callable[[int], object] = lambda step: None, node: int = 0) -> list[torch.Tensor]:
+def train(
+    steps: int, disturb: Callable[[int], object] = lambda step: None, node: int = 0
+) -> list[torch.Tensor]:
     """Train a small model on a node; return all that it computed: losses, weights, counts, and what was fetched on the way."""
     torch.manual_seed(7)
     device = dr.default_stream(node, "cpu").device
     side = dr.Stream(node, "cpu")
-    model = torch.nn.Sequential(torch.nn.Linear(50, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 8)).to(device)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(50, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 8)
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     count = torch.zeros((), dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -94,7 +101,9 @@ def counted(node: int = 0) -> None:
 class Trouble:
     """Cuts, tears and slows a network at moments that a seed draws. A context manager: at its end the network is whole."""
 
-    def __init__(self, network: Network, seed: int, steps: int, faults: int = 4, longest: float = 1.5) -> None:
+    def __init__(
+        self, network: Network, seed: int, steps: int, faults: int = 4, longest: float = 1.5
+    ) -> None:
         self._network, self._random = network, random.Random(seed)
         self._longest = longest
         self._steps = set(self._random.sample(range(1, steps), faults))

@@ -51,8 +51,12 @@ def run_entry(op: OpInfo, side: Side, samples: int, layouts: int) -> Iterator[li
     """Yield, for each sample input of an entry, what comes of it in each combination of layouts: RIGHT, or what is wrong."""
     torch.manual_seed(0)
     grad = differentiable(op, torch.float32)
-    for sample in some(list(quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=grad)))), samples):
-        plain = sample.transform(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t)
+    for sample in some(
+        list(quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=grad)))), samples
+    ):
+        plain = sample.transform(
+            lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+        )
         found = quietly(lambda: _sample(op, plain, grad, side, layouts))  # noqa: B023  # it runs at once
         if found:
             yield found
@@ -77,7 +81,9 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
             if not weights:
                 generator = torch.Generator().manual_seed(1)
                 weights.extend(torch.randn(o.shape, dtype=o.dtype, generator=generator) for o in outs)
-            grads = torch.autograd.grad(outs, leaves, [w.to(o.device) for w, o in zip(weights, outs)], allow_unused=True)
+            grads = torch.autograd.grad(
+                outs, leaves, [w.to(o.device) for w, o in zip(weights, outs)], allow_unused=True
+            )
             grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
         return [t.detach() if isinstance(t, torch.Tensor) else t for t in (*tree_leaves(processed), *grads)]
 
@@ -146,10 +152,16 @@ def _verdict(wanted: list[Any], got: list[Any], members: Callable[..., Any], dra
             if isinstance(a, torch.Tensor) != isinstance(value, torch.Tensor):
                 return f"wrong: result {i} is a {type(value).__name__} for a {type(a).__name__}"
             if not isinstance(a, torch.Tensor):
-                if a is not value and a != value and not (isinstance(a, float) and abs(a - value) <= 1e-5 * abs(a)):
+                if (
+                    a is not value
+                    and a != value
+                    and not (isinstance(a, float) and abs(a - value) <= 1e-5 * abs(a))
+                ):
                     return f"wrong: result {i} is {value} for {a}"
             elif a.shape != value.shape or a.dtype != value.dtype:
-                return f"wrong: result {i} is {value.dtype} {tuple(value.shape)} for {a.dtype} {tuple(a.shape)}"
+                return (
+                    f"wrong: result {i} is {value.dtype} {tuple(value.shape)} for {a.dtype} {tuple(a.shape)}"
+                )
             elif not drawn and not _close(a, value):
                 return f"wrong: values of result {i}"
     return RIGHT
@@ -165,7 +177,9 @@ def _words(error: Exception) -> str:
     kind = (
         type(error).__name__
         if ours
-        else next(c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("builtins", "torch"))
+        else next(
+            c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("builtins", "torch")
+        )
     )
     text = " ".join(re.split(r"\n  \S+ on node ", str(error))[0].split())
     text = re.sub(r"\b(remote|cpu|cuda|lazy)(:\d+)?\b", "DEVICE", text)

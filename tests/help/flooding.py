@@ -33,12 +33,16 @@ class Flood:
     dialled again so many seconds after they were hung up on: `again`.
     """
 
-    def __init__(self, port: int, silent: int, half_open: float, bombs: int = 0, holders: int = 0, again: float = 0.0) -> None:
+    def __init__(
+        self, port: int, silent: int, half_open: float, bombs: int = 0, holders: int = 0, again: float = 0.0
+    ) -> None:
         self._port, self._again = port, again
         self._resting: list[tuple[float, str]] = []  # until when, and of what kind
         self._wanted = {"silent": silent, "bomb": bombs, "holder": holders}
         self._rate = half_open
-        self._open: dict[int, tuple[socket.socket, str, int]] = {}  # by fd: the socket, its kind, bytes that are still to be sent
+        self._open: dict[
+            int, tuple[socket.socket, str, int]
+        ] = {}  # by fd: the socket, its kind, bytes that are still to be sent
         self._poll = select.poll()
         self._next = 0.0
         self.made = 0
@@ -58,7 +62,9 @@ class Flood:
             self._next = max(self._next + 1 / self._rate, now - 1.0)
             self._dial("half")
         while (left := end - time.monotonic()) > 0:
-            for fd, events in self._poll.poll(max(1, round(min(left, 1 / self._rate if self._rate else left) * 1000))):
+            for fd, events in self._poll.poll(
+                max(1, round(min(left, 1 / self._rate if self._rate else left) * 1000))
+            ):
                 self._serve(fd, events)
             if self._rate and time.monotonic() >= self._next:
                 break
@@ -133,7 +139,9 @@ def run(port: str, silent: str, half_open: str, bombs: str, holders: str, again:
 
 
 @contextmanager
-def flooded(port: int, silent: int = 0, half_open: float = 0, bombs: int = 0, holders: int = 0, again: float = 0.1) -> Iterator[None]:
+def flooded(
+    port: int, silent: int = 0, half_open: float = 0, bombs: int = 0, holders: int = 0, again: float = 0.1
+) -> Iterator[None]:
     """Flood a port for the length of a `with` block, from a process of its own; it begins once all have connected."""
     process = subprocess.Popen(
         [sys.executable, __file__, *map(str, (port, silent, half_open, bombs, holders, again))],

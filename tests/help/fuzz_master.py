@@ -64,7 +64,9 @@ def master() -> None:
             continue
         seed, *addresses = line.split()
         wrong = _session(random.Random(seed), addresses)
-        wrong += [f"the log says: {text}" for text in said] + [f"the master did {event}" for event in set(heard)]
+        wrong += [f"the log says: {text}" for text in said] + [
+            f"the master did {event}" for event in set(heard)
+        ]
         said.clear(), heard.clear()
         print(json.dumps(wrong), flush=True)
 
@@ -99,7 +101,9 @@ def _session(rng: random.Random, addresses: list[str]) -> list[str]:
         return [*wrong, f"node 0 is gone:\n{traceback.format_exc()[-3000:]}"]
     for act in rng.sample(_ACTS, rng.randrange(2, 7)):
         attempt(act)
-    attempt(lambda: dr.synchronize(0, timeout=5))  # brings what waited there for the other node, and it is lost
+    attempt(
+        lambda: dr.synchronize(0, timeout=5)
+    )  # brings what waited there for the other node, and it is lost
     try:
         if (kept + 1).tolist() != [1.0, 3.0, 5.0, 7.0, 9.0]:
             wrong.append(f"node 0 computes {(kept + 1).tolist()}")
@@ -251,7 +255,9 @@ class Relay:
     def __init__(self, address: str, worker: str, mutator: Mutator, counts: Counter[str]) -> None:
         self._near, self._far = Channel(listen=address), Channel()
         self._worker = worker
-        self._ways: dict[bytes, bytes] = {}  # from each connection of the master to one of its own to the worker
+        self._ways: dict[
+            bytes, bytes
+        ] = {}  # from each connection of the master to one of its own to the worker
         self._mutator, self._random, self._counts = mutator, mutator.random, counts
         self._rate = self._random.choice((0.02, 0.1, 0.3, 0.0))
         self._inject = self._random.choice((0.0, 0.05, 0.3))
@@ -273,7 +279,9 @@ class Relay:
                     self._from_master(peer, [f if isinstance(f, bytes) else f.bytes for f in frames])
                 for way, frames in self._far.receive(0.001):
                     if self._master is not None and way == self._ways[self._master]:
-                        for changed in self._changed([f if isinstance(f, bytes) else f.bytes for f in frames]):
+                        for changed in self._changed(
+                            [f if isinstance(f, bytes) else f.bytes for f in frames]
+                        ):
                             with suppress(PeerGone):
                                 self._near.send(self._master, changed)
             goodbye = encode(Goodbye("the relay hangs up"))
@@ -299,7 +307,9 @@ class Relay:
         if isinstance(message, (Fetch, Ask, OpenGroup)):
             self._requests.append(message.request)
         if isinstance(message, Segment):
-            self._requests += [n for word, n in zip(message.words, message.words[1:]) if word == LEARN and type(n) is int]
+            self._requests += [
+                n for word, n in zip(message.words, message.words[1:]) if word == LEARN and type(n) is int
+            ]
         if peer in self._ways:
             self._say(self._far, self._ways[peer], frames)
 
@@ -335,7 +345,9 @@ class Relay:
         kinds = self._mutator.by_kind
         seed = self._random.choice(kinds[self._random.choice(sorted(kinds))])
         if hasattr(seed.message, "request") and self._random.random() < 0.8:
-            seed = Seed(replace(seed.message, request=self._random.choice(self._requests[-3:])), seed.payloads)
+            seed = Seed(
+                replace(seed.message, request=self._random.choice(self._requests[-3:])), seed.payloads
+            )
         if self._random.random() < 0.6:
             seed = self._mutator.seed(seed)
         self._counts[seed.kind] += 1
@@ -377,8 +389,19 @@ class AgainstMaster:
     def _worker(self, number: int) -> str:
         address, log = f"ipc://{self.folder}/w{number}", self.folder / f"w{number}.log"
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "distruntime_worker", "--listen", address, "--insecure", "--threads", "1"]
-            self._processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self._environment))
+            command = [
+                sys.executable,
+                "-m",
+                "distruntime_worker",
+                "--listen",
+                address,
+                "--insecure",
+                "--threads",
+                "1",
+            ]
+            self._processes.append(
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=self._environment)
+            )
         deadline = time.monotonic() + 90
         while b"listening on" not in log.read_bytes():
             if time.monotonic() > deadline or self._processes[-1].poll() is not None:

@@ -25,15 +25,41 @@ TEXTS = [
     "checkpoint", "names", "versions", "find", "settle", "drop", "look", "index", "commit", "sweep", "remove",
 ]  # fmt: skip
 BYTES = [b"", b"\0", b"\0\0\0\0", b"\x80\x04.", b"\xff" * 16, b"x" * 5000]
-OPTIONS = ["quiet", "shared", "precision", "threshold", "edgeitems", "linewidth", "sci_mode", "indent", "profile", "x", ""]
-DEPTHS = [3, 50, 400, 10_000]  # msgpack's own limit is 1024 levels; what is deeper is written by hand, in `bomb`
+OPTIONS = [
+    "quiet",
+    "shared",
+    "precision",
+    "threshold",
+    "edgeitems",
+    "linewidth",
+    "sci_mode",
+    "indent",
+    "profile",
+    "x",
+    "",
+]
+DEPTHS = [
+    3,
+    50,
+    400,
+    10_000,
+]  # msgpack's own limit is 1024 levels; what is deeper is written by hand, in `bomb`
 
 # Operators that a mutated call may name. Whoever holds the key may run any; what is not here would end the worker by its nature or be a
 # crash of torch's own, which checks no arguments of functions that only its autograd calls:
 #   distruntime::resize_storage     frees memory under tensors that are then read, as torch's own does: a segmentation fault
 #   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length into its generator
 #   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their forward promised
-UNSAFE = ("resize_storage", "set_rng_state", "backward", "fused", "aten::_", "as_strided", "aten::set_", "resize_")
+UNSAFE = (
+    "resize_storage",
+    "set_rng_state",
+    "backward",
+    "fused",
+    "aten::_",
+    "as_strided",
+    "aten::set_",
+    "resize_",
+)
 UNKNOWN = [
     "aten::none_such",
     "aten::add.NoSuch",
@@ -63,7 +89,9 @@ class Mutator:
 
     def value(self) -> Any:
         """Return a value of any type."""
-        make: Callable[[], Any] = self.random.choice([self.integer, self.integer, lambda: self.random.choice(TEXTS), self.other])
+        make: Callable[[], Any] = self.random.choice(
+            [self.integer, self.integer, lambda: self.random.choice(TEXTS), self.other]
+        )
         return make()
 
     def other(self) -> Any:
@@ -251,7 +279,9 @@ class Mutator:
             seeds = [*seeds[:cut], *other[random.randrange(len(other)) :]]
         start = random.randrange(max(1, len(seeds) - most)) if random.random() < 0.3 else 0
         seeds = seeds[start : start + most]
-        calm = random.random() < 0.6  # changed in one place only: what is behind it makes sense, as long as anybody reads it
+        calm = (
+            random.random() < 0.6
+        )  # changed in one place only: what is behind it makes sense, as long as anybody reads it
         rate = 0.0 if calm else random.choice((0.02, 0.1, 0.5))
         found: list[Any] = []
         for seed in seeds:
@@ -265,7 +295,9 @@ class Mutator:
                 found[k], seed = seed, found[k]
             if random.random() < rate * 0.3:
                 found.append(
-                    self.noise() if random.random() < 0.2 else self.seed(random.choice(self.by_kind[random.choice(sorted(self.by_kind))]))
+                    self.noise()
+                    if random.random() < 0.2
+                    else self.seed(random.choice(self.by_kind[random.choice(sorted(self.by_kind))]))
                 )
             found.append(self.seed(seed) if dice < rate and isinstance(seed, Seed) else seed)
         if calm and found:
@@ -290,7 +322,12 @@ def restrained(message: Any, mutator: Mutator) -> Any:
         return message
     templates = []
     for row in message.templates:
-        if isinstance(row, list) and len(row) > 1 and isinstance(row[1], str) and row[1] not in mutator.operators:
+        if (
+            isinstance(row, list)
+            and len(row) > 1
+            and isinstance(row[1], str)
+            and row[1] not in mutator.operators
+        ):
             row = [row[0], mutator.random.choice(mutator.operators), *row[2:]]
         templates.append(row)
     return replace(message, templates=templates)

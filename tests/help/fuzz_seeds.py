@@ -27,7 +27,17 @@ import distruntime as dr
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import MESSAGES, PROTOCOL, Bury, Hello, MeshBody, OpenGroup, Peers, Refused, Welcome
+from distruntime.wire.messages import (
+    MESSAGES,
+    PROTOCOL,
+    Bury,
+    Hello,
+    MeshBody,
+    OpenGroup,
+    Peers,
+    Refused,
+    Welcome,
+)
 from network import Network
 from processes import STARTING, until
 
@@ -36,7 +46,16 @@ ROOT = FILE.parent.parent
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
 KEEP = 0.5  # seconds that a worker keeps the session of a hostile master
 _SHORT = 256  # bytes of a payload that are kept; of a longer one only its length
-_DEFAULTS: dict[Any, Any] = {int: 0, str: "", bytes: b"", list: [], dict: {}, bool: False, float: 1.0, types.NoneType: None}
+_DEFAULTS: dict[Any, Any] = {
+    int: 0,
+    str: "",
+    bytes: b"",
+    list: [],
+    dict: {},
+    bool: False,
+    float: 1.0,
+    types.NoneType: None,
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,9 @@ def revived(name: str, values: dict[str, Any]) -> Any:
     if cls is None:
         return None
     hints = typing.get_type_hints(cls)
-    message = cls(**{f.name: values[f.name] if f.name in values else default(hints[f.name]) for f in fields(cls)})
+    message = cls(
+        **{f.name: values[f.name] if f.name in values else default(hints[f.name]) for f in fields(cls)}
+    )
     if hasattr(message, "protocol"):
         object.__setattr__(message, "protocol", PROTOCOL)
     return message
@@ -104,7 +125,9 @@ def _stored(message: Any) -> list[Any]:
     if isinstance(message, Welcome):
         values["left"] = [[name, ["a-boot:pid:[1]", 1, "1"]] for name, _ in message.left]
     if isinstance(message, OpenGroup):
-        values["factory"] = b""  # a pickled class: what holds the key may run code, and a mutated pickle would
+        values["factory"] = (
+            b""  # a pickled class: what holds the key may run code, and a mutated pickle would
+        )
     return [type(message).__name__, values]
 
 
@@ -213,8 +236,18 @@ class _Tapped:
 
     def start(self, *arguments: str, stderr: Any = subprocess.DEVNULL) -> None:
         path = self.folder / f"{self.name}-{len(self.processes)}"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", FILE.parent])), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", "import sys, fuzz_seeds; sys.exit(fuzz_seeds.tapped_worker(*sys.argv[1:]))", str(path), *arguments]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", FILE.parent])),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-c",
+            "import sys, fuzz_seeds; sys.exit(fuzz_seeds.tapped_worker(*sys.argv[1:]))",
+            str(path),
+            *arguments,
+        ]
         self.processes.append((subprocess.Popen(command, env=environment, stderr=stderr), path))
 
     def _read(self) -> list[list[Any]]:
@@ -237,7 +270,13 @@ def _row(frames: list[bytes]) -> list[Any]:
         if len(data) > 1:
             with suppress(Exception):
                 message = decode(data)
-        payloads.append(_stored(message) if isinstance(message, MeshBody) else _calm(data) if len(data) <= _SHORT else len(data))
+        payloads.append(
+            _stored(message)
+            if isinstance(message, MeshBody)
+            else _calm(data)
+            if len(data) <= _SHORT
+            else len(data)
+        )
     stored = _stored(decode(frames[0]))
     return [stored[0], _calm(stored[1]), *payloads]
 
@@ -319,7 +358,12 @@ def _failures() -> None:
     with dr.on(0, "cpu"):
         x = torch.arange(6, device="remote")
         bad = x[torch.tensor([99], device="remote")]
-        for read in (bad.cpu, (bad + 1).cpu, dr.synchronize, lambda: torch.linalg.inv(torch.zeros(2, 2, device="remote")).cpu()):
+        for read in (
+            bad.cpu,
+            (bad + 1).cpu,
+            dr.synchronize,
+            lambda: torch.linalg.inv(torch.zeros(2, 2, device="remote")).cpu(),
+        ):
             with suppress(Exception):
                 read()
 
@@ -434,7 +478,11 @@ def _publications() -> None:
         tied = torch.arange(6.0, device="remote")
     with dr.on(1, "cpu"):
         elsewhere = torch.ones(3, device="remote")
-    dr.publish("model", {"model": model, "optimizer": optimizer, "tied": [tied, tied.view(2, 3), elsewhere]}, shared=True)
+    dr.publish(
+        "model",
+        {"model": model, "optimizer": optimizer, "tied": [tied, tied.view(2, 3), elsewhere]},
+        shared=True,
+    )
     dr.publish("model", model, copy=True)
     dr.publish("tied", tied)
     repr(dr.names())
@@ -485,12 +533,20 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chmod(folder, 0o700)
-        os.environ.update(DISTRUNTIME_STATE=name, DISTRUNTIME_SIGNING_KEY=f"{name}/signing-key", DISTRUNTIME_UNREACHABLE="2")
+        os.environ.update(
+            DISTRUNTIME_STATE=name, DISTRUNTIME_SIGNING_KEY=f"{name}/signing-key", DISTRUNTIME_UNREACHABLE="2"
+        )
         for number, (script, count, gpus) in enumerate(_SESSIONS):
             address = f"ipc://{folder}/m{number}"
             tapped = _Tapped(folder, f"{number}{script.__name__.replace('<lambda>', '_mesh')}")
             for node in range(count):
-                tapped.start("--master", address, "--node", str(node), *(["--simulate-cuda", str(gpus)] if gpus else []))
+                tapped.start(
+                    "--master",
+                    address,
+                    "--node",
+                    str(node),
+                    *(["--simulate-cuda", str(gpus)] if gpus else []),
+                )
             with tapped:
                 dr.init_master_worker(listen=address, world_size=count, timeout=STARTING)
                 script()
@@ -516,7 +572,13 @@ def _comings_and_goings(folder: Path) -> list[list[Any]]:
     with tapped, Network(address) as network:
         for options in ({}, {"resume": True}, {"resume": True, "force": True}, {"force": True}):
             dr.init_master_worker(
-                workers=[network.address], session="kept", keep=30.0, timeout=STARTING, grace=20.0, insecure=True, **options
+                workers=[network.address],
+                session="kept",
+                keep=30.0,
+                timeout=STARTING,
+                grace=20.0,
+                insecure=True,
+                **options,
             )
             if options.get("resume"):
                 dr.lookup("x").cpu()
@@ -541,10 +603,16 @@ def _refusals(folder: Path) -> list[list[Any]]:
         until(lambda: (folder / "listening").exists())
         channel.connect(f"ipc://{folder}/listening", b"w")
         channel.send(b"w", [encode(replace(revived("Hello", {"session": "s"}), protocol=PROTOCOL + 1))])
-        until(lambda: any(isinstance(decode(bytes(frames[0])), Refused) for _, frames in channel.receive(0.05)))
+        until(
+            lambda: any(isinstance(decode(bytes(frames[0])), Refused) for _, frames in channel.receive(0.05))
+        )
     return tapped.recordings
 
 
 def addresses_dropped(message: Any) -> Any:
     """Return a recorded `Peers` whose addresses nobody listens at any more, as one of workers without channels; others as they are."""
-    return Peers(message.node, message.secret, [""] * len(message.addresses)) if isinstance(message, Peers) else message
+    return (
+        Peers(message.node, message.secret, [""] * len(message.addresses))
+        if isinstance(message, Peers)
+        else message
+    )

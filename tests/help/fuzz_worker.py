@@ -30,13 +30,27 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import PROTOCOL, UPLOAD, Ack, Fetch, Goodbye, Hello, OpenGroup, Refused, Reply, Segment, Welcome
+from distruntime.wire.messages import (
+    PROTOCOL,
+    UPLOAD,
+    Ack,
+    Fetch,
+    Goodbye,
+    Hello,
+    OpenGroup,
+    Refused,
+    Reply,
+    Segment,
+    Welcome,
+)
 from fuzz_mutations import Mutator
 from fuzz_seeds import KEEP, ROOT, Recording, Seed, revived
 from processes import pause
 
 PATIENCE = 30.0  # seconds that a worker may take to answer who has not offended
-_ROOM = 2 << 30  # bytes of address space that a fuzzed worker gets beyond what it has when it is ready: larger allocations fail, cleanly
+_ROOM = (
+    2 << 30
+)  # bytes of address space that a fuzzed worker gets beyond what it has when it is ready: larger allocations fail, cleanly
 _CODE = """
 import sys, fuzz_worker
 sys.exit(fuzz_worker.daemon(*sys.argv[1:]))
@@ -119,7 +133,9 @@ class FuzzedWorker:
             "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", Path(__file__).parent])),
             "OMP_NUM_THREADS": "1",
         }
-        inside = folder / "a" / "b" / "c"  # paths that the fuzzer names are relative, or up to two folders higher
+        inside = (
+            folder / "a" / "b" / "c"
+        )  # paths that the fuzzer names are relative, or up to two folders higher
         inside.mkdir(parents=True)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -137,7 +153,11 @@ class FuzzedWorker:
 
     def text(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not line.startswith("frame #") and "from a peer that has no session" not in line)
+        return "\n".join(
+            line
+            for line in lines
+            if not line.startswith("frame #") and "from a peer that has no session" not in line
+        )
 
     def _wait(self, condition: Any, seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -159,7 +179,11 @@ class FuzzedWorker:
             new = file.read()
             self._read = file.tell()
         for line in new.splitlines():
-            if line.startswith("Traceback (most") or "a defect of the worker" in line[:200] or line.startswith("AUDIT"):
+            if (
+                line.startswith("Traceback (most")
+                or "a defect of the worker" in line[:200]
+                or line.startswith("AUDIT")
+            ):
                 raise Finding(f"the worker's log:\n{new[max(0, new.index(line) - 500) :][:5000]}")
 
     def holds(self) -> dict[str, Any]:
@@ -225,7 +249,9 @@ class Speaker:
             if time.monotonic() > deadline:
                 self.worker.process.send_signal(signal.SIGUSR2)
                 pause(1.0)
-                raise Finding(f"{what} was not answered within {patience:.0f} s; heard {self.heard[-3:]}:\n{self.worker.text()[-6000:]}")
+                raise Finding(
+                    f"{what} was not answered within {patience:.0f} s; heard {self.heard[-3:]}:\n{self.worker.text()[-6000:]}"
+                )
             self.listen(0.05)
 
     def answer(self, request: int) -> Any:
@@ -250,7 +276,11 @@ class Speaker:
 
 def hello(protocol: int = PROTOCOL, name: str = "fuzz") -> Hello:
     """Return what opens a session, whoever has one of that name."""
-    values: dict[str, Any] = {"protocol": protocol, "torch": torch.__version__, "python": platform.python_version()}
+    values: dict[str, Any] = {
+        "protocol": protocol,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     made = revived("Hello", {"session": name, "mode": "force new", "keep": KEEP, "host": "here", **values})
     return replace(made, protocol=protocol)
 
@@ -320,7 +350,9 @@ class AgainstWorker:
     def _as_master(self, rng: random.Random, mutator: Mutator) -> None:
         attacker = Speaker(self.worker)
         try:
-            items: list[Any] = mutator.session("master" if rng.random() < 0.9 else rng.choice(("worker", "peer")))
+            items: list[Any] = mutator.session(
+                "master" if rng.random() < 0.9 else rng.choice(("worker", "peer"))
+            )
             if not (items and isinstance(items[0], Seed) and items[0].kind == "Hello") and rng.random() < 0.9:
                 items.insert(0, Seed(hello()))
             self._send(attacker, items, mutator)
@@ -358,12 +390,24 @@ class AgainstWorker:
                 received = attacker.counted if mutator.random.random() < 0.7 else message.received
                 keep = min(message.keep, KEEP) if isinstance(message.keep, (int, float)) else message.keep
                 item = Seed(replace(message, received=received, keep=keep), item.payloads)
-            if isinstance(message, Ack) and isinstance(message.received, int) and mutator.random.random() < 0.7:
+            if (
+                isinstance(message, Ack)
+                and isinstance(message.received, int)
+                and mutator.random.random() < 0.7
+            ):
                 item = Seed(Ack(min(message.received, attacker.counted)), item.payloads)
             if isinstance(message, OpenGroup):
                 # Who joins waits for members elsewhere, so most often there are none.
-                nodes = [0] * len(message.nodes) if isinstance(message.nodes, list) and mutator.random.random() < 0.7 else message.nodes
-                limit = min(message.timeout, 2.0) if isinstance(message.timeout, (int, float)) else message.timeout
+                nodes = (
+                    [0] * len(message.nodes)
+                    if isinstance(message.nodes, list) and mutator.random.random() < 0.7
+                    else message.nodes
+                )
+                limit = (
+                    min(message.timeout, 2.0)
+                    if isinstance(message.timeout, (int, float))
+                    else message.timeout
+                )
                 message = replace(message, timeout=limit, nodes=nodes)
                 item = Seed(message, item.payloads)
             self.counts[item.kind] += 1
@@ -375,7 +419,9 @@ class AgainstWorker:
     def _strangers(self, rng: random.Random, mutator: Mutator) -> None:
         friend = Legitimate(self.worker).compute()
         for _ in range(rng.randrange(1, 6)):
-            how = rng.choice((self._noise, self._greeting, self._meddler, self._meddler, self._wrong_key, self._no_key))
+            how = rng.choice(
+                (self._noise, self._greeting, self._meddler, self._meddler, self._wrong_key, self._no_key)
+            )
             self.counts[how.__name__.strip("_")] += 1
             how(rng, mutator)
         friend.still().leave()
@@ -392,21 +438,43 @@ class AgainstWorker:
     def _noise(self, rng: random.Random, mutator: Mutator) -> None:
         self._write(
             rng.choice(
-                [rng.randbytes(rng.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0", b"\xff" * 64, mutator.noise()]
+                [
+                    rng.randbytes(rng.randrange(1, 5000)),
+                    b"GET / HTTP/1.1\r\n\r\n",
+                    b"\x16\x03\x01\x02\0",
+                    b"\xff" * 64,
+                    mutator.noise(),
+                ]
             )
         )
 
     def _greeting(self, rng: random.Random, mutator: Mutator) -> None:
         mechanism = rng.choice((b"NULL", b"CURVE", b"PLAIN", b"GSSAPI", b"", b"\xff" * 20)).ljust(20, b"\0")
         greeting = (
-            b"\xff" + rng.choice((b"\0" * 8, rng.randbytes(8))) + b"\x7f" + bytes([rng.choice((3, 3, 3, 0, 1, 2, 255)), rng.choice((0, 1))])
+            b"\xff"
+            + rng.choice((b"\0" * 8, rng.randbytes(8)))
+            + b"\x7f"
+            + bytes([rng.choice((3, 3, 3, 0, 1, 2, 255)), rng.choice((0, 1))])
         )
         greeting += mechanism + rng.choice((b"\0", b"\1")) + b"\0" * 31
         ready = b"\x04\x26\x05READY" + b"\x0bSocket-Type\0\0\0\x06ROUTER" + b"\x08Identity\0\0\0\0"
-        curve = b"\x04\xc8\x05HELLO\x01\0" + b"\0" * 72 + rng.randbytes(32) + b"\0" * 7 + b"\1" + rng.randbytes(80)
+        curve = (
+            b"\x04\xc8\x05HELLO\x01\0"
+            + b"\0" * 72
+            + rng.randbytes(32)
+            + b"\0" * 7
+            + b"\1"
+            + rng.randbytes(80)
+        )
         size = rng.choice((1 << 62, 1 << 33, (1 << 64) - 1, 1 << 20, 0))
-        large = rng.choice((b"\x02", b"\x06", b"\x03", b"\xff")) + size.to_bytes(8, "big") + b"x" * rng.randrange(100_000)
-        whole = greeting + b"".join(rng.sample([ready, curve, large, rng.randbytes(60), b"\0\5hello"], rng.randrange(1, 5)))
+        large = (
+            rng.choice((b"\x02", b"\x06", b"\x03", b"\xff"))
+            + size.to_bytes(8, "big")
+            + b"x" * rng.randrange(100_000)
+        )
+        whole = greeting + b"".join(
+            rng.sample([ready, curve, large, rng.randbytes(60), b"\0\5hello"], rng.randrange(1, 5))
+        )
         if rng.random() < 0.4:
             whole = mutator.bitten(whole)
         cut = rng.randrange(len(whole) + 1) if rng.random() < 0.3 else len(whole)
@@ -464,7 +532,10 @@ class _Meddler:
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.done = False
         self._plans = [random.Random(rng.random()), random.Random(rng.random())]
-        self._at = [rng.randrange(900) if rng.random() < 0.8 else 1 << 40, rng.randrange(900) if rng.random() < 0.3 else 1 << 40]
+        self._at = [
+            rng.randrange(900) if rng.random() < 0.8 else 1 << 40,
+            rng.randrange(900) if rng.random() < 0.3 else 1 << 40,
+        ]
         self._sockets: list[socket.socket] = [self._server]
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

@@ -29,7 +29,9 @@ from processes import pause
 KINDS = ("worker", "master", "raw")
 _WARM = 200  # rounds until what is kept for good (torch's caches of operators, malloc's arenas) is there
 _LOOK = 100  # rounds between looks at what a process holds
-_WAITS = 10  # looks, two seconds apart, at what has grown: a kernel or the joining of a group may take its time
+_WAITS = (
+    10  # looks, two seconds apart, at what has grown: a kernel or the joining of a group may take its time
+)
 # What may come without being growth: a kernel that still runs, a cache that fills, pyzmq's thread that frees what was sent without a copy,
 # which starts with the first such message and has seven descriptors.
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 12, "objects": 4000}
@@ -93,7 +95,11 @@ class Run:
         if self._target is None:
             self._folder = tempfile.TemporaryDirectory()
             os.chmod(self._folder.name, 0o700)
-            self._target, self._here, self.growth = target(self.kind, Path(self._folder.name), self.seed), 0, Growth()
+            self._target, self._here, self.growth = (
+                target(self.kind, Path(self._folder.name), self.seed),
+                0,
+                Growth(),
+            )
         number, self.next = self.next, self.next + 1
         try:
             self._target.round(number)

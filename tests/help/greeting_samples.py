@@ -11,7 +11,20 @@ import torch
 
 from distruntime.wire.messages import PROTOCOL, Hello, Join, Welcome
 
-HELLO = Hello(PROTOCOL, "stranger", "new", b"token", 60.0, False, 0, torch.__version__, platform.python_version(), "somewhere", [], "")
+HELLO = Hello(
+    PROTOCOL,
+    "stranger",
+    "new",
+    b"token",
+    60.0,
+    False,
+    0,
+    torch.__version__,
+    platform.python_version(),
+    "somewhere",
+    [],
+    "",
+)
 JOIN = Join(None, 1, "somewhere", b"incarnation")
 WELCOME = Welcome(
     PROTOCOL,

@@ -66,7 +66,9 @@ def cases(size: int) -> Iterator[Case]:
         "all_to_all_single",
         "all_to_all_uneven",
     )
-    kinds = [(op, dtype) for op in ARITHMETIC for dtype in (*FLOATS, *INTEGERS)] + [(op, dtype) for op in BITS for dtype in INTEGERS]
+    kinds = [(op, dtype) for op in ARITHMETIC for dtype in (*FLOATS, *INTEGERS)] + [
+        (op, dtype) for op in BITS for dtype in INTEGERS
+    ]
     kinds += [("SUM", dtype) for dtype in COMPLEX] + [("AVG", dtype) for dtype in FLOATS]
     kinds += [(op, torch.bool) for op in ("PRODUCT", "MIN", "MAX", *BITS)]
     for (op, dtype), name in itertools.product(kinds, reducing):
@@ -141,7 +143,9 @@ def outputs(case: Case, rank: int, n: int) -> Any:
 def under_torch(case: Case, rank: int, n: int, group: Any, root: int) -> list[torch.Tensor]:
     """Run a case as one member; return what it ends up with, its inputs included."""
     given, into = inputs(case, rank, n), outputs(case, rank, n)
-    if not case.op and case.dtype in BYTES:  # dtypes that torch's gloo has no word for: what moves is bytes anyway
+    if (
+        not case.op and case.dtype in BYTES
+    ):  # dtypes that torch's gloo has no word for: what moves is bytes anyway
         given, into = _viewed(given, torch.uint8), _viewed(into, torch.uint8)
     op = getattr(dist.ReduceOp, case.op) if case.op else None
     at_root = rank == case.root
@@ -169,7 +173,9 @@ def under_torch(case: Case, rank: int, n: int, group: Any, root: int) -> list[to
             dist.scatter(into, given if at_root else None, root, group=group)
         case "all_to_all":  # which gloo's process group has only for one tensor: by its definition
             for k in range(n):
-                dist.scatter(into[k], given if k == rank else None, dist.get_global_rank(group, k), group=group)
+                dist.scatter(
+                    into[k], given if k == rank else None, dist.get_global_rank(group, k), group=group
+                )
         case "all_to_all_single":
             dist.all_to_all_single(into, given, group=group)
         case "all_to_all_uneven":
@@ -198,7 +204,9 @@ Results = dict[Case, list[list[torch.Tensor]]]  # by rank
 def expected(*sizes: int) -> subprocess.Popen[bytes]:
     """Start plain torch.distributed on every case of these sizes, in processes of its own; see `collect`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen([sys.executable, __file__, *map(str, sizes)], stdout=subprocess.PIPE, env=environment)
+    return subprocess.Popen(
+        [sys.executable, __file__, *map(str, sizes)], stdout=subprocess.PIPE, env=environment
+    )
 
 
 def collect(process: subprocess.Popen[bytes], timeout: float = 60.0) -> dict[int, Results]:
@@ -230,7 +238,9 @@ def _member(rank: int, size: int, path: str) -> None:
 
 def _results(size: int) -> Results:
     with tempfile.TemporaryDirectory() as path:
-        fork = multiprocessing.get_context("fork")  # torch is imported, and has no threads yet: the members need not import it again
+        fork = multiprocessing.get_context(
+            "fork"
+        )  # torch is imported, and has no threads yet: the members need not import it again
         members_ = [fork.Process(target=_member, args=(k, size, path)) for k in range(size)]
         for process in members_:
             process.start()

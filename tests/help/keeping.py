@@ -42,8 +42,13 @@ def keeping(folder: Path, count: int = 1) -> Iterator[list[Keeping]]:
     prepare()
     stop, before = threading.Event(), os.environ.get("DISTRUNTIME_STATE")
     os.environ["DISTRUNTIME_STATE"] = str(folder / "state")
-    daemons = [Keeping(WorkerConfig(listen=f"ipc://{folder}/worker-{k}", simulate_cuda=2)) for k in range(count)]
-    threads = [threading.Thread(target=daemon.run, args=(stop,), name=f"keeping-{k}", daemon=True) for k, daemon in enumerate(daemons)]
+    daemons = [
+        Keeping(WorkerConfig(listen=f"ipc://{folder}/worker-{k}", simulate_cuda=2)) for k in range(count)
+    ]
+    threads = [
+        threading.Thread(target=daemon.run, args=(stop,), name=f"keeping-{k}", daemon=True)
+        for k, daemon in enumerate(daemons)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -65,5 +70,8 @@ def enter(open_session: Callable[..., Any], daemons: list[Keeping], name: str) -
         dr.detach()
     dr.shutdown()
     return open_session(
-        workers=[daemon.address for daemon in daemons], session=name, force=True, resume=all(name in daemon.kept for daemon in daemons)
+        workers=[daemon.address for daemon in daemons],
+        session=name,
+        force=True,
+        resume=all(name in daemon.kept for daemon in daemons),
     )

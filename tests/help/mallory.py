@@ -18,7 +18,10 @@ TRIED = {
     # A tensor of four numbers, as protocol 5 took it: the secret, from rank 0 under tag 1, 16 bytes.
     "old header": struct.pack("!16sIQQ", bytes(16), 0, 1, 16) + struct.pack("<4f", 666, 666, 666, 666),
     # A hello, a proof that is made up, and a message behind it.
-    "new header": struct.pack("!8sII32s", b"dr-data6", 0, 1, bytes(32)) + bytes(32) + struct.pack("!QQ", 1, 16) + bytes(16),
+    "new header": struct.pack("!8sII32s", b"dr-data6", 0, 1, bytes(32))
+    + bytes(32)
+    + struct.pack("!QQ", 1, 16)
+    + bytes(16),
     "gloo": struct.pack("<Q", 1),
     "web": b"GET / HTTP/1.0\r\n\r\n",
     "tls": b"\x16\x03\x01\x00\x05hello",
@@ -60,7 +63,12 @@ def main() -> None:
         except OSError:
             pass
     # What lies in the folder for temporary files, wherever it is open.
-    found = [name for folder in asked["folders"] for name in glob.glob(f"{folder}/**", recursive=True) if os.access(name, os.R_OK)]
+    found = [
+        name
+        for folder in asked["folders"]
+        for name in glob.glob(f"{folder}/**", recursive=True)
+        if os.access(name, os.R_OK)
+    ]
     print(json.dumps({"got": got, "reached": reached, "found": found}))
 
 

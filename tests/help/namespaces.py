@@ -40,7 +40,20 @@ class Cable:
         try:
             for name in (self.worker, self.master):
                 self._ip("netns", "add", name)
-            self._ip("link", "add", "dr0", "netns", self.worker, "type", "veth", "peer", "name", "dr0", "netns", self.master)
+            self._ip(
+                "link",
+                "add",
+                "dr0",
+                "netns",
+                self.worker,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "dr0",
+                "netns",
+                self.master,
+            )
             for name, number in ((self.master, 1), (self.worker, 2)):
                 self._ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "dr0")
                 for device in ("lo", "dr0"):

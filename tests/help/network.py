@@ -15,7 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CHUNK = 1 << 16
-_MOST = 4 << 20  # bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real network
+_MOST = (
+    4 << 20
+)  # bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real network
 _BITE, _BITTEN = 7, 400  # bytes: dribble hands over the first of what comes in pieces as small as this
 _TAIL = 15  # bytes at the end of a piece that are within a message: each ends with what proves it genuine
 _LEAST = 60  # bytes of a piece that a flip or a truncation may strike: a shorter one may be no message at all
@@ -27,7 +29,10 @@ class Network:
     def __init__(self, target: str) -> None:
         self.target = target
         self._process = subprocess.Popen(
-            [sys.executable, __file__, target.removeprefix("tcp://")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, target.removeprefix("tcp://")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.address = "tcp://" + self._process.stdout.readline().strip()
@@ -124,11 +129,15 @@ class _Forwarder:
         self.other: dict[socket.socket, socket.socket] = {}
         self.way: dict[socket.socket, str] = {}  # where what an end sends goes
         self.waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {}  # by receiver: when to send what
-        self.free_at: dict[socket.socket, float] = {}  # by receiver: when the last of what waits for it is sent
+        self.free_at: dict[
+            socket.socket, float
+        ] = {}  # by receiver: when the last of what waits for it is sent
         self.ended: set[socket.socket] = set()  # who has sent all that it will
         self.new: list[socket.socket] = []  # accepted while the network was cut
         self.lost: set[str] = set()  # the ways on which nothing gets through
-        self.heard: dict[socket.socket, int] = {}  # by sender: how many bytes of it are still handed over; those not here have no limit
+        self.heard: dict[
+            socket.socket, int
+        ] = {}  # by sender: how many bytes of it are still handed over; those not here have no limit
         self.deafens: int | None = None  # the limit of the next connection
         self.once: tuple[str, float] | None = None  # what happens to the next longer piece, and where in it
         self.calm()
@@ -147,7 +156,11 @@ class _Forwarder:
         print(f"{self.address[0]}:{self.address[1]}", flush=True)
         while True:
             # What is cut is not read: to both ends it looks as if packets were lost.
-            readers = [sys.stdin, *([self.listener] if self.listener is not None else []), *filter(self._is_read, self.other)]
+            readers = [
+                sys.stdin,
+                *([self.listener] if self.listener is not None else []),
+                *filter(self._is_read, self.other),
+            ]
             now = time.monotonic()
             first = {end: queue[0][0] for end, queue in self.waiting.items() if queue and self._gets(end)}
             writers = [end for end, at in first.items() if at <= now]
@@ -224,7 +237,9 @@ class _Forwarder:
 
     def reset(self, end: socket.socket) -> None:
         with suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+            end.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # close() sends a reset
         end.close()
 
     def admit(self) -> None:
@@ -312,7 +327,9 @@ class _Forwarder:
             else:
                 queue[0] = at, data[sent:]
 
-    def hang_up(self, end: socket.socket, close: Callable[[socket.socket], None] = socket.socket.close) -> None:
+    def hang_up(
+        self, end: socket.socket, close: Callable[[socket.socket], None] = socket.socket.close
+    ) -> None:
         for one in (end, self.other.get(end)):
             if one is not None:
                 for table in (self.other, self.way, self.waiting, self.free_at, self.heard):

@@ -17,7 +17,16 @@ with warnings.catch_warnings():  # it warns about packages that it would like an
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 # What these give is uninitialised memory: only the metadata can agree.
-UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
+UNINITIALISED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "resize_as_",
+}
 _VARIANT_SAMPLES = 3  # in-place, method and out= run on this many samples of each entry
 
 
@@ -46,7 +55,9 @@ def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
         if op.method_variant is not None:
             _compare(op, "method", op.method_variant, sample, grad)
         if op.inplace_variant is not None and not sample.broadcasts_input:
-            _compare(op, "in-place", _on_a_clone(op.inplace_variant), sample, grad and op.supports_inplace_autograd)
+            _compare(
+                op, "in-place", _on_a_clone(op.inplace_variant), sample, grad and op.supports_inplace_autograd
+            )
         if op.supports_out:
             plain = sample.transform(lambda t: t.detach() if isinstance(t, torch.Tensor) else t)
             _compare(op, "out=", _into(op.op, resize=False), plain, False)
@@ -78,7 +89,9 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
 
 def _on_a_clone(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place on a copy: a leaf that wants a gradient may not be written."""
-    return lambda first, *args, **kwargs: function(tree_map_only(torch.Tensor, torch.clone, first), *args, **kwargs)
+    return lambda first, *args, **kwargs: function(
+        tree_map_only(torch.Tensor, torch.clone, first), *args, **kwargs
+    )
 
 
 def _into(function: Callable[..., Any], *, resize: bool) -> Callable[..., Any]:
@@ -86,9 +99,13 @@ def _into(function: Callable[..., Any], *, resize: bool) -> Callable[..., Any]:
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         plain = function(first, *args, **kwargs)
-        kwargs.pop("device", None)  # `out` says it; torch's parser refuses both together, for it reads another name off a remote `out`
+        kwargs.pop(
+            "device", None
+        )  # `out` says it; torch's parser refuses both together, for it reads another name off a remote `out`
         # Filled: where torch itself leaves a part of `out` unwritten, both sides must show the same.
-        out = tree_map_only(torch.Tensor, lambda t: t.new_empty(0) if resize else torch.full_like(t, 3), plain)
+        out = tree_map_only(
+            torch.Tensor, lambda t: t.new_empty(0) if resize else torch.full_like(t, 3), plain
+        )
         out = tuple(out) if isinstance(out, (tuple, list)) else out
         result = function(first, *args, **kwargs, out=out)
         same = [a is b for a, b in zip(tree_leaves(result), tree_leaves(out), strict=True)]
@@ -110,7 +127,9 @@ def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.size(), strict=True) if size != 1):
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.size(), strict=True) if size != 1
+    ):
         if step != expected:
             return False
         expected *= size

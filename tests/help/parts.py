@@ -35,7 +35,9 @@ def whole(shards: Tensors, shape: Shape, dim: int = 0) -> torch.Tensor:
     if dim == len(shape):
         return shards[0]
     each = len(shards) // shape[dim]
-    return torch.cat([whole(shards[k * each : (k + 1) * each], shape, dim + 1) for k in range(shape[dim])], dim)
+    return torch.cat(
+        [whole(shards[k * each : (k + 1) * each], shape, dim + 1) for k in range(shape[dim])], dim
+    )
 
 
 def order(shape: Shape) -> numpy.ndarray:
@@ -50,7 +52,10 @@ def sources(x: Shape, y: Shape) -> list[int]:
 def mates(k: int, shape: Shape, axes: Sequence[int]) -> list[int]:
     """Who differs from place k in the coordinates of `axes` only."""
     index = numpy.unravel_index(k, shape)
-    return [int(m) for m in order(shape)[tuple(slice(None) if d in axes else c for d, c in enumerate(index))].ravel()]
+    return [
+        int(m)
+        for m in order(shape)[tuple(slice(None) if d in axes else c for d, c in enumerate(index))].ravel()
+    ]
 
 
 def with_halo(x: torch.Tensor, shape: Shape, widths: Sequence[tuple[int, int]]) -> Tensors:
@@ -68,7 +73,11 @@ def with_halo(x: torch.Tensor, shape: Shape, widths: Sequence[tuple[int, int]]) 
 
 
 def inner(xs: Tensors, ys: Tensors) -> float:
-    return float(sum((x.detach().cpu().double() * y.detach().cpu().double()).sum() for x, y in zip(xs, ys, strict=True)))
+    return float(
+        sum(
+            (x.detach().cpu().double() * y.detach().cpu().double()).sum() for x, y in zip(xs, ys, strict=True)
+        )
+    )
 
 
 def norm(xs: Tensors) -> float:
@@ -118,7 +127,9 @@ def readable(ts: Tensors) -> list[bool]:
 class Case:
     """A primitive on shards of these sizes, on these places (node numbers, or as `gpus` those of node 0); and the same here."""
 
-    def __init__(self, sizes: list[Shape], on: Any, run: Callable[..., Any], formula: Callable[[Tensors], Tensors]) -> None:
+    def __init__(
+        self, sizes: list[Shape], on: Any, run: Callable[..., Any], formula: Callable[[Tensors], Tensors]
+    ) -> None:
         self.sizes, self.on, self.run, self.formula = sizes, on, run, formula
 
     def partition(self) -> dr.Partition:
@@ -127,7 +138,9 @@ class Case:
 
 def part(where: Any, shape: Shape) -> dr.Partition:
     gpus = [dr.Place(0, "cpu"), dr.Place(0, "cuda:0"), dr.Place(0, "cuda:1"), dr.Place(1, "cuda:0")]
-    return dr.Partition([gpus[k] for k in range(int(where[4:]))] if isinstance(where, str) else places(*where), shape)
+    return dr.Partition(
+        [gpus[k] for k in range(int(where[4:]))] if isinstance(where, str) else places(*where), shape
+    )
 
 
 def sizes(size: Shape, shape: Shape) -> list[Shape]:
@@ -137,7 +150,12 @@ def sizes(size: Shape, shape: Shape) -> list[Shape]:
 def broadcast(x: Any, y: Any, size: Shape) -> Case:
     n = len(x[0]) if not isinstance(x[0], str) else int(x[0][4:])
     each = [(size[0] + k, *size[1:]) for k in range(n)] if size else [()] * n  # of any sizes
-    return Case(each, x, lambda xs, p: F.broadcast(xs, p, part(*y)), lambda xs: [xs[k] * 1 for k in sources(x[1], y[1])])
+    return Case(
+        each,
+        x,
+        lambda xs, p: F.broadcast(xs, p, part(*y)),
+        lambda xs: [xs[k] * 1 for k in sources(x[1], y[1])],
+    )
 
 
 def sum_reduce(x: Any, y: Any, size: Shape) -> Case:
@@ -184,9 +202,19 @@ def reduce_scatter(on: Any, axis: int, size: Shape) -> Case:
 
 
 def repartition(x: Any, y: Any, size: Shape) -> Case:
-    return Case(sizes(size, x[1]), x, lambda xs, p: F.repartition(xs, p, part(*y)), lambda xs: cut(whole(xs, x[1]), y[1]))
+    return Case(
+        sizes(size, x[1]),
+        x,
+        lambda xs, p: F.repartition(xs, p, part(*y)),
+        lambda xs: cut(whole(xs, x[1]), y[1]),
+    )
 
 
 def halo(on: Any, widths: Any, size: Shape) -> Case:
     pairs = [(w, w) if isinstance(w, int) else w for w in widths]
-    return Case(sizes(size, on[1]), on, lambda xs, p: F.halo_exchange(xs, p, widths), lambda xs: with_halo(whole(xs, on[1]), on[1], pairs))
+    return Case(
+        sizes(size, on[1]),
+        on,
+        lambda xs, p: F.halo_exchange(xs, p, widths),
+        lambda xs: with_halo(whole(xs, on[1]), on[1], pairs),
+    )

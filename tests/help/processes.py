@@ -67,7 +67,14 @@ def steady(value: Callable[[], object], seconds: float, timeout: float = 30.0) -
 
 def resident(pid: int) -> int:
     """Return the memory that a process occupies, in bytes."""
-    return int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout) * 1024
+    return (
+        int(
+            subprocess.run(
+                ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        * 1024
+    )
 
 
 def window_is_full(node: int = 0) -> bool:
@@ -78,7 +85,9 @@ def window_is_full(node: int = 0) -> bool:
 def slots(node: int = 0) -> int:
     """Return how many values a worker holds, after everything issued so far."""
     session = active_session()
-    for log in session.teams:  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
+    for log in (
+        session.teams
+    ):  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
         log.flush()
     dr.synchronize(node)
     held: list[int] = session.value(session.ask(session.nodes[node], "memory"))
@@ -113,7 +122,9 @@ def state(pid: int) -> str:
             return _letter(Path(f"/proc/{pid}"))
         except (FileNotFoundError, ProcessLookupError):
             return ""
-    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()[:1]
+    return subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()[:1]
 
 
 def asleep(pid: int) -> bool:
@@ -155,7 +166,9 @@ def blocked(stream: dr.Stream) -> Iterator[None]:
 def free_port() -> int:
     """Return a port of this machine that a process started later can listen at: the system gives it to nobody who asks for any."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)  # below what Linux and macOS give out by themselves
+        port = random.SystemRandom().randrange(
+            20_000, 30_000
+        )  # below what Linux and macOS give out by themselves
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -174,7 +187,10 @@ class ListeningWorker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", **variables}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*under, sys.executable, "-m", "distruntime_worker", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
+                [*under, sys.executable, "-m", "distruntime_worker", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
             )
         until(lambda: "listening on " in self.text() or self.process.poll() is not None)
         self.address = self.text().partition("listening on ")[2].partition(",")[0]

@@ -130,7 +130,9 @@ class World:
         cpus, gpus = ([p for p in self.places if (p.device == "cpu") is want] for want in (True, False))
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
-        self.parts: dict[int, dict[int, range]] = {}  # by mesh: the meshes that are parts of it, and their members' ranks in it
+        self.parts: dict[
+            int, dict[int, range]
+        ] = {}  # by mesh: the meshes that are parts of it, and their members' ranks in it
         if gpus:
             self.groups.append(dr.new_group(gpus[:4]))
             self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
@@ -141,7 +143,10 @@ class World:
         choose = random.Random(0)
         for size in (2, 3, 3) if len(self.places) > 2 else ():  # these overlap
             self.groups.append(dr.new_group(choose.sample(self.places, size)))
-        self.lines = [[mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1] for mesh in self.meshes]
+        self.lines = [
+            [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
+            for mesh in self.meshes
+        ]
         self.seed = threading.Lock()  # whoever has it may seed the workers' generators and draw
 
 
@@ -204,7 +209,10 @@ class Base:
         self._name = itertools.count().__next__
         streams = self.random.choice((0, 1, 2, 2))
         self.streams = {place: [dr.Stream(place) for _ in range(streams)] for place in world.places}
-        self.mesh_streams = [[dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 else [] for mesh in world.meshes]
+        self.mesh_streams = [
+            [dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 else []
+            for mesh in world.meshes
+        ]
 
     # what an operation says of itself is kept, for the day when it is wrong
 
@@ -228,11 +236,15 @@ class Base:
     def numbers(self, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return a local tensor of drawn numbers."""
         count = math.prod(shape)
-        drawn = torch.tensor([self.random.randrange(-1 << 40, 1 << 40) for _ in range(min(count, LENGTH))], dtype=torch.int64)
+        drawn = torch.tensor(
+            [self.random.randrange(-1 << 40, 1 << 40) for _ in range(min(count, LENGTH))], dtype=torch.int64
+        )
         whole = drawn.repeat(count // len(drawn) + 1)[:count].reshape(tuple(shape))
         return whole if dtype == torch.int64 else (whole % 1000).to(dtype) / 7
 
-    def new(self, place: dr.Place, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Value:
+    def new(
+        self, place: dr.Place, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Value:
         """Send a new value to a place."""
         if shape is None:
             shape = LARGE if self.chance(0.02) else self.random.choice(SIZES)
@@ -243,15 +255,28 @@ class Base:
             remote = local.to(REMOTE)
         return self.keep(place, remote, local)
 
-    def keep(self, place: dr.Place, remote: Any, local: torch.Tensor, *operands: Value, view_of: Value | None = None) -> Value:
+    def keep(
+        self,
+        place: dr.Place,
+        remote: Any,
+        local: torch.Tensor,
+        *operands: Value,
+        view_of: Value | None = None,
+    ) -> Value:
         """Note a new value, poisoned if one of its operands is; or a view, which shares the memory."""
-        memory = view_of.memory if view_of is not None else Memory(any(value.memory.poisoned for value in operands))
+        memory = (
+            view_of.memory
+            if view_of is not None
+            else Memory(any(value.memory.poisoned for value in operands))
+        )
         found = Value(f"v{self._name()}", place, remote, local, memory)
         self.values.append(found)
         self.say("->", found, f"on {place}", f"{tuple(local.shape)}")
         return found
 
-    def keep_whole(self, mesh: int, remote: Any, locals_: list[torch.Tensor], memories: list[Memory]) -> Whole:
+    def keep_whole(
+        self, mesh: int, remote: Any, locals_: list[torch.Tensor], memories: list[Memory]
+    ) -> Whole:
         found = Whole(f"m{self._name()}", mesh, remote, locals_, memories)
         for memory in memories:
             memory.meshes.add(mesh)
@@ -259,7 +284,9 @@ class Base:
         self.say("->", found, f"on mesh {mesh}")
         return found
 
-    def any(self, place: dr.Place | None = None, dtype: torch.dtype | None = None, healthy: bool = False) -> Value:
+    def any(
+        self, place: dr.Place | None = None, dtype: torch.dtype | None = None, healthy: bool = False
+    ) -> Value:
         """Pick a value, of that kind; make one where there is none."""
 
         def good(value: Value) -> bool:
@@ -280,7 +307,11 @@ class Base:
             return alike and other.place == place and other.memory not in apart
 
         found = [other for other in self.values if good(other)]
-        return self.random.choice(found) if found else self.new(place, tuple(value.local.shape), value.local.dtype)
+        return (
+            self.random.choice(found)
+            if found
+            else self.new(place, tuple(value.local.shape), value.local.dtype)
+        )
 
     def write(self, target: Value, act: Act, *operands: Value) -> None:
         """Do something in place, there and here; one that reads what is poisoned poisons all of the memory."""
@@ -543,7 +574,14 @@ class Reading(Base):
         k = self.random.randrange(flat.numel())
         self.say(a, k)
         poisoned, dtype = a.memory.poisoned, a.local.dtype
-        self.check(Wanted(f"item {k} of {a}", lambda: torch.tensor(a.remote.reshape(-1)[k].item(), dtype=dtype), flat[k], poisoned))
+        self.check(
+            Wanted(
+                f"item {k} of {a}",
+                lambda: torch.tensor(a.remote.reshape(-1)[k].item(), dtype=dtype),
+                flat[k],
+                poisoned,
+            )
+        )
 
     @operation(3)
     def fetch_later(self) -> None:
@@ -554,7 +592,10 @@ class Reading(Base):
     def _fetched(self, a: Value) -> Wanted:
         future = dr.fetch_async(a.remote)
         return Wanted(
-            f"fetch_async of {a}, operation {len(self.chosen)},", lambda: future.result(PATIENCE), a.local.clone(), a.memory.poisoned
+            f"fetch_async of {a}, operation {len(self.chosen)},",
+            lambda: future.result(PATIENCE),
+            a.local.clone(),
+            a.memory.poisoned,
         )
 
     @operation(2)
@@ -674,7 +715,9 @@ class Together(Base):
     def new_group(self) -> None:
         """A group of some places, in some order, that overlaps with others."""
         places = self.world.places
-        self.groups.append(dr.new_group(self.random.sample(places, self.random.randint(1, min(4, len(places))))))
+        self.groups.append(
+            dr.new_group(self.random.sample(places, self.random.randint(1, min(4, len(places)))))
+        )
 
     @operation(0.5)
     def await_work(self) -> None:
@@ -687,8 +730,12 @@ class Together(Base):
         # gloo and torch make different maxima where there are NaNs.
         if any(m.local.isnan().any() for m in members):
             return
-        name = self.random.choice(("MIN", "MAX") if members[0].local.dtype == torch.float32 else ("SUM", "MIN", "MAX"))
-        self.begun(dr.all_reduce([m.remote for m in members], getattr(dr.ReduceOp, name), **self.options(group)))
+        name = self.random.choice(
+            ("MIN", "MAX") if members[0].local.dtype == torch.float32 else ("SUM", "MIN", "MAX")
+        )
+        self.begun(
+            dr.all_reduce([m.remote for m in members], getattr(dr.ReduceOp, name), **self.options(group))
+        )
         stacked = torch.stack([m.local for m in members])
         total = {"SUM": stacked.sum(0), "MIN": stacked.amin(0), "MAX": stacked.amax(0)}[name]
         for m in members:
@@ -747,7 +794,9 @@ class Together(Base):
         else:
             remotes = [m.remote.new_zeros(LENGTH) for m in members]
             self.begun(dr.all_to_all_single(remotes, [m.remote for m in members], **self.options(group)))
-        self.kept(members, remotes, [torch.cat([m.local.chunk(n)[rank] for m in members]) for rank in range(n)])
+        self.kept(
+            members, remotes, [torch.cat([m.local.chunk(n)[rank] for m in members]) for rank in range(n)]
+        )
 
     @operation(0.3)
     def gather_and_scatter(self) -> None:
@@ -756,7 +805,14 @@ class Together(Base):
             return
         root = self.random.randrange(group.size())
         gathered = dr.functional.gather([m.remote for m in members], group_dst=root, group=group)
-        self.begun(dr.scatter([m.remote for m in members], [*gathered[1:], gathered[0]], group_src=root, **self.options(group)))
+        self.begun(
+            dr.scatter(
+                [m.remote for m in members],
+                [*gathered[1:], gathered[0]],
+                group_src=root,
+                **self.options(group),
+            )
+        )
         turned = [m.local.clone() for m in (*members[1:], members[0])]
         for m, local in zip(members, turned):
             m.local.copy_(local)
@@ -811,7 +867,9 @@ class OnMeshes(Base):
     @operation(1)
     def mesh_write(self) -> None:
         a, k = self.whole(), self.random.randrange(1, 9)
-        act: Act = self.random.choice((lambda x: x.add_(k), lambda x: x[1:].mul_(k), lambda x: x.neg_(), lambda x: x.copy_(x.flip(0))))
+        act: Act = self.random.choice(
+            (lambda x: x.add_(k), lambda x: x[1:].mul_(k), lambda x: x.neg_(), lambda x: x.copy_(x.flip(0)))
+        )
         self.say(a, k)
         with self.where_mesh(a.mesh):
             act(a.remote)
@@ -837,31 +895,47 @@ class OnMeshes(Base):
         self.say(*members)
         shared = all(not m.memory.meshes and m.local.is_contiguous() for m in members)
         with self.where_mesh(mesh):
-            remote = dr.from_shards([m.remote if shared else m.remote.clone() for m in members], self.world.meshes[mesh])
+            remote = dr.from_shards(
+                [m.remote if shared else m.remote.clone() for m in members], self.world.meshes[mesh]
+            )
         locals_ = [m.local if shared else m.local.clone() for m in members]
-        self.keep_whole(mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members])
+        self.keep_whole(
+            mesh, remote, locals_, [m.memory if shared else Memory(m.memory.poisoned) for m in members]
+        )
 
     @operation(0.4)
     def mesh_mixture(self) -> None:
         """Shards of two tensors of a mesh become a third one, by copies; all shards of one are that one again."""
         a = self.whole()
         alike = [
-            w for w in self.wholes if w.mesh == a.mesh and (w.locals[0].shape, w.locals[0].dtype) == (a.locals[0].shape, a.locals[0].dtype)
+            w
+            for w in self.wholes
+            if w.mesh == a.mesh
+            and (w.locals[0].shape, w.locals[0].dtype) == (a.locals[0].shape, a.locals[0].dtype)
         ]
         b = self.random.choice(alike)
         sources = [self.random.choice((a, b)) for _ in a.locals]
         shared = all(w.memories[k] is sources[0].memories[k] for k, w in enumerate(sources))
         self.say(*sources)
         with self.where_mesh(a.mesh):
-            remote = dr.from_shards([w.remote.member(k) for k, w in enumerate(sources)], self.world.meshes[a.mesh])
+            remote = dr.from_shards(
+                [w.remote.member(k) for k, w in enumerate(sources)], self.world.meshes[a.mesh]
+            )
         locals_ = [w.locals[k] if shared else w.locals[k].clone() for k, w in enumerate(sources)]
-        memories = [w.memories[k] if shared else Memory(w.memories[k].poisoned) for k, w in enumerate(sources)]
+        memories = [
+            w.memories[k] if shared else Memory(w.memories[k].poisoned) for k, w in enumerate(sources)
+        ]
         self.keep_whole(a.mesh, remote, locals_, memories)
 
     @operation(0.5)
     def mesh_part(self) -> None:
         """Some members' shards of a mesh's tensor become a tensor of a part of the mesh: the same memory."""
-        wholes = [w for w in self.wholes for part in self.world.parts.get(w.mesh, {}) if all(part not in m.meshes for m in w.memories)]
+        wholes = [
+            w
+            for w in self.wholes
+            for part in self.world.parts.get(w.mesh, {})
+            if all(part not in m.meshes for m in w.memories)
+        ]
         if wholes:
             a = self.random.choice(wholes)
             part, ranks = self.random.choice(list(self.world.parts[a.mesh].items()))
@@ -879,7 +953,9 @@ class OnMeshes(Base):
     def read_whole(self, name: str, a: Whole) -> None:
         if any(memory.poisoned for memory in a.memories):
             for k, (local, memory) in enumerate(zip(a.locals, a.memories)):
-                self.check(Wanted(f"member {k} of {a}", lambda k=k: a.remote.member(k).cpu(), local, memory.poisoned))  # type: ignore[misc]
+                self.check(
+                    Wanted(f"member {k} of {a}", lambda k=k: a.remote.member(k).cpu(), local, memory.poisoned)
+                )  # type: ignore[misc]
         else:
             for k, (got, local) in enumerate(zip(dr.shards(a.remote), a.locals)):
                 self.check(Wanted(f"{name} {k} of {a}", lambda got=got: got, local, False))  # type: ignore[misc]
@@ -904,7 +980,10 @@ class OnMeshes(Base):
                 remote = dr.lines.all_reduce(lines, a.remote)
         locals_, memories = list(a.locals), list(a.memories)
         for row in lines.rows:
-            total, poisoned = torch.stack([a.locals[k] for k in row]).sum(0), any(a.memories[k].poisoned for k in row)
+            total, poisoned = (
+                torch.stack([a.locals[k] for k in row]).sum(0),
+                any(a.memories[k].poisoned for k in row),
+            )
             for k in row:
                 locals_[k], memories[k] = total.clone(), Memory(poisoned)
         self.keep_whole(a.mesh, remote, locals_, memories)
@@ -920,7 +999,10 @@ class OnMeshes(Base):
             remote = dr.lines.all_gather(lines, a.remote)
         locals_, memories = list(a.locals), list(a.memories)
         for row in lines.rows:
-            together, poisoned = torch.cat([a.locals[k] for k in row]), any(a.memories[k].poisoned for k in row)
+            together, poisoned = (
+                torch.cat([a.locals[k] for k in row]),
+                any(a.memories[k].poisoned for k in row),
+            )
             for k in row:
                 locals_[k], memories[k] = together.clone(), Memory(poisoned)
         self.keep_whole(a.mesh, remote, locals_, memories)
@@ -982,7 +1064,9 @@ class Failing(Base):
     def shapes_apart(self) -> None:
         a = self.any()
         with self.where(a.place):
-            other = torch.zeros(a.local.shape[-1] + 1 if a.local.shape[-1] > 1 else 0, dtype=a.local.dtype, device=REMOTE)
+            other = torch.zeros(
+                a.local.shape[-1] + 1 if a.local.shape[-1] > 1 else 0, dtype=a.local.dtype, device=REMOTE
+            )
             if a.local.shape[-1] > 1:
                 self._refused(RuntimeError, lambda: a.remote.add_(other))
 
@@ -1110,7 +1194,9 @@ class Living(Base):
             self.keep(value.place, loaded.clone(), local)  # one value chosen twice comes back tied
 
 
-class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Failing, Drawing, Deriving, Living):
+class Program(
+    Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Failing, Drawing, Deriving, Living
+):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see `wrong`."""
 
     def run(self, only: Collection[int] | None = None, progress: Callable[[], None] = lambda: None) -> None:
@@ -1142,7 +1228,9 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
         weights = {}
         for name in dir(type(self)):
             if weight := float(getattr(getattr(type(self), name), "weight", 0)):
-                more = self.random.choice((1, 1, 1, 4)) * (5 if subject is not None and hasattr(subject, name) else 1)
+                more = self.random.choice((1, 1, 1, 4)) * (
+                    5 if subject is not None and hasattr(subject, name) else 1
+                )
                 weights[name] = 0.0 if self.chance(quiet) else weight * more
         return weights
 
@@ -1153,7 +1241,13 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
         for wanted in self.wanted:
             self.check(wanted)
         shards = [
-            Value(f"member {k} of {whole}", self.world.meshes[whole.mesh].places[k], whole.remote.member(k), local, memory)
+            Value(
+                f"member {k} of {whole}",
+                self.world.meshes[whole.mesh].places[k],
+                whole.remote.member(k),
+                local,
+                memory,
+            )
             for whole in self.wholes
             for k, (local, memory) in enumerate(zip(whole.locals, whole.memories))
         ]
@@ -1167,7 +1261,9 @@ class Program(Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Fail
             self.read("the end", value, lambda value=value: value.remote.cpu())  # type: ignore[misc]
         for value in self.values:
             if _steps(value.remote) != _steps(value.local):
-                self.differs(f"strides of {value} are {value.remote.stride()}, expected {value.local.stride()}")
+                self.differs(
+                    f"strides of {value} are {value.remote.stride()}, expected {value.local.stride()}"
+                )
         for work in self.works:
             work.wait()
         for group in self.groups[len(self.world.groups) :]:
@@ -1194,7 +1290,9 @@ class Publisher:
             first = torch.full((50,), k, dtype=torch.int64).to(REMOTE)
             with dr.on(self.world.nodes - 1):
                 second = torch.full((50,), 2 * k + 1, dtype=torch.int64).to(REMOTE)
-            dr.publish(self.NAME, {"first": first, "second": second, "k": k}, shared=True, copy=choose.random() < 0.5)
+            dr.publish(
+                self.NAME, {"first": first, "second": second, "k": k}, shared=True, copy=choose.random() < 0.5
+            )
             del first, second
             if k % 17 == 0:
                 dr.unpublish(self.NAME)
@@ -1211,7 +1309,10 @@ class Reader:
     """Looks a publisher's pairs up: each is of one version, none is older than one that was seen before, and a foreign one is read only."""
 
     def __init__(self, owner: str | None = None) -> None:
-        self.name, self.foreign = Publisher.NAME if owner is None else f"{owner}/{Publisher.NAME}", owner is not None
+        self.name, self.foreign = (
+            Publisher.NAME if owner is None else f"{owner}/{Publisher.NAME}",
+            owner is not None,
+        )
         self.found = self.missing = self.last = 0
         self.wrong: list[str] = []
 
@@ -1262,11 +1363,16 @@ class Run:
         """Block until they are done, or one hangs."""
         self._end, self._moved = time.monotonic() + self.seconds, [time.monotonic()] * self.threads
         self._left = iter(range(self.programs))
-        workers = [threading.Thread(target=self._work, args=(k,), name=f"programs-{k}", daemon=True) for k in range(self.threads)]
+        workers = [
+            threading.Thread(target=self._work, args=(k,), name=f"programs-{k}", daemon=True)
+            for k in range(self.threads)
+        ]
         publisher = Publisher(self.world)
         beside = [
             threading.Thread(target=self._beside, args=(publisher.run,), name="publisher", daemon=True),
-            threading.Thread(target=self._beside, args=(lambda: self._read(publisher),), name="reader", daemon=True),
+            threading.Thread(
+                target=self._beside, args=(lambda: self._read(publisher),), name="reader", daemon=True
+            ),
         ]
         for thread in [*workers, *beside] if self.publish else workers:
             thread.start()
@@ -1288,7 +1394,10 @@ class Run:
     def _watch(self, workers: list[threading.Thread]) -> None:
         for k, thread in enumerate(workers):
             if thread.is_alive() and time.monotonic() - self._moved[k] > self.patience:
-                programs = "\n".join(f"thread {n}, seed {p.seed}:\n    " + "\n    ".join(p.said[-8:]) for n, p in self.running.items())
+                programs = "\n".join(
+                    f"thread {n}, seed {p.seed}:\n    " + "\n    ".join(p.said[-8:])
+                    for n, p in self.running.items()
+                )
                 self.stuck = f"thread {k} has done nothing for {self.patience:g} s\n{programs}"
                 return
 
@@ -1318,4 +1427,10 @@ class Run:
         try:
             act()
         except Exception as error:
-            self.tally.wrong.append(Wrong(-1, f"beside the programs: {type(error).__name__}: {error}", traceback.format_exc().splitlines()))
+            self.tally.wrong.append(
+                Wrong(
+                    -1,
+                    f"beside the programs: {type(error).__name__}: {error}",
+                    traceback.format_exc().splitlines(),
+                )
+            )

@@ -87,12 +87,22 @@ def main() -> None:
     """Print each room with its files, lines, and the rooms that it imports."""
     for package, rooms in ROOMS.items():
         counted = arrows(package)
-        print(f"{package}: {len(rooms)} rooms, {len(counted)} arrows between them, {counted.total()} imports across")
+        print(
+            f"{package}: {len(rooms)} rooms, {len(counted)} arrows between them, {counted.total()} imports across"
+        )
         for name in reversed(rooms):
-            files = [path for module, path in MODULES.items() if module.split(".")[0] == package and room(module) == name]
+            files = [
+                path
+                for module, path in MODULES.items()
+                if module.split(".")[0] == package and room(module) == name
+            ]
             lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-            below = ", ".join(f"{target} {counted[name, target]}" for target in reversed(rooms) if (name, target) in counted)
-            print(f"  {name:<12}{len(files):>3} files {lines:>6,} lines{'   imports ' + below if below else ''}")
+            below = ", ".join(
+                f"{target} {counted[name, target]}" for target in reversed(rooms) if (name, target) in counted
+            )
+            print(
+                f"  {name:<12}{len(files):>3} files {lines:>6,} lines{'   imports ' + below if below else ''}"
+            )
 
 
 if __name__ == "__main__":

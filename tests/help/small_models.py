@@ -12,7 +12,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers  # reads the environment when imported
 
 VOCABULARY = 99
-_TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -38,7 +44,10 @@ def _masked() -> dict[str, torch.Tensor]:
 
 
 def _pictures() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), "labels": _ids(2, high=10)}
+    return {
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)),
+        "labels": _ids(2, high=10),
+    }
 
 
 def _pairs() -> dict[str, torch.Tensor]:
@@ -46,12 +55,16 @@ def _pairs() -> dict[str, torch.Tensor]:
 
 
 def _gpt2() -> Any:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def _llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, **_ENDS, num_key_value_heads=2, max_position_embeddings=64))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_TEXT, **_ENDS, num_key_value_heads=2, max_position_embeddings=64)
+    )
 
 
 def _bert() -> Any:
@@ -60,12 +73,16 @@ def _bert() -> Any:
 
 def _vit() -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=10))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=10)
+    )
 
 
 def _t5() -> Any:
     sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 

@@ -64,7 +64,9 @@ FOUND = [
 
 
 @pytest.fixture(scope="module", params=["worker", "raw", "master"])
-def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+def hostile(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Any]]:
     dr.shutdown()
     folder = tmp_path_factory.mktemp("fuzz")
     os.chmod(folder, 0o700)
@@ -110,7 +112,9 @@ def test_a_round_is_the_same_bytes_again() -> None:
 
     def bytes_of(number: int) -> list[Any]:
         mutator = Mutator(recordings, Random(f"1:{number}"))
-        return [item if isinstance(item, bytes) else mutator.frames(item) for item in mutator.session("master")]
+        return [
+            item if isinstance(item, bytes) else mutator.frames(item) for item in mutator.session("master")
+        ]
 
     assert [bytes_of(n) for n in range(20)] == [bytes_of(n) for n in range(20)]
     assert bytes_of(1) != bytes_of(2)
@@ -155,14 +159,22 @@ def test_a_defect_is_found(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_reply_that_is_no_tensor(value: Any) -> None:
     assert not is_tensor(value, b"1234", None)
-    assert is_tensor(["float32", [2], b"12345678"], None, None) and is_tensor(["float32", [1], None], b"1234", None)
+    assert is_tensor(["float32", [2], b"12345678"], None, None) and is_tensor(
+        ["float32", [1], None], b"1234", None
+    )
 
 
 def test_metadata_and_devices_that_are_none() -> None:
     good: list[Any] = [[2, 3], [3, 1], 0, "float32", 0]
     assert is_spec(good)
     for k, values in enumerate(
-        [([2], [-1, 3], [2, "3"], 6, [1 << 61, 1 << 61]), ([3], [3, -1], None, [1 << 62, 1]), (-1, 1 << 62), ("nn", 3), (4, "0")]
+        [
+            ([2], [-1, 3], [2, "3"], 6, [1 << 61, 1 << 61]),
+            ([3], [3, -1], None, [1 << 62, 1]),
+            (-1, 1 << 62),
+            ("nn", 3),
+            (4, "0"),
+        ]
     ):
         for value in values:  # type: ignore[attr-defined]
             assert not is_spec([*good[:k], value, *good[k + 1 :]])
@@ -173,7 +185,10 @@ def test_metadata_and_devices_that_are_none() -> None:
         assert not is_devices(rows)
 
 
-@pytest.mark.parametrize("kind", ["ExceptionGroup", "UnicodeDecodeError", "StopIteration", "KeyError", "no.such.Error", "SystemExit", ""])
+@pytest.mark.parametrize(
+    "kind",
+    ["ExceptionGroup", "UnicodeDecodeError", "StopIteration", "KeyError", "no.such.Error", "SystemExit", ""],
+)
 def test_a_failure_of_any_class_is_an_error_with_words(session: Any, kind: str) -> None:
     node = active_session().nodes[0]
     error = remote_error(node, Cause(Failure(1, 1, kind, "its text", "", "aten::add", ""), ""))
@@ -187,7 +202,9 @@ def test_every_form_of_a_reply_refuses_what_it_is_not() -> None:
             assert not fits([[[]]]), form
 
 
-def test_sessions_that_have_ended_leave_no_descriptors(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+def test_sessions_that_have_ended_leave_no_descriptors(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
     """atexit held every session, with the shared memory and the wake-up of each."""
     os.chmod(tmp_path, 0o700)
     worker = FuzzedWorker(tmp_path, key=False)
@@ -228,14 +245,23 @@ def speaker(worker: FuzzedWorker) -> Iterator[Speaker]:
 
 
 @pytest.mark.parametrize(
-    "words", [[UPLOAD], [UPLOAD, 1, "cpu"], [STAMP, 1, HOST, 1, 2], [UPLOAD, 1, "cpu", "float32", [1], [1, 2, 3]], [GIVE, [[]], 1]]
+    "words",
+    [
+        [UPLOAD],
+        [UPLOAD, 1, "cpu"],
+        [STAMP, 1, HOST, 1, 2],
+        [UPLOAD, 1, "cpu", "float32", [1], [1, 2, 3]],
+        [GIVE, [[]], 1],
+    ],
 )
 def test_words_that_make_no_sense_end_the_session_with_a_reason(speaker: Speaker, words: list[Any]) -> None:
     speaker.say(encode(Segment(1, 0, [], words, [])))
     assert "segment 1 makes no sense at word" in speaker.hears(Goodbye, "a segment").reason
 
 
-@pytest.mark.parametrize("words", [[LEARN, [1], 16, 1, 1, 2], [PUBLISH, [1], ["x", 1, True, "", [], b""], []]])
+@pytest.mark.parametrize(
+    "words", [[LEARN, [1], 16, 1, 1, 2], [PUBLISH, [1], ["x", 1, True, "", [], b""], []]]
+)
 def test_a_request_that_is_no_number_ends_the_session(speaker: Speaker, words: list[Any]) -> None:
     """It was answered, by a reply that no master can read."""
     speaker.say(encode(Segment(1, 0, [ADD], [UPLOAD, 1, "cpu", "float32", [1], b"1234", *words], [])))
@@ -256,7 +282,9 @@ _LISTED = ["0" * 16, 0, "here", 1, ["cpu"]]
     "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""], ["x", 1, True, "", [_LISTED[:4]], b""],
                ["x", 1, True, "", [[None, *_LISTED[1:]]], b""], ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
 )  # fmt: skip
-def test_a_publication_that_is_none_ends_the_session_of_who_publishes(speaker: Speaker, fields: list[Any]) -> None:
+def test_a_publication_that_is_none_ends_the_session_of_who_publishes(
+    speaker: Speaker, fields: list[Any]
+) -> None:
     """Masters of other sessions are told of it, and would take its nonsense for the worker's."""
     speaker.say(encode(Segment(1, 0, [], [PUBLISH, 1, fields, []], [])))
     assert "is no publication" in speaker.hears(Goodbye, "a publication").reason
@@ -266,18 +294,24 @@ def test_a_publication_that_is_none_ends_the_session_of_who_publishes(speaker: S
     "detail", [[], [[]], [None], ["look"], ["look", 3], ["look", None], ["index", "a"], ["index", "a", b"x"], ["sweep", "a", "b", [3]],
                ["remove", "a", "b"], ["commit", "a", "b", "c", {}], ["nothing", "a"]],
 )  # fmt: skip
-def test_folders_of_checkpoints_that_are_none_end_the_session_with_a_reason(speaker: Speaker, detail: list[Any]) -> None:
+def test_folders_of_checkpoints_that_are_none_end_the_session_with_a_reason(
+    speaker: Speaker, detail: list[Any]
+) -> None:
     speaker.say(encode(Ask(1, "checkpoint", detail)))
     assert "nothing is known about checkpoints" in speaker.hears(Goodbye, "a question").reason
 
 
 @pytest.mark.parametrize("received", [-1, 1, 1 << 62])
-def test_an_acknowledgement_that_cannot_be_ends_the_session_with_a_reason(speaker: Speaker, received: int) -> None:
+def test_an_acknowledgement_that_cannot_be_ends_the_session_with_a_reason(
+    speaker: Speaker, received: int
+) -> None:
     speaker.say(encode(Ack(received)))
     assert "messages acknowledged, of 0" in speaker.hears(Goodbye, "Ack").reason
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.startswith(("ask published", "ask checkpoint", "published"))])
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.startswith(("ask published", "ask checkpoint", "published"))]
+)
 def test_what_is_published_and_saved_is_checked_where_it_is_taken(form: str) -> None:
     """`dr.names()` and `dr.load()` unpacked what a worker had answered, and raised a `ValueError` of Python's."""
     good = {
@@ -303,8 +337,12 @@ def test_peers_that_are_none(speaker: Speaker, addresses: list[Any]) -> None:
     assert "Peers makes no sense" in speaker.hears(Goodbye, "Peers").reason
 
 
-@pytest.mark.parametrize("address", ["", "float99", "tcp://", "tcp://no.such.host.at.all:1", "ipc://" + "x" * 200])
-def test_a_peer_at_an_address_that_is_none_costs_nothing_but_its_signal(speaker: Speaker, address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["", "float99", "tcp://", "tcp://no.such.host.at.all:1", "ipc://" + "x" * 200]
+)
+def test_a_peer_at_an_address_that_is_none_costs_nothing_but_its_signal(
+    speaker: Speaker, address: str
+) -> None:
     """A worker that lies about where it listens; the master passes that on."""
     speaker.say(encode(Ask(1, "listen", [""])))
     speaker.hears(Reply, "listen", 1)

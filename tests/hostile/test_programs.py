@@ -18,7 +18,10 @@ from random_programs import Program, Run, World
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     dr.shutdown()
     nodes, gpus = request.param
-    with pytest.MonkeyPatch.context() as patch, dr.init_master_worker(world_size=nodes, simulate_cuda=gpus, timeout=STARTING):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        dr.init_master_worker(world_size=nodes, simulate_cuda=gpus, timeout=STARTING),
+    ):
         patch.setenv("DISTRUNTIME_SIGNING_KEY", str(tmp_path_factory.mktemp("keys") / "signing-key"))
         yield World(tmp_path_factory.mktemp("checkpoints"))
         failures_are_known()

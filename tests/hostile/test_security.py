@@ -67,7 +67,9 @@ class Target:
         return KeyPair.load(self.key) if self.key is not None else None
 
 
-_open: list[Channel] = []  # of the attackers; closed at the end of the test, since closing drops what was not sent yet
+_open: list[
+    Channel
+] = []  # of the attackers; closed at the end of the test, since closing drops what was not sent yet
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +103,12 @@ def greetings() -> list[list[bytes]]:
 def refused(target: Target, keys: KeyPair | None) -> None:
     """Try to get in, until the handshake has failed; nothing ever answers."""
     channel = talk(target, keys, greetings())
-    until(lambda: channel.receive(0.05) or any(event.kind in ("auth_failed", "handshake_failed") for event in channel.events()))
+    until(
+        lambda: (
+            channel.receive(0.05)
+            or any(event.kind in ("auth_failed", "handshake_failed") for event in channel.events())
+        )
+    )
     assert channel.receive(0.2) == []
 
 
@@ -191,7 +198,9 @@ Attack = Callable[[Target], None]
 
 @pytest.fixture
 def curve_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ListeningWorker, Target]]:
-    folder = tmp_path_factory.mktemp("curve")  # each worker of its own: after the first lines, a minute's are one
+    folder = tmp_path_factory.mktemp(
+        "curve"
+    )  # each worker of its own: after the first lines, a minute's are one
     KeyPair.generate().save(folder / "key")
     worker = ListeningWorker(folder, "--listen", "tcp://127.0.0.1:0", "--key", str(folder / "key"))
     yield worker, Target(worker.address, folder / "key")
@@ -242,7 +251,9 @@ def test_a_worker_without_keys_survives_what_is_no_protocol(
     assert worker.process.poll() is None and "Traceback" not in worker.text()
 
 
-def test_a_stranger_learns_that_the_keys_differ(curve_worker: tuple[ListeningWorker, Target], tmp_path: Path) -> None:
+def test_a_stranger_learns_that_the_keys_differ(
+    curve_worker: tuple[ListeningWorker, Target], tmp_path: Path
+) -> None:
     _, target = curve_worker
     KeyPair.generate().save(tmp_path / "other")
     dr.shutdown()
@@ -265,7 +276,24 @@ def test_a_peer_that_says_hello_and_is_gone_costs_the_worker_nothing(
     assert computes() and worker.process.poll() is None and "Traceback" not in worker.text()
 
 
-FIELDS: list[Any] = [None, True, -1, 1 << 62, 1.5, "", "tensor", "x" * 1000, b"x", [], [[]], [None], {}, {"a": 1}, [[1, 2, 3]], [[0] * 7]]
+FIELDS: list[Any] = [
+    None,
+    True,
+    -1,
+    1 << 62,
+    1.5,
+    "",
+    "tensor",
+    "x" * 1000,
+    b"x",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": 1},
+    [[1, 2, 3]],
+    [[0] * 7],
+]
 
 
 def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
@@ -297,7 +325,19 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     worker, target = open_worker
     dr.shutdown()
     attacker = talk(target, None, [])
-    kinds: list[type] = [Segment, Fetch, Ask, OpenStream, Signal, Cancel, Goodbye, OpenTeam, OpenLines, MeshSegment, MeshBody]
+    kinds: list[type] = [
+        Segment,
+        Fetch,
+        Ask,
+        OpenStream,
+        Signal,
+        Cancel,
+        Goodbye,
+        OpenTeam,
+        OpenLines,
+        MeshSegment,
+        MeshBody,
+    ]
     for frame in [encode(Ask(1, "passed", [[], 1])), *malformed(kinds, 60, seed)]:
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])
@@ -317,7 +357,11 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
 
 
 def dial_in(folder: Path, address: str, node: int, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]),
+        "OMP_NUM_THREADS": "1",
+    }
     with (folder / f"worker-{node}.log").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "distruntime_worker", "--master", address, "--node", str(node), *arguments],
@@ -352,7 +396,9 @@ def test_a_session_goes_on_while_others_attack_its_master(
 
 
 @pytest.mark.parametrize("attack", STRANGERS)
-def test_strangers_do_not_keep_a_session_from_coming_about(tmp_path: Path, fresh_session: Callable[..., Any], attack: Attack) -> None:
+def test_strangers_do_not_keep_a_session_from_coming_about(
+    tmp_path: Path, fresh_session: Callable[..., Any], attack: Attack
+) -> None:
     KeyPair.generate().save(tmp_path / "key")
     target = Target(f"tcp://127.0.0.1:{free_port()}", tmp_path / "key")
     process = dial_in(tmp_path, target.address, 0, "--key", str(tmp_path / "key"))
@@ -459,7 +505,9 @@ def test_a_worker_cannot_answer_for_another(bad_worker: BadWorker) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])
-def test_a_master_does_not_listen_beyond_this_machine_without_a_key(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_does_not_listen_beyond_this_machine_without_a_key(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DISTRUNTIME_KEY", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     dr.shutdown()
@@ -483,7 +531,9 @@ def test_the_master_unpickles_nothing(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import(names=names):
-                modules = [name.name for name in names if name.name != "cloudpickle"]  # which writes here; its `loads` is caught below
+                modules = [
+                    name.name for name in names if name.name != "cloudpickle"
+                ]  # which writes here; its `loads` is caught below
             case ast.ImportFrom(module=str(module), names=names):
                 modules = [module, *(f"{module}.{name.name}" for name in names)]
             case ast.Call(func=ast.Name(id=name)) if name in CALLS:

@@ -67,7 +67,9 @@ class Master:
         """Send messages; of a pair the second is the payload frame of the first."""
         for message in messages:
             parts = message if isinstance(message, tuple) else (message,)
-            self._channel.send(b"target", [part if isinstance(part, bytes) else encode(part) for part in parts])
+            self._channel.send(
+                b"target", [part if isinstance(part, bytes) else encode(part) for part in parts]
+            )
 
     def hears(self, kind: type[Message]) -> Any:
         """Wait for a message of a class, and return it."""
@@ -91,13 +93,21 @@ def master(worker: ListeningWorker) -> Iterator[Master]:
     channel.close()
 
 
-def body(*words: Any, team: int = 0, start: int = 0, templates: Any = (), stretches: Any = ()) -> tuple[Message, Message]:
+def body(
+    *words: Any, team: int = 0, start: int = 0, templates: Any = (), stretches: Any = ()
+) -> tuple[Message, Message]:
     return MeshSegment(1), MeshBody(team, start, list(templates), list(words), list(stretches))
 
 
 TEAM = OpenTeam(0, ["cuda:0", "cuda:1"])
 ADD = [16, "aten::add.Tensor", [["operand"], ["operand"]], {}, 1]
-SUM = [16, "group::all_reduce", [0, [-1, "SUM", None, False, [], []], [["float32", [1], None]], [["float32", [1], None]]], {}, 0]
+SUM = [
+    16,
+    "group::all_reduce",
+    [0, [-1, "SUM", None, False, [], []], [["float32", [1], None]], [["float32", [1], None]]],
+    {},
+    0,
+]
 
 NONSENSE: dict[str, tuple[list[Any], str]] = {
     "no members": ([OpenTeam(0, [])], r"mesh 0 of members on \[\] cannot be opened"),
@@ -168,7 +178,9 @@ def test_members_that_are_not_in_a_group_as_the_lines_say(master: Master) -> Non
     """Ranks that there are not, and those of other workers."""
     for rows in ([[1, 0], [1, 7]], [[1, 0], [1, 2]], [[1, -1], [1, 1]]):
         master.say(hello(session="hostile"), TEAM)
-        master.say(OpenGroup(1, 1, "tcp", b"", [0, 0, 1], [[0, "cuda:0"], [1, "cuda:1"]], 1.0), OpenLines(0, 0, rows))
+        master.say(
+            OpenGroup(1, 1, "tcp", b"", [0, 0, 1], [[0, "cuda:0"], [1, "cuda:1"]], 1.0), OpenLines(0, 0, rows)
+        )
         assert "lines 0 of mesh 0" in master.hears(Goodbye).reason
 
 
@@ -176,7 +188,13 @@ def test_strangers_open_no_mesh(worker: ListeningWorker) -> None:
     """Whole messages from one who has no session."""
     master = Master(worker)
     before = worker.text().count("dropped a peer")
-    said: list[Message] = [TEAM, OpenLines(0, 0, [[1, 0]]), MeshSegment(1), body()[1], OpenStream(1, "cpu", 0, 0)]
+    said: list[Message] = [
+        TEAM,
+        OpenLines(0, 0, [[1, 0]]),
+        MeshSegment(1),
+        body()[1],
+        OpenStream(1, "cpu", 0, 0),
+    ]
     stranger = talk(Target(worker.address, None), None, [[encode(message)] for message in said])
     messages_out_of_place(Target(worker.address, None))
     until(lambda: worker.text().count("dropped a peer") >= before + len(said))
@@ -187,11 +205,17 @@ def test_strangers_open_no_mesh(worker: ListeningWorker) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_messages_about_meshes_harm_no_later_master(worker: ListeningWorker, fresh_session: Callable[..., Any], seed: int) -> None:
+def test_random_messages_about_meshes_harm_no_later_master(
+    worker: ListeningWorker, fresh_session: Callable[..., Any], seed: int
+) -> None:
     """Fields of all classes, and of the right ones, in messages that follow what makes some of them plausible."""
     random_ = random.Random(seed)
     numbers = [0, 1, 2, -1, 7, 16, 17, 4095, 4096, 1 << 31, BIG]
-    word: Callable[[], Any] = lambda: random_.choice([*numbers, *range(12), [7], [7, 8], [], "x", None, 1.5, b"\0\0\0\0", [1], "member"])  # noqa: E731
+    vocabulary = [*numbers, *range(12), [7], [7, 8], [], "x", None, 1.5, b"\0\0\0\0", [1], "member"]
+
+    def word() -> Any:
+        return random_.choice(vocabulary)
+
     attacker = Master(worker)
     before = resident(worker.process.pid)
     for _ in range(150):
@@ -201,7 +225,9 @@ def test_random_messages_about_meshes_harm_no_later_master(worker: ListeningWork
         templates = random_.choice([[], [ADD], [SUM], [[16, *fields]], [[word() for _ in range(5)]]])
         stretches = random_.choice([[], [[0, len(words)]], [[word(), word()]], [word()]])
         attacker.say(hello(session="hostile"), TEAM)
-        attacker.say(random_.choice([TEAM, msgpack.packb([MESSAGES.index(kind), *fields]), OpenStream(1, "cpu", 0, 0)]))
+        attacker.say(
+            random_.choice([TEAM, msgpack.packb([MESSAGES.index(kind), *fields]), OpenStream(1, "cpu", 0, 0)])
+        )
         attacker.say((MeshSegment(1), MeshBody(0, 0, templates, [*ONE, *words], stretches)))
     attacker.say(Goodbye("done"), hello(protocol=PROTOCOL + 1))
     attacker.hears(Refused)

@@ -51,7 +51,9 @@ def key(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def worker(tmp_path: Path, key: Path) -> Iterator[ListeningWorker]:
-    found = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", "--key", str(key), under=limited(LIMIT))
+    found = ListeningWorker(
+        tmp_path, "--listen", "tcp://127.0.0.1:0", "--key", str(key), under=limited(LIMIT)
+    )
     yield found
     found.stop()
 
@@ -81,7 +83,9 @@ def silent_master(address: str, key: str) -> None:
     print("was in")
 
 
-@pytest.mark.parametrize("kind", [{"silent": 300}, {"silent": 100, "half_open": 100, "bombs": 20}], ids=["silent", "mixed"])
+@pytest.mark.parametrize(
+    "kind", [{"silent": 300}, {"silent": 100, "half_open": 100, "bombs": 20}], ids=["silent", "mixed"]
+)
 def test_a_worker_with_few_descriptors_serves_its_masters_under_a_flood(
     worker: ListeningWorker, key: Path, fresh_session: Callable[..., Any], kind: dict[str, int]
 ) -> None:
@@ -105,7 +109,9 @@ def test_a_worker_with_few_descriptors_serves_its_masters_under_a_flood(
     assert "more lines of this kind" in worker.text() or not kind.get("half_open")
 
 
-def test_the_frames_of_strangers_take_little_memory(worker: ListeningWorker, key: Path, fresh_session: Callable[..., Any]) -> None:
+def test_the_frames_of_strangers_take_little_memory(
+    worker: ListeningWorker, key: Path, fresh_session: Callable[..., Any]
+) -> None:
     fresh_session(workers=[worker.address], key=key, timeout=60)
     goes_on(10)
     before, most = resident(worker.process.pid), 0
@@ -165,7 +171,9 @@ def garbage(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_garbage_at_every_port_of_a_worker_harms_nothing(tmp_path: Path, key: Path, fresh_session: Callable[..., Any], seed: int) -> None:
+def test_garbage_at_every_port_of_a_worker_harms_nothing(
+    tmp_path: Path, key: Path, fresh_session: Callable[..., Any], seed: int
+) -> None:
     """Its command port, its socket for other workers, the store where groups meet, and gloo's own."""
     workers = []
     for k in range(2):
@@ -308,7 +316,9 @@ def test_strangers_of_one_host_leave_another_its_way_in(ends: Ends) -> None:
     assert other in ends.strangers.names
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells how much has come through a connection")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere nobody tells how much has come through a connection"
+)
 def test_who_says_nothing_goes_before_who_is_in_a_handshake(ends: Ends) -> None:
     handshake, greeting, endless = ends.add(), ends.add(), ends.add()
     for far, said in zip(ends.far, (300, 64, 10_000)):
@@ -346,13 +356,24 @@ def test_until_a_listener_is_known_nobody_is_hung_up_on(ends: Ends) -> None:
 
 
 def test_an_eighth_of_the_descriptors_is_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, most in ((64, 16), (140, 17), (256, 32), (1024, 48), (1 << 20, 48), (resource.RLIM_INFINITY, 48)):
+    for limit, most in (
+        (64, 16),
+        (140, 17),
+        (256, 32),
+        (1024, 48),
+        (1 << 20, 48),
+        (resource.RLIM_INFINITY, 48),
+    ):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert wire_descriptors.most_strangers() == most
 
 
-@pytest.mark.parametrize("limits, wanted", [((1024, 4096), 4096), ((1024, 1024), None), ((256, resource.RLIM_INFINITY), 1 << 20)])
-def test_the_soft_limit_is_raised_to_the_hard_one(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None) -> None:
+@pytest.mark.parametrize(
+    "limits, wanted", [((1024, 4096), 4096), ((1024, 1024), None), ((256, resource.RLIM_INFINITY), 1 << 20)]
+)
+def test_the_soft_limit_is_raised_to_the_hard_one(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+) -> None:
     said: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: said.append(new))
@@ -372,7 +393,10 @@ def test_a_tally_writes_ten_lines_and_then_a_sum_a_minute() -> None:
     assert len(written) == 10 and tally.due == 1.0
     now[0] += 1
     tally.look()
-    assert written[10:] == ["15 more lines of this kind in 60 s, the last of them: line 24"] and tally.due is None
+    assert (
+        written[10:] == ["15 more lines of this kind in 60 s, the last of them: line 24"]
+        and tally.due is None
+    )
     tally.note("line 25")
     now[0] += 30
     tally.note("line 26")

@@ -82,8 +82,12 @@ def _fill(node: int, issued: list[int], stop: threading.Event) -> None:
             issued[0] += 1
 
 
-def test_who_blocks_on_one_worker_holds_up_no_other(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 4_000)  # words, which even a slow machine issues at once
+def test_who_blocks_on_one_worker_holds_up_no_other(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["distruntime.log.node"], "WINDOW", 4_000
+    )  # words, which even a slow machine issues at once
     fresh_session(world_size=2)
     with dr.on(1):
         x = torch.ones(3, device="remote")

@@ -33,7 +33,11 @@ def mesh() -> Any:
 @pytest.mark.parametrize("writer", ["the stream that made it", "another stream", "the default stream"])
 def test_a_read_beside_a_mesh_is_of_the_value_before_a_later_write(mesh: Any, writer: str) -> None:
     maker, other = dr.Stream(0), dr.Stream(0)
-    streams = {"the stream that made it": maker, "another stream": other, "the default stream": dr.default_stream(0)}
+    streams = {
+        "the stream that made it": maker,
+        "another stream": other,
+        "the default stream": dr.default_stream(0),
+    }
     m = torch.ones(300, 300, device=mesh.device)
     for _ in range(TRIES):
         with dr.stream(maker):
@@ -59,7 +63,9 @@ def test_a_value_that_is_let_go_of_beside_a_mesh_is_there_for_an_earlier_read(me
         assert future.result(60).tolist() == [0, 0, 0]
 
 
-def test_copies_and_collectives_of_threads_beside_a_meshs_collectives_do_not_wait_for_each_other(mesh: Any) -> None:
+def test_copies_and_collectives_of_threads_beside_a_meshs_collectives_do_not_wait_for_each_other(
+    mesh: Any,
+) -> None:
     group, times = dr.new_group([0, 1]), 400
     failures: list[str] = []
 
@@ -94,14 +100,19 @@ def test_copies_and_collectives_of_threads_beside_a_meshs_collectives_do_not_wai
         except BaseException as error:
             failures.append(f"{work.__name__}: {error!r}")
 
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in (copies, of_the_group, of_the_mesh)]
+    threads = [
+        threading.Thread(target=run, args=(work,), daemon=True)
+        for work in (copies, of_the_group, of_the_mesh)
+    ]
     for thread in threads:
         thread.start()
     until(lambda: not any(thread.is_alive() for thread in threads), 100.0)
     assert not failures
 
 
-def test_what_runs_in_the_midst_of_a_moment_and_begins_another_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_in_the_midst_of_a_moment_and_begins_another_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with dr.on(1):
         x = torch.ones(2, device="remote")
     x.to(node=0).tolist()
@@ -119,7 +130,9 @@ def test_what_runs_in_the_midst_of_a_moment_and_begins_another_is_told_so(monkey
     assert told and y.tolist() == [1, 1]
 
 
-def test_an_operation_that_gets_to_some_members_only_breaks_its_group_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_gets_to_some_members_only_breaks_its_group_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with dr.on(1):
         x = torch.ones(2, device="remote")
     x.to(node=0).tolist()

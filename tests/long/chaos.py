@@ -57,7 +57,9 @@ STARTING = 120.0  # seconds for a process to start, which imports torch, beside 
 # twice as long, is not.
 DIAL = SILENCE + 3 * keeper._ATTEMPT + 2 * keeper._PAUSE
 AGAIN = DIAL + MEET  # another worker, or another master: connections, then groups, are made anew
-ENDING = DETACH + 6.0  # for a master that is interrupted; a second for last words, two for each of its threads
+ENDING = (
+    DETACH + 6.0
+)  # for a master that is interrupted; a second for last words, two for each of its threads
 BUSY = 20.0  # more, since a machine with more to do than cores may hold any of them up
 
 PACE = 0.08  # seconds between steps: not more of them than the undisturbed run takes a reasonable time for
@@ -72,11 +74,16 @@ NEVER = 1 << 40
 def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
     """Train with dropout and shuffled data on two nodes, with an upload that is checked in each step; say each step's loss."""
     torch.manual_seed(7)
-    data, wanted = torch.randn(256, 64), torch.randn(256, 1)  # noise: what could be learned to the end would hide what differs
-    body = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Dropout(0.3), torch.nn.Tanh()).to(dr.place(0))
-    head = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Dropout(0.3), torch.nn.LayerNorm(64), torch.nn.Linear(64, 1)).to(
-        dr.place(1)
+    data, wanted = (
+        torch.randn(256, 64),
+        torch.randn(256, 1),
+    )  # noise: what could be learned to the end would hide what differs
+    body = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Dropout(0.3), torch.nn.Tanh()).to(
+        dr.place(0)
     )
+    head = torch.nn.Sequential(
+        torch.nn.Linear(96, 64), torch.nn.Dropout(0.3), torch.nn.LayerNorm(64), torch.nn.Linear(64, 1)
+    ).to(dr.place(1))
     parameters = [*body.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
     ends = parameters[0].device, parameters[-1].device
@@ -100,7 +107,9 @@ def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
             count += 1
         there = (upload + step).to(ends[step % 2])
         total = there.sum().item(), there[step % 1000].item()
-        assert total == ((1 << 15) * ((1 << 16) - 1) + (step << 16), step + step % 1000), f"step {step}: an upload has come as {total}"
+        assert total == ((1 << 15) * ((1 << 16) - 1) + (step << 16), step + step % 1000), (
+            f"step {step}: an upload has come as {total}"
+        )
         counted = [int(count) for count in counts]
         assert counted == [step + 1, step + 1], f"step {step} was counted as {counted}"
         words = f"step {step} {loss.item().hex()}\n"
@@ -113,7 +122,11 @@ def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
         if _last(stop) <= step:
             break
         pause(pace)
-    return {"steps": step + 1, "counts": [int(c) for c in counts], "weights": [p.detach().cpu() for p in parameters]}
+    return {
+        "steps": step + 1,
+        "counts": [int(c) for c in counts],
+        "weights": [p.detach().cpu() for p in parameters],
+    }
 
 
 def _last(stop: str) -> int:
@@ -131,7 +144,9 @@ def _say(words: str) -> None:
 def _attempt(ckpt: Any, *settings: Any) -> dict[str, Any]:
     try:
         return train(ckpt, *settings)
-    except OSError as error:  # what a worker without descriptors answers; the training may go on from its checkpoint
+    except (
+        OSError
+    ) as error:  # what a worker without descriptors answers; the training may go on from its checkpoint
         if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, dr.ConnectionFailed):
             raise
         _say(f"no descriptors: {str(error).partition(chr(10))[0]}")
@@ -140,17 +155,30 @@ def _attempt(ckpt: Any, *settings: Any) -> dict[str, Any]:
 
 def master() -> None:
     """Wait for a line that says what to train, do it, and leave what came of it in a file."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell starts what runs in the background without it
     torch.set_num_threads(1)
     _say("warm")
     plan = json.loads(sys.stdin.readline())
-    where: dict[str, Any] = {"resume": True, "force": True} if plan["resume"] else {"workers": plan["workers"]}
+    where: dict[str, Any] = (
+        {"resume": True, "force": True} if plan["resume"] else {"workers": plan["workers"]}
+    )
     dr.init_master_worker(
-        session=plan["session"], key=plan["key"], unreachable=SILENCE, grace=GRACE, timeout=CONNECT, keep=600, quiet=True, **where
+        session=plan["session"],
+        key=plan["key"],
+        unreachable=SILENCE,
+        grace=GRACE,
+        timeout=CONNECT,
+        keep=600,
+        quiet=True,
+        **where,
     )
     _say("attached")
     outcome = dr.run_with_restarts(
-        lambda ckpt: _attempt(ckpt, plan["steps"], plan["pace"], plan["stop"]), max_restarts=100_000, checkpoint=plan["checkpoint"]
+        lambda ckpt: _attempt(ckpt, plan["steps"], plan["pace"], plan["stop"]),
+        max_restarts=100_000,
+        checkpoint=plan["checkpoint"],
     )
     torch.save(outcome, plan["result"])
     dr.shutdown()
@@ -203,7 +231,9 @@ def faults_of(seed: int, kinds: list[str]) -> Iterator[Fault]:
     while True:
         for kind in draw.sample(deck, len(deck)):
             seconds = draw.choice([0.1, 0.2, 0.4, 0.8, 1.6, 2.5])
-            yield Fault(kind, draw.randrange(2), seconds, draw.randrange(1, 9), draw.random(), draw.uniform(0.0, 0.3))
+            yield Fault(
+                kind, draw.randrange(2), seconds, draw.randrange(1, 9), draw.random(), draw.uniform(0.0, 0.3)
+            )
 
 
 # -- who makes the trouble -------------------------------------------------------------------------------------------------------
@@ -230,7 +260,9 @@ class World:
         self.child: Child
         self.next_child: Child
         self.next_worker: Future[ListeningWorker]
-        self.losses: dict[int, str] = {}  # by step, as it was said; a step that is done again must say the same
+        self.losses: dict[
+            int, str
+        ] = {}  # by step, as it was said; a step that is done again must say the same
         self.step = -1
         self.ends: list[float] = []  # how long masters took to end after Ctrl-C
         self.unheard = 0  # Ctrl-C that Python has dropped, since it struck in a finalizer
@@ -271,7 +303,9 @@ class World:
     def _worker(self, number: int) -> ListeningWorker:
         folder = self.folder / f"worker-{number}"
         folder.mkdir()
-        worker = ListeningWorker(folder, "--listen", "tcp://127.0.0.1:0", "--key", str(self.key), "--threads", "1")
+        worker = ListeningWorker(
+            folder, "--listen", "tcp://127.0.0.1:0", "--key", str(self.key), "--threads", "1"
+        )
         self.started.append(worker)
         return worker
 
@@ -282,7 +316,9 @@ class World:
         self.next_child = Child(master)
         self.children.append(self.next_child)
 
-    def begin(self, name: str, workers: list[str], steps: int = NEVER, pace: float = PACE, resume: bool = False) -> None:
+    def begin(
+        self, name: str, workers: list[str], steps: int = NEVER, pace: float = PACE, resume: bool = False
+    ) -> None:
         """Let the master that is prepared begin a training, or go on with it, and prepare another."""
         plan = {
             "session": self.name if name == "chaos" else f"{self.name}-{name}",
@@ -441,7 +477,10 @@ class World:
         if cut:  # what the next one says first is lost, too
             pause(fault.seconds)
             self.networks[fault.k].mend()
-        return f"master killed{f', worker {fault.k} cut off until {fault.seconds} s after another began' if cut else ''}", AGAIN
+        return (
+            f"master killed{f', worker {fault.k} cut off until {fault.seconds} s after another began' if cut else ''}",
+            AGAIN,
+        )
 
     def storm(self, fault: Fault) -> tuple[str, float]:
         cut = self._behind_a_cut(fault)
@@ -452,7 +491,9 @@ class World:
         began = time.monotonic()
         deadline = began + ENDING + BUSY
         while not self.child.gone(1.0):
-            assert time.monotonic() < deadline, f"the master has not ended {ENDING + BUSY:.0f} s after {count} times Ctrl-C"
+            assert time.monotonic() < deadline, (
+                f"the master has not ended {ENDING + BUSY:.0f} s after {count} times Ctrl-C"
+            )
             self.drain()
             if not self.child.gone(2.0) and self.drain():
                 self.unheard += 1
@@ -462,7 +503,10 @@ class World:
         if cut:
             self.networks[fault.k].mend()
         self.resume()
-        return f"Ctrl-C {count} times{', behind a cut' if cut else ''}, ended after {took:.1f} s, another resumes", AGAIN
+        return (
+            f"Ctrl-C {count} times{', behind a cut' if cut else ''}, ended after {took:.1f} s, another resumes",
+            AGAIN,
+        )
 
     def full_disk(self, fault: Fault) -> tuple[str, float]:
         if not self.small:
@@ -503,12 +547,19 @@ class World:
     def describe(self) -> None:
         """Print the stacks of all processes, which end by it, and the ends of their logs."""
         for pid in [child.pid for child in self.children] + [worker.process.pid for worker in self.workers]:
-            for number in (signal.SIGCONT, signal.SIGABRT):  # by which faulthandler writes the stacks of all threads
+            for number in (
+                signal.SIGCONT,
+                signal.SIGABRT,
+            ):  # by which faulthandler writes the stacks of all threads
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
         for worker in self.workers:
             worker.process.wait(20)
-            print(f"\n-- {worker.log.parent.name} (pid {worker.process.pid}):", *worker.text().splitlines()[-150:], sep="\n   ")
+            print(
+                f"\n-- {worker.log.parent.name} (pid {worker.process.pid}):",
+                *worker.text().splitlines()[-150:],
+                sep="\n   ",
+            )
         said = [*self.child.printed[-20:], *self.child.rest(20)]
         print(f"\n-- the master (pid {self.child.pid}):", *said[-200:], sep="\n   ", flush=True)
 
@@ -566,15 +617,21 @@ def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
             raise
         wanted = torch.load(place / "undisturbed.pt")
         assert len(world.losses) == steps, f"{len(world.losses)} losses of {steps} steps"
-        assert got["counts"] == wanted["counts"] == [steps, steps], f"steps were counted as {got['counts']}, of {steps}"
+        assert got["counts"] == wanted["counts"] == [steps, steps], (
+            f"steps were counted as {got['counts']}, of {steps}"
+        )
         assert all(torch.equal(a, b) for a, b in zip(got["weights"], wanted["weights"])), "weights differ"
         for worker in world.started:
             assert "Traceback" not in worker.text(), worker.text()[-3000:]
         ends = [*world.ends]
     for kind, took in sorted(waits.items()):
-        print(f"{kind:12s} {len(took):4d} times, on after {statistics.median(took):5.2f} s (median), {max(took):5.2f} s (slowest)")
+        print(
+            f"{kind:12s} {len(took):4d} times, on after {statistics.median(took):5.2f} s (median), {max(took):5.2f} s (slowest)"
+        )
     if ends:
-        print(f"{len(ends)} endings by Ctrl-C took {statistics.median(ends):.2f} s (median), {max(ends):.2f} s; unheard: {world.unheard}")
+        print(
+            f"{len(ends)} endings by Ctrl-C took {statistics.median(ends):.2f} s (median), {max(ends):.2f} s; unheard: {world.unheard}"
+        )
     total = sum(map(len, waits.values()))
     print(
         f"seed {seed}: {total} faults in {in_faults:.0f} s ({in_faults / max(1, total):.2f} s each), {steps} steps, bit-equal; "
@@ -583,13 +640,17 @@ def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0, help="how many (20, or with --seconds any number)")
     parser.add_argument("--seconds", type=float, default=0.0, help="for how long")
     parser.add_argument("--kinds", default="", help=f"only these, with commas between: {', '.join(DECK)}")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # by way of what stops the workers and takes the small disk away
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # by way of what stops the workers and takes the small disk away
     only = [kind for kind in options.kinds.split(",") if kind]
     if unknown := set(only) - set(DECK):
         parser.error(f"no such kinds of faults: {', '.join(sorted(unknown))}")

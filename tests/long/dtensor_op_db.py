@@ -38,7 +38,10 @@ KNOWN = {
 
 
 def _of_ranks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    return [[t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors] for rank in range(MEMBERS)]
+    return [
+        [t._local_tensors[rank] if isinstance(t, LocalTensor) else t for t in tensors]
+        for rank in range(MEMBERS)
+    ]
 
 
 def _impatient(number: int, frame: Any) -> None:
@@ -73,7 +76,9 @@ def _kind(name: str, ours: str, theirs: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("entries", nargs="*")
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--layouts", type=int, default=16)
@@ -87,13 +92,17 @@ def main() -> int:
     counts: collections.Counter[str] = collections.Counter()
     of_entries: collections.Counter[str] = collections.Counter()
     samples = 0
-    other = subprocess.Popen([sys.executable, __file__, "--plain", *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, __file__, "--plain", *sys.argv[1:]], stdout=subprocess.PIPE, text=True
+    )
     assert other.stdout is not None
     with dr.init_master_worker(world_size=MEMBERS):
         side = Side(dr.init_device_mesh("cpu", (MEMBERS,)), patience=PATIENCE)
         for op in _chosen(options.entries):
             ours = list(run_entry(op, side, options.samples, options.layouts))
-            with contextlib.suppress(Exception):  # what failed and was not read, as the gradient of a result that could not be
+            with contextlib.suppress(
+                Exception
+            ):  # what failed and was not read, as the gradient of a result that could not be
                 dr.synchronize()
             name, theirs = json.loads(other.stdout.readline())
             assert (name, [len(s) for s in theirs]) == (op.full_name, [len(s) for s in ours]), name

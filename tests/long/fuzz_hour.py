@@ -13,7 +13,10 @@ import sys
 import fuzzing
 
 if __name__ == "__main__":
-    seconds, seed = [*sys.argv[1:], *("3600", str(random.SystemRandom().randrange(1 << 30)))[len(sys.argv) - 1 :]][:2]
+    seconds, seed = [
+        *sys.argv[1:],
+        *("3600", str(random.SystemRandom().randrange(1 << 30)))[len(sys.argv) - 1 :],
+    ][:2]
     sys.argv[1:] = ["run", "--seconds", seconds, "--seed", seed]
     print(f"seed {seed}", flush=True)
     sys.exit(fuzzing.main())

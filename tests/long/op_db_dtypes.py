@@ -37,8 +37,17 @@ def _run(name: str) -> tuple[int, int, dict[str, str]]:
                 raising += 1
         except Disagreement as difference:
             wrong[op.full_name] = str(difference)
-        except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:  # the database cannot make this sample
-            print(f"  {op.full_name} {name}: no sample: {type(error).__name__}: {' '.join(str(error).split())[:120]}", flush=True)
+        except (
+            RuntimeError,
+            AssertionError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+        ) as error:  # the database cannot make this sample
+            print(
+                f"  {op.full_name} {name}: no sample: {type(error).__name__}: {' '.join(str(error).split())[:120]}",
+                flush=True,
+            )
     return agreed, raising, wrong
 
 
@@ -53,7 +62,9 @@ def main() -> int:
             for entry, text in wrong.items():
                 print(f"  {entry}: {text}", flush=True)
     share = totals["agreed"] / (totals["agreed"] + totals["wrong"])
-    print(f"together: {totals['agreed']} agree, {totals['wrong']} do not: {share:.2%} of what works locally ({REQUIRED:.0%} required)")
+    print(
+        f"together: {totals['agreed']} agree, {totals['wrong']} do not: {share:.2%} of what works locally ({REQUIRED:.0%} required)"
+    )
     return int(share < REQUIRED)
 
 

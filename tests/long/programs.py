@@ -35,17 +35,25 @@ ENDING = 300.0  # seconds for other masters to end, once this one has
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--programs", type=int, default=1 << 60)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--simulate-cuda", type=int, default=0, help="GPUs of each node that are really CPU tensors")
+    parser.add_argument(
+        "--simulate-cuda", type=int, default=0, help="GPUs of each node that are really CPU tensors"
+    )
     parser.add_argument("--publish", action="store_true", help="another thread publishes pairs all the time")
-    parser.add_argument("--masters", type=int, default=1, help="how many processes run programs on the same workers")
+    parser.add_argument(
+        "--masters", type=int, default=1, help="how many processes run programs on the same workers"
+    )
     parser.add_argument("--most-wrong", type=int, default=5, help="end after so many programs that are wrong")
-    parser.add_argument("--patience", type=float, default=120, help="seconds for which a thread may do nothing")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds for which a thread may do nothing"
+    )
     parser.add_argument("--only", type=int, help="run this one program, by its own seed")
     parser.add_argument("--repeat", type=int, default=1, help="how often to run it")
     parser.add_argument("--keep", help="of its operations only these: 3,7,12")
@@ -67,7 +75,9 @@ def main() -> int:
             if addresses:
                 session = dr.init_master_worker(workers=addresses, timeout=90)
             else:
-                session = dr.init_master_worker(world_size=given.nodes, simulate_cuda=given.simulate_cuda, timeout=90)
+                session = dr.init_master_worker(
+                    world_size=given.nodes, simulate_cuda=given.simulate_cuda, timeout=90
+                )
             with session:
                 if given.read is not None:
                     return read(given.read)
@@ -111,11 +121,27 @@ def workers(given: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
 def others(given: argparse.Namespace, addresses: list[str], owner: str) -> Iterator[list[str]]:
     """Run the other masters meanwhile; yield a list of those that fail."""
     failed: list[str] = []
-    command = [sys.executable, __file__, "--workers", ",".join(addresses), "--most-wrong", str(given.most_wrong)]
+    command = [
+        sys.executable,
+        __file__,
+        "--workers",
+        ",".join(addresses),
+        "--most-wrong",
+        str(given.most_wrong),
+    ]
     lines = []
     for k in range(1, given.masters):
-        limits = ["--seconds", str(given.seconds), "--programs", str(given.programs), "--patience", str(given.patience)]
-        lines.append([*command, *limits, "--threads", str(given.threads), "--seed", str(given.seed + 1_000_000 * k)])
+        limits = [
+            "--seconds",
+            str(given.seconds),
+            "--programs",
+            str(given.programs),
+            "--patience",
+            str(given.patience),
+        ]
+        lines.append(
+            [*command, *limits, "--threads", str(given.threads), "--seed", str(given.seed + 1_000_000 * k)]
+        )
     if given.masters > 1 and given.publish:
         lines.append([*command, "--read", owner])
     running = [subprocess.Popen(line, stdin=subprocess.PIPE) for line in lines]
@@ -170,7 +196,16 @@ def one(given: argparse.Namespace, world: World) -> Tally:
 
 
 def many(given: argparse.Namespace, world: World) -> Tally:
-    run = Run(world, given.seed, given.threads, given.seconds, given.programs, given.publish, given.most_wrong, given.patience)
+    run = Run(
+        world,
+        given.seed,
+        given.threads,
+        given.seconds,
+        given.programs,
+        given.publish,
+        given.most_wrong,
+        given.patience,
+    )
     started = time.monotonic()
     run.report = lambda: print(f"{time.monotonic() - started:.0f} s: {run.tally}", flush=True)
     tally = run.go()
@@ -181,7 +216,10 @@ def many(given: argparse.Namespace, world: World) -> Tally:
         print(f"STUCK after {seconds:.0f} s: {run.stuck}\n{tally}", flush=True)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)  # nothing that hangs can be ended in order
-    print(f"seed {given.seed}: {seconds:.0f} s, {tally.counts['programs'] / seconds:.1f} programs a second", flush=True)
+    print(
+        f"seed {given.seed}: {seconds:.0f} s, {tally.counts['programs'] / seconds:.1f} programs a second",
+        flush=True,
+    )
     return tally
 
 

@@ -45,7 +45,9 @@ class Sample:
 def sample(pid: int, began: float) -> Sample:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    return Sample(time.monotonic() - began, int(status["VmRSS"].split()[0]) << 10, descriptors, int(status["Threads"]))
+    return Sample(
+        time.monotonic() - began, int(status["VmRSS"].split()[0]) << 10, descriptors, int(status["Threads"])
+    )
 
 
 class Soak:
@@ -56,7 +58,9 @@ class Soak:
         KeyPair.generate().save(self.key)
         self.port, self.starts = free_port(), 0
         (folder / "stays").mkdir()
-        self.stays = ListeningWorker(folder / "stays", "--listen", "tcp://127.0.0.1:0", "--key", str(self.key))
+        self.stays = ListeningWorker(
+            folder / "stays", "--listen", "tcp://127.0.0.1:0", "--key", str(self.key)
+        )
         self.network = Network(self.stays.address)
         self.goes = self.start()
 
@@ -75,14 +79,18 @@ class Soak:
 
     def attach(self, **options: object) -> None:
         where = [self.network.address, f"tcp://127.0.0.1:{self.port}"]
-        dr.init_master_worker(workers=where, key=self.key, unreachable=2.0, grace=60, timeout=60, quiet=True, **options)  # type: ignore[arg-type]
+        dr.init_master_worker(
+            workers=where, key=self.key, unreachable=2.0, grace=60, timeout=60, quiet=True, **options
+        )  # type: ignore[arg-type]
 
     def work(self, k: int) -> None:
         """Use every way there is for a moment."""
         for node in active_session().nodes:
             node.shared = k % 2 == 0
         one, two = dr.default_stream(0, "cpu").device, dr.default_stream(1, "cpu").device
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8)).to(one)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8)
+        ).to(one)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(20):
             loss = model(torch.randn(32, 64).to(one)).square().mean()
@@ -123,7 +131,9 @@ class Soak:
         wanted = kept.weight.detach().cpu()
         dr.publish("kept", kept)
         dr.detach()
-        dr.init_master_worker(session=name, resume=True, key=self.key, unreachable=2.0, timeout=60, quiet=True)
+        dr.init_master_worker(
+            session=name, resume=True, key=self.key, unreachable=2.0, timeout=60, quiet=True
+        )
         assert torch.equal(dr.lookup("kept").weight.detach().cpu(), wanted)
         self.work(k + 1)
         dr.save({"x": torch.ones(1000, device="remote")}, self.folder / "saved")
@@ -153,7 +163,9 @@ def verdict(name: str, samples: list[Sample]) -> list[str]:
     times, memory = numpy.array([s.seconds for s in late]), numpy.array([s.memory for s in late], dtype=float)
     slope = float(numpy.polyfit(times, memory, 1)[0]) if len(late) > 2 else 0.0
     grown, base = slope * float(times[-1] - times[0]), float(memory[0])
-    print(f"{name}: memory {base / MiB:.0f} MiB after the warm-up, a line grows by {grown / MiB:+.1f} MiB in {times[-1] - times[0]:.0f} s")
+    print(
+        f"{name}: memory {base / MiB:.0f} MiB after the warm-up, a line grows by {grown / MiB:+.1f} MiB in {times[-1] - times[0]:.0f} s"
+    )
     if grown > max(0.05 * base, 10 * MiB):
         wrong.append(f"{name}: memory grows by {grown / MiB:.1f} MiB")
     return wrong
@@ -165,7 +177,9 @@ def soak(minutes: float) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         os.environ |= {"DISTRUNTIME_STATE": f"{name}/state", "DISTRUNTIME_UNREACHABLE": "2.0"}
         made = Soak(Path(name))
-        print(f"{'round':>5} {'s':>6}   {'master MiB':>10} {'fds':>4} {'thr':>4}   {'worker MiB':>10} {'fds':>4} {'thr':>4}")
+        print(
+            f"{'round':>5} {'s':>6}   {'master MiB':>10} {'fds':>4} {'thr':>4}   {'worker MiB':>10} {'fds':>4} {'thr':>4}"
+        )
         try:
             k = 0
             while time.monotonic() < began + 60 * minutes:
@@ -176,7 +190,9 @@ def soak(minutes: float) -> list[str]:
                 for rows_of, row in zip(samples.values(), rows):
                     rows_of.append(row)
                 if k < 5 or k % 5 == 0:
-                    text = "   ".join(f"{row.memory / MiB:10.1f} {row.descriptors:4d} {row.threads:4d}" for row in rows)
+                    text = "   ".join(
+                        f"{row.memory / MiB:10.1f} {row.descriptors:4d} {row.threads:4d}" for row in rows
+                    )
                     print(f"{k:5d} {rows[0].seconds:6.0f}   {text}", flush=True)
                 k += 1
             begun, ended = (made.stays.text().count(words) for words in (") begins", " ended ("))
@@ -185,7 +201,9 @@ def soak(minutes: float) -> list[str]:
         except BaseException:
             for worker in (made.stays, made.goes):
                 state = "runs" if worker.process.poll() is None else f"ended with {worker.process.returncode}"
-                print(f"a worker that {state} wrote, at the end:", *worker.text().splitlines()[-20:], sep="\n  ")
+                print(
+                    f"a worker that {state} wrote, at the end:", *worker.text().splitlines()[-20:], sep="\n  "
+                )
             raise
         finally:
             made.close()
@@ -194,7 +212,9 @@ def soak(minutes: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     wrong = soak(parser.parse_args().minutes)
     print("\n".join(wrong) or "flat")

@@ -31,7 +31,16 @@ KINDS = {
 def test_a_training_through_faults_of_all_kinds_ends_as_an_undisturbed_one() -> None:
     program = Path(__file__).parent / "chaos.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(program), "--seed", "121", "--faults", str(len(KINDS)), "--kinds", ",".join(KINDS)]
+    command = [
+        sys.executable,
+        str(program),
+        "--seed",
+        "121",
+        "--faults",
+        str(len(KINDS)),
+        "--kinds",
+        ",".join(KINDS),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(KINDS)} faults" in done.stdout and "bit-equal" in done.stdout

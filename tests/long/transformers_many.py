@@ -41,24 +41,89 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 MOST_PARAMETERS = 100_000_000
 PATIENCE = 300.0  # seconds for one architecture; the slowest takes half a minute
-AGREES, ONLY_IN_FLOAT64, DIFFERS, NOT_BUILT, DIED = "agrees", "agrees in float64 only", "differs", "not built", "crashed or hung"
+AGREES, ONLY_IN_FLOAT64, DIFFERS, NOT_BUILT, DIED = (
+    "agrees",
+    "agrees in float64 only",
+    "differs",
+    "not built",
+    "crashed or hung",
+)
 Verdict = tuple[str, str, str]  # model type, one of the above, and why
 # Every name that configs use for a size; each is set where the config has it.
 _SMALL = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "decoder_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "ffn_hidden_size"), 64
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "embed_dim",
+            "encoder_hidden_size",
+            "decoder_hidden_size",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2
+    ),
+    **dict.fromkeys(
+        (
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "encoder_num_hidden_layers",
+            "decoder_num_hidden_layers",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "d_ff",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "hidden_dim",
+            "ffn_hidden_size",
+        ),
+        64,
     ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx", "max_seq_len"), 64),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "max_source_positions",
+            "max_target_positions",
+            "n_ctx",
+            "max_seq_len",
+        ),
+        64,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 8
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     **{
         "vocab_size": 99,
         "embedding_size": 32,
@@ -69,15 +134,36 @@ _SMALL = {
         "state_size": 8,
     },
     "use_cache": False,
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1, "num_channels": 3, "layer_types": None},
+    **{
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+        "num_channels": 3,
+        "layer_types": None,
+    },
 }
 # Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators there, from one here. So is some
 # of the noise of `vits`: its flows draw it here and send it.
 _NO_CHANCE = dict.fromkeys(
-    ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "text_encoder_layerdrop", "noise_scale", "noise_scale_duration"), 0.0
+    (
+        "layerdrop",
+        "encoder_layerdrop",
+        "decoder_layerdrop",
+        "text_encoder_layerdrop",
+        "noise_scale",
+        "noise_scale_duration",
+    ),
+    0.0,
 )
 _MISSING = object()
-_KINDS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL")
+_KINDS = (
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_IMAGE_CLASSIFICATION",
+    "MODEL",
+)
 
 
 # From all sizes to none, for configs whose numbers depend on each other: sizes left alone are those whose names hold one of these.
@@ -101,23 +187,48 @@ def _configs(config_class: Any) -> Iterator[Any]:
 def _config(config_class: Any, level: int, depth: int = 0) -> Any:
     known = inspect.signature(config_class).parameters
     plain = config_class()
-    sizes = {name: size for name, size in _SMALL.items() if name in known or _get(plain, name, _MISSING) is not _MISSING}
-    chance: dict[str, Any] = {
-        name: value for name, value in _NO_CHANCE.items() if name in known or _get(plain, name, _MISSING) is not _MISSING
+    sizes = {
+        name: size
+        for name, size in _SMALL.items()
+        if name in known or _get(plain, name, _MISSING) is not _MISSING
     }
-    if _get(plain, "attention_type") == "block_sparse":  # too short for that, its first forward builds other layers, and so draws here
+    chance: dict[str, Any] = {
+        name: value
+        for name, value in _NO_CHANCE.items()
+        if name in known or _get(plain, name, _MISSING) is not _MISSING
+    }
+    if (
+        _get(plain, "attention_type") == "block_sparse"
+    ):  # too short for that, its first forward builds other layers, and so draws here
         chance["attention_type"] = "original_full"
-    for name in ("rope_scaling", "rope_parameters"):  # how the half of a head of 8 is shared out between time, height and width
+    for name in (
+        "rope_scaling",
+        "rope_parameters",
+    ):  # how the half of a head of 8 is shared out between time, height and width
         rope = _get(plain, name)
-        if isinstance(rope, dict) and rope.get("rope_type") == "default":  # those who share nothing out leave it alone
+        if (
+            isinstance(rope, dict) and rope.get("rope_type") == "default"
+        ):  # those who share nothing out leave it alone
             sizes[name] = {**rope, "mrope_section": [2, 1, 1]}
     for name in known:  # sizes of the stages of a vision model
         stages = _get(plain, name)
         if isinstance(stages, (list, tuple)) and stages and all(type(n) is int and n >= 32 for n in stages):
             sizes[name] = type(stages)(max(8, n // 4) for n in stages)
-    parts = {} if depth > 2 else {name: _config(part, level, depth + 1).to_dict() for name, part in _parts(config_class, plain)}
-    attempts = [{k: v for k, v in sizes.items() if not any(word in k for word in words)} for words in _LEFT_ALONE]
-    attempts.append({k: v for k, v in sizes.items() if "layers" in k or k in ("vocab_size", "num_labels") or k.endswith("token_id")})
+    parts = (
+        {}
+        if depth > 2
+        else {name: _config(part, level, depth + 1).to_dict() for name, part in _parts(config_class, plain)}
+    )
+    attempts = [
+        {k: v for k, v in sizes.items() if not any(word in k for word in words)} for words in _LEFT_ALONE
+    ]
+    attempts.append(
+        {
+            k: v
+            for k, v in sizes.items()
+            if "layers" in k or k in ("vocab_size", "num_labels") or k.endswith("token_id")
+        }
+    )
     attempts.append({})
     for attempt in attempts[level:]:
         try:
@@ -146,7 +257,11 @@ def _classes(model_type: str, config_class: Any) -> Iterator[Any]:
     known = False
     for kind in _KINDS:
         names = getattr(modeling_auto, f"{kind}_MAPPING_NAMES").get(model_type)
-        if names and (model_class := getattr(transformers, names if isinstance(names, str) else names[0], None)) is not None:
+        if (
+            names
+            and (model_class := getattr(transformers, names if isinstance(names, str) else names[0], None))
+            is not None
+        ):
             known = True
             yield model_class
     if known:
@@ -233,7 +348,11 @@ def _batches(config: Any) -> Iterator[dict[str, torch.Tensor]]:
     size = _find(config, "image_size", otherwise=32)
     channels = _find(config, "num_channels", "in_channels", otherwise=3)
     pixels = normal(2, channels, size, size) if size <= 224 else normal(2, channels, 32, 32)
-    frames = normal(2, _find(config, "num_frames", otherwise=4), channels, size, size) if size <= 224 else normal(2, 4, channels, 32, 32)
+    frames = (
+        normal(2, _find(config, "num_frames", otherwise=4), channels, size, size)
+        if size <= 224
+        else normal(2, 4, channels, 32, 32)
+    )
     bins = _find(config, "num_mel_bins", "feature_size", "n_mels", "model_in_dim", otherwise=80)
     width = _find(config, "hidden_size", "d_model", "embed_dim", otherwise=32)
     patch = _find(config, "patch_size", otherwise=8)
@@ -272,7 +391,11 @@ def _batches(config: Any) -> Iterator[dict[str, torch.Tensor]]:
     yield {"input_values": normal(2, 128, bins)}
     context = _find(config, "context_length", otherwise=32)
     yield {"past_values": normal(2, context, _find(config, "num_input_channels", otherwise=1))}
-    yield {"past_values": normal(2, context), "past_values_padding": torch.zeros(2, context), "freq": torch.zeros(2, 1, dtype=torch.long)}
+    yield {
+        "past_values": normal(2, context),
+        "past_values_padding": torch.zeros(2, context),
+        "freq": torch.zeros(2, 1, dtype=torch.long),
+    }
 
 
 def _train(model: Any, batch: dict[str, torch.Tensor], device: str) -> Any:
@@ -288,7 +411,9 @@ def _train(model: Any, batch: dict[str, torch.Tensor], device: str) -> Any:
         floating = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         loss = sum((t if t.dtype is torch.float64 else t.float()).square().mean() for t in floating)
     loss.backward()
-    return loss.detach(), {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def _ties(model: nn.Module) -> int:
@@ -327,7 +452,9 @@ def _compare_in_float64(build: Callable[[], Any], batch: dict[str, torch.Tensor]
     longest = max(here.norm().item() for here, _ in pairs)
     for i, (here, there) in enumerate(pairs):
         apart, length = (here - there).norm().item(), here.norm().item()
-        if not apart <= 1e-6 * length + 1e-14 * longest:  # a bias in front of a batch norm has rounding for a gradient
+        if (
+            not apart <= 1e-6 * length + 1e-14 * longest
+        ):  # a bias in front of a batch norm has rounding for a gradient
             raise Disagreement(f"result {i}: {apart:.3g} apart, with a length of {length:.3g}")
 
 
@@ -345,7 +472,11 @@ def _verdict(model_type: str) -> Verdict:
     try:
         _compare_in_float64(*built)
     except Exception as error:  # any: a model that does not run in float64 has not agreed there
-        return model_type, DIFFERS, f"{name}: {single}; in float64: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return (
+            model_type,
+            DIFFERS,
+            f"{name}: {single}; in float64: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        )
     return model_type, ONLY_IN_FLOAT64, f"{name}: in float32: {single}"
 
 
@@ -355,7 +486,9 @@ def _child(model_types: Sequence[str], out: Connection) -> None:
     with dr.init_master_worker():
         for model_type in model_types:
             out.send(_verdict(model_type))
-            if any(node.state != "ready" for node in dr.nodes()):  # it took its worker with it: the next one gets new workers
+            if any(
+                node.state != "ready" for node in dr.nodes()
+            ):  # it took its worker with it: the next one gets new workers
                 return
 
 
@@ -385,7 +518,9 @@ def _verdicts(model_types: Sequence[str]) -> Iterator[Verdict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_types", nargs="*", help="default: all that transformers knows, sorted")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="only the Kth of N consecutive parts")
     options = parser.parse_args()

@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones, rand, zeros
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    ones,
+    rand,
+    zeros,
+)
 from torch.distributed.tensor.experimental import implicit_replication, local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -72,7 +82,9 @@ def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
 def test_masks_that_differ_on_one_member_alone_are_no_shared_mask(two_workers: None) -> None:
     mesh = make("4")
     weight = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Shard(0)])
-    one, same_rows, other = (distribute_tensor(torch.tensor(rows), mesh, [Replicate()]) for rows in ([2, 3], [3, 2], [4, 5]))
+    one, same_rows, other = (
+        distribute_tensor(torch.tensor(rows), mesh, [Replicate()]) for rows in ([2, 3], [3, 2], [4, 5])
+    )
     first, second = F.embedding(one, weight), F.embedding(same_rows, weight)
     same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
     same(second, torch.tensor([[6.0, 7.0], [4.0, 5.0]]))
@@ -91,7 +103,9 @@ def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
         assert torch.equal(t, laid_out(mesh, [Shard(1)] * mesh.ndim)) and torch.equal(t, t)  # type: ignore[arg-type]
         assert not torch.equal(t, differs) and not torch.equal(differs, t) and not torch.equal(t, t[:4])
     k = mesh.coordinate(mesh.mesh_dim_names[-1])  # type: ignore[index]
-    assert torch.equal(k, k.clone()) and not torch.equal(k, torch.zeros_like(k)) and not torch.equal(k, k[None])
+    assert (
+        torch.equal(k, k.clone()) and not torch.equal(k, torch.zeros_like(k)) and not torch.equal(k, k[None])
+    )
 
 
 def test_where_the_largest_is(mesh: dr.DeviceMesh) -> None:
@@ -151,12 +165,19 @@ def test_factories_and_metadata(mesh: dr.DeviceMesh) -> None:
 
 def test_uneven_shards_are_refused_and_say_where_they_are_not(two_workers: None) -> None:
     mesh = make("2")
-    with pytest.raises(dr.NotSupportedError, match=r"member 0: \(4, 3\), member 1: \(3, 3\).*multiple.*distruntime.primitives"):
+    with pytest.raises(
+        dr.NotSupportedError,
+        match=r"member 0: \(4, 3\), member 1: \(3, 3\).*multiple.*distruntime.primitives",
+    ):
         distribute_tensor(torch.ones(7, 3), mesh, [Shard(0)])
     with pytest.raises(dr.NotSupportedError, match="different shapes"):
-        DTensor.from_local(torch.ones(7, 3, device=mesh.device), mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+        DTensor.from_local(
+            torch.ones(7, 3, device=mesh.device), mesh, [Replicate()], run_check=False
+        ).redistribute(mesh, [Shard(0)])
     for factory in (ones, zeros, rand):
-        with pytest.raises(dr.NotSupportedError, match=r"dimension 0 of \(7, 3\) .* by 2 members.*distruntime.primitives"):
+        with pytest.raises(
+            dr.NotSupportedError, match=r"dimension 0 of \(7, 3\) .* by 2 members.*distruntime.primitives"
+        ):
             factory(7, 3, device_mesh=mesh, placements=[Shard(0)])
     with pytest.raises(dr.NotSupportedError, match=r"dimension 0 of \(6,\)"):
         ones(6, device_mesh=make("2x2"), placements=[Shard(0), Shard(0)])
@@ -164,11 +185,15 @@ def test_uneven_shards_are_refused_and_say_where_they_are_not(two_workers: None)
 
 def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None:
     mesh = make("2")
-    with pytest.raises(dr.PlacementError, match=r"a DTensor on 2 members on nodes 0, 1 .* lives on node 0 .*dr.from_shards"):
+    with pytest.raises(
+        dr.PlacementError, match=r"a DTensor on 2 members on nodes 0, 1 .* lives on node 0 .*dr.from_shards"
+    ):
         DTensor.from_local(torch.ones(2, device="remote"), mesh, [Shard(0)], run_check=False)
     with pytest.raises(dr.UsageError, match=r"lives on node 0 .*x.to\(mesh.device\)"):
         distribute_tensor(torch.ones(2, device="remote"), mesh, [Shard(0)])
-    with pytest.raises(dr.UsageError, match=r"of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"):
+    with pytest.raises(
+        dr.UsageError, match=r"of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"
+    ):
         distribute_tensor(torch.ones(2), torch.distributed.init_device_mesh("remote", (2,)), [Shard(0)])
 
 
@@ -189,7 +214,12 @@ def test_a_dtensor_beside_what_is_none(two_workers: None) -> None:
     """In either order torch says what is mixed; a lone number counts as a replica, as torch has it."""
     mesh = make("2")
     t, plain = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]), X.to(mesh.device)
-    for mix in (lambda: t + plain, lambda: plain + t, lambda: plain.clone().copy_(t), lambda: torch.where(plain > 0, t, t)):
+    for mix in (
+        lambda: t + plain,
+        lambda: plain + t,
+        lambda: plain.clone().copy_(t),
+        lambda: torch.where(plain > 0, t, t),
+    ):
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             mix()
     same(torch.ones(1, device=mesh.device) + t, 1 + X)
@@ -229,7 +259,10 @@ def test_a_rank_is_no_one_number(two_workers: None) -> None:
     mesh = make("2x2")
     rank = mesh.get_local_rank("tp")
     for ask in (lambda: bool(rank == 0), lambda: bool(rank < 1), lambda: int(rank), lambda: bool(rank)):
-        with pytest.raises(dr.UsageError, match=r"differs from member to member \(member 0: 0, member 1: 1, .*mesh.coordinate\(dim\)"):
+        with pytest.raises(
+            dr.UsageError,
+            match=r"differs from member to member \(member 0: 0, member 1: 1, .*mesh.coordinate\(dim\)",
+        ):
             ask()
     assert rank < 2 and rank - rank == 0 and "differs" in repr(rank == 0)
     x = torch.zeros(2, 4, device=mesh.device)
@@ -244,11 +277,15 @@ def test_a_rank_is_no_one_number(two_workers: None) -> None:
 def test_wherever_new_tensors_would_go(two_workers: None) -> None:
     """torch's fake tensors, of which DTensor learns what an operator returns, remember where that was."""
     mesh = make("2")
-    x, w, b = (torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((3, 5), (4, 5), (4,)))
+    x, w, b = (
+        torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((3, 5), (4, 5), (4,))
+    )
     for within in (lambda: dr.node(1), lambda: mesh, lambda: dr.node(0)):
         for rows in (3, 2):
             with within():  # type: ignore[attr-defined]
-                operands = [distribute_tensor(t.to(mesh.device), mesh, [Replicate()]) for t in (x[:rows], w, b)]
+                operands = [
+                    distribute_tensor(t.to(mesh.device), mesh, [Replicate()]) for t in (x[:rows], w, b)
+                ]
             same(F.linear(*operands), F.linear(x[:rows], w, b))
             with within():  # type: ignore[attr-defined]
                 same(F.linear(*operands), F.linear(x[:rows], w, b))
@@ -282,7 +319,11 @@ def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) 
         same(F.embedding(asked, table), X[ids])
         dr.synchronize()
         own.append([node.base + len(node.log) for node in session.nodes])
-        again = whole.redistribute(lines, [Shard(0)]), cut.redistribute(lines, [Shard(1)]), F.embedding(asked, table).full_tensor()
+        again = (
+            whole.redistribute(lines, [Shard(0)]),
+            cut.redistribute(lines, [Shard(1)]),
+            F.embedding(asked, table).full_tensor(),
+        )
         masks.append(F.dropout(cut, 0.5))
         mesh.manual_seed(3, distinct=True)
         own[-1] = [node.base + len(node.log) - before for node, before in zip(session.nodes, own[-1])]
@@ -297,8 +338,15 @@ def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: N
     first, replica, second, _ = dr.shards(drawn.to_local())  # type: ignore[arg-type]
     assert torch.equal(first, replica) and not torch.equal(first, second)
     torch.manual_seed(3)
-    assert torch.equal(dr.fetch(rand(8, 16, device_mesh=mesh, placements=[Shard(0), Replicate()])), dr.fetch(drawn))
-    kept = dr.fetch(F.dropout(distribute_tensor(torch.ones(64, 16).to(mesh.device), mesh, [Shard(0), Shard(0)]), 0.5)) != 0
+    assert torch.equal(
+        dr.fetch(rand(8, 16, device_mesh=mesh, placements=[Shard(0), Replicate()])), dr.fetch(drawn)
+    )
+    kept = (
+        dr.fetch(
+            F.dropout(distribute_tensor(torch.ones(64, 16).to(mesh.device), mesh, [Shard(0), Shard(0)]), 0.5)
+        )
+        != 0
+    )
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(kept.chunk(4), 2))
     alike = dr.shards(torch.rand(3, device=mesh.device))
     assert all(torch.equal(shard, alike[0]) for shard in alike)
@@ -313,7 +361,9 @@ def test_dimensions_from_behind_gradients_of_parts_and_copies(two_workers: None)
     assert t.placements == (Shard(1),) and t.shape == X.shape
     w = distribute_tensor(X.to(mesh.device), mesh, [Replicate()]).requires_grad_()
     k = mesh.coordinate("tp") + 1
-    (w.to_local(grad_placements=[Partial()]) * k).sum().backward()  # each member its own share of the gradient
+    (
+        w.to_local(grad_placements=[Partial()]) * k
+    ).sum().backward()  # each member its own share of the gradient
     assert w.grad is not None and w.grad.placements == (Partial(),)
     same(w.grad, torch.full_like(X, 3.0))
     twin = copy.deepcopy(w.detach())
@@ -331,10 +381,19 @@ def test_functions_of_local_shards(two_workers: None) -> None:
         return collectives.wait_tensor(collectives.all_reduce(a @ b, "sum", mesh))  # type: ignore[no-any-return]
 
     summed = local_map(
-        product, out_placements=[Replicate()], in_placements=([Shard(1)], [Shard(0)]), device_mesh=mesh, redistribute_inputs=True
+        product,
+        out_placements=[Replicate()],
+        in_placements=([Shard(1)], [Shard(0)]),
+        device_mesh=mesh,
+        redistribute_inputs=True,
     )
     for dim in (0, 1):
-        same(summed(*(distribute_tensor(x.to(mesh.device), mesh, [Shard(dim)]) for x in (X, X.t().contiguous()))), X @ X.t())
+        same(
+            summed(
+                *(distribute_tensor(x.to(mesh.device), mesh, [Shard(dim)]) for x in (X, X.t().contiguous()))
+            ),
+            X @ X.t(),
+        )
     rows = local_map(
         torch.mm,
         out_placements=[Shard(0)],
@@ -343,7 +402,10 @@ def test_functions_of_local_shards(two_workers: None) -> None:
         device_mesh=mesh,
     )
     a, b = X.clone().requires_grad_(), X.t().clone().requires_grad_()
-    da, db = (distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_() for t, p in ((a, Shard(0)), (b, Replicate())))
+    da, db = (
+        distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_()
+        for t, p in ((a, Shard(0)), (b, Replicate()))
+    )
     out, wanted = rows(da, db), a @ b
     same(out, wanted, atol=1e-4)
     (out.to_local() ** 2).sum().backward()

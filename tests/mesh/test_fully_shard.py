@@ -42,12 +42,22 @@ __all__ = ["two_workers"]
 def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the parts, one of each."""
     count = mesh.size() if whole else mesh.size(0)
-    parts = [torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k), device="cpu") for k in range(count)]
+    parts = [
+        torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k), device="cpu")
+        for k in range(count)
+    ]
     ranks = range(mesh.size()) if whole else [at[0] for at in mesh.coordinates()]
     return dr.from_shards([parts[k] for k in ranks], mesh), parts
 
 
-def train(mesh: dr.DeviceMesh, sharded: nn.Module, serial: nn.Module, whole: bool = True, clip: bool = False, steps: int = 2) -> None:
+def train(
+    mesh: dr.DeviceMesh,
+    sharded: nn.Module,
+    serial: nn.Module,
+    whole: bool = True,
+    clip: bool = False,
+    steps: int = 2,
+) -> None:
     ours, theirs = torch.optim.AdamW(sharded.parameters(), 1e-2), torch.optim.AdamW(serial.parameters(), 1e-2)
     for step in range(steps):
         x, parts = batches(mesh, step, whole)
@@ -76,7 +86,10 @@ def test_layer_by_layer(two_workers: None, shape: str, reshard: bool) -> None:
     mesh, serial = make(shape), MLP()
     model = sharded(copied(serial, mesh), mesh, reshard_after_forward=reshard)
     weight: Any = model[0].weight  # type: ignore[index]
-    assert isinstance(weight, DTensor) and weight.to_local().shape == (32 // mesh.size(-1 if mesh.ndim > 1 else 0), 16)
+    assert isinstance(weight, DTensor) and weight.to_local().shape == (
+        32 // mesh.size(-1 if mesh.ndim > 1 else 0),
+        16,
+    )
     train(mesh, model, serial, clip=reshard)
 
 
@@ -93,7 +106,11 @@ def test_within_the_mesh_its_streams_are_the_meshs(two_workers: None) -> None:
 def test_two_meshes_of_one_shape(two_workers: None) -> None:
     """torch makes a mesh of both dimensions, which equalled that of other members: what it remembered of one was for the other."""
     for places in (None, [dr.place(k, f"cuda:{g}") for g in (1, 0) for k in (1, 0)]):
-        mesh = make("2x2") if places is None else dr.init_device_mesh(places, (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = (
+            make("2x2")
+            if places is None
+            else dr.init_device_mesh(places, (2, 2), mesh_dim_names=("dp", "tp"))
+        )
         serial = MLP()
         model = copied(serial, mesh)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -102,7 +119,9 @@ def test_two_meshes_of_one_shape(two_workers: None) -> None:
 
 def test_mixed_precision(two_workers: None) -> None:
     mesh, serial = make("2"), MLP()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
     model = copied(serial, mesh)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     x, parts = batches(mesh, 0, True)
@@ -152,7 +171,9 @@ def test_memory_of_gathered_parameters_is_given_back(two_workers: None) -> None:
         (model(x) ** 2).mean().backward()
     del model, x
     gc.collect()
-    until(lambda: max(a - b for a, b in zip([slots(0), slots(1)], before)) <= 2)  # what the mesh itself keeps: coordinates
+    until(
+        lambda: max(a - b for a, b in zip([slots(0), slots(1)], before)) <= 2
+    )  # what the mesh itself keeps: coordinates
 
 
 def test_resharding_to_a_part(two_workers: None) -> None:
@@ -208,7 +229,9 @@ def test_what_was_saved_goes_on_as_it_would_have(two_workers: None, tmp_path: Pa
     torch.save(state, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")
     set_model_state_dict(models[1], state["model"], options=StateDictOptions(full_state_dict=True))
-    set_optimizer_state_dict(models[1], optimizers[1], state["optimizer"], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(
+        models[1], optimizers[1], state["optimizer"], options=StateDictOptions(full_state_dict=True)
+    )
     schedules[1].load_state_dict(state["schedule"])
     for k in range(2):
         step(k, 1)

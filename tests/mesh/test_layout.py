@@ -28,8 +28,14 @@ def test_any_order_of_modes() -> None:
 
 
 def test_the_members_of_a_model_group_agree_in_data() -> None:
-    assert dr.Layout([("data", 2), ("pipe", 2), ("tensor", 2)]).groups("model") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert dr.Layout([("pipe", 2), ("data", 2), ("tensor", 2)]).groups("model") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert dr.Layout([("data", 2), ("pipe", 2), ("tensor", 2)]).groups("model") == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert dr.Layout([("pipe", 2), ("data", 2), ("tensor", 2)]).groups("model") == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
     assert dr.Layout([("pipe", 2), ("tensor", 2)]).groups("model") == [[0, 1, 2, 3]]
     assert not dr.Layout([("data", 4)]).uses("model")
     assert dr.Layout([("model", 2), ("tensor", 2)]).groups("model") == [[0, 2], [1, 3]]  # the user's own
@@ -77,7 +83,12 @@ def test_experts_cut_the_groups_of_data() -> None:
     assert with_experts.groups("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert with_experts.groups("moe_ep") == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert with_experts.groups("moe_dp") == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert with_experts == layout.with_experts(dp=2) == layout.with_experts(ep=2, dp=2) != layout.with_experts(ep=4)
+    assert (
+        with_experts
+        == layout.with_experts(dp=2)
+        == layout.with_experts(ep=2, dp=2)
+        != layout.with_experts(ep=4)
+    )
     assert layout.with_experts(ep=4).groups("moe_dp") == [[member] for member in (0, 2, 4, 6, 1, 3, 5, 7)]
     assert not layout.uses("moe_ep")  # as it was
 
@@ -99,7 +110,10 @@ def test_groups_are_the_callers_own() -> None:
 def test_equal_layouts() -> None:
     assert dr.Layout(SIXTEEN) == dr.Layout(SIXTEEN) and hash(dr.Layout(SIXTEEN)) == hash(dr.Layout(SIXTEEN))
     assert dr.Layout([("data", 2), ("tensor", 2)]) != dr.Layout([("tensor", 2), ("data", 2)])
-    assert repr(dr.Layout([("data", 2), ("tensor", 2)]).with_nodes(2)) == "Layout([('data', 2), ('tensor', 2)]) with model, node"
+    assert (
+        repr(dr.Layout([("data", 2), ("tensor", 2)]).with_nodes(2))
+        == "Layout([('data', 2), ('tensor', 2)]) with model, node"
+    )
     assert repr(dr.Layout([("data", 2)])) == "Layout([('data', 2)])"
 
 

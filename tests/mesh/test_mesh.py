@@ -26,7 +26,9 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     dr.shutdown()
     two = request.param == "two a worker"
     dr.init_master_worker(world_size=2, simulate_cuda=2 if two else 0)
-    yield dr.init_device_mesh("cuda" if two else "cpu", (2, 2) if two else (2, 1), mesh_dim_names=("dp", "tp"))
+    yield dr.init_device_mesh(
+        "cuda" if two else "cpu", (2, 2) if two else (2, 1), mesh_dim_names=("dp", "tp")
+    )
     dr.shutdown()
 
 
@@ -77,7 +79,10 @@ def test_a_member_is_the_same_memory(mesh: Mesh) -> None:
     assert last.tolist() == [mesh.size()] * 3
     last.mul_(10)
     t.sub_(1)
-    assert [s.tolist() for s in dr.shards(t)] == [*([k] * 3 for k in range(mesh.size() - 1)), [10.0 * mesh.size() - 1] * 3]
+    assert [s.tolist() for s in dr.shards(t)] == [
+        *([k] * 3 for k in range(mesh.size() - 1)),
+        [10.0 * mesh.size() - 1] * 3,
+    ]
     proxies = [t.member(k) + 0 for k in range(mesh.size())]
     again = dr.from_shards(proxies, mesh)
     again.zero_()
@@ -101,8 +106,12 @@ def test_a_large_tensor_goes_to_all_and_comes_back(mesh: Mesh) -> None:
 
 def test_a_step_of_training_is_the_serial_one(mesh: Mesh) -> None:
     torch.manual_seed(0)
-    here = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
-    there = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    here = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+    )
+    there = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+    )
     there.load_state_dict(here.state_dict())
     there.to(mesh.device)
     x, y = torch.randn(5, 6), torch.randint(3, (5,))
@@ -122,7 +131,10 @@ def test_results_whose_size_depends_on_data(mesh: Mesh) -> None:
     same(t.nonzero(), torch.tensor([[1], [3]]))
     same(t[t > 0], torch.tensor([1, 2]))
     if mesh.size() > 1:
-        with pytest.raises(dr.NotSupportedError, match=r"differ from member to member \(member 0: \(0, 1\).*member 1: \(1, 1\)"):
+        with pytest.raises(
+            dr.NotSupportedError,
+            match=r"differ from member to member \(member 0: \(0, 1\).*member 1: \(1, 1\)",
+        ):
             ranks(mesh)[None].nonzero()
 
 
@@ -140,7 +152,9 @@ def test_what_fails_on_one_member_is_that_members(mesh: Mesh) -> None:
         if k != 1:
             assert after.member(k).tolist() == [0.0]
     assert "member 0 of" in repr(after)
-    first = t.index_select(0, dr.from_shards([torch.tensor([0 if k else 7]) for k in range(mesh.size())], mesh))
+    first = t.index_select(
+        0, dr.from_shards([torch.tensor([0 if k else 7]) for k in range(mesh.size())], mesh)
+    )
     assert re.match(r"<remote 1 float32, 4 B, member 0 of \d, node 0 \S+: poisoned: index out", repr(first))
     written = torch.zeros(1, device=mesh.device)
     view = written.view(1, 1)
@@ -169,23 +183,34 @@ def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
     x, part = torch.ones(2, device=mesh.device), mesh.select(dp=0)
     with pytest.raises(dr.PlacementError) as caught:
         x + torch.ones(2, device=part.device)
-    assert "`self`" in str(caught.value) and f"only `self` is on {mesh.places[mesh.size('tp')]}" in str(caught.value)
-    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"other.to\(self.device\).*self.member\(k\)"):
+    assert "`self`" in str(caught.value) and f"only `self` is on {mesh.places[mesh.size('tp')]}" in str(
+        caught.value
+    )
+    with (
+        dr.on(mesh.places[0]),
+        pytest.raises(dr.PlacementError, match=r"other.to\(self.device\).*self.member\(k\)"),
+    ):
         x + torch.ones(2)
     with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
         x.to(dr.place(0))
-    with pytest.raises(dr.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on") as caught:
+    with pytest.raises(
+        dr.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on"
+    ) as caught:
         x.to(part.device)
     assert "dr.from_shards([x.member(k), ...], mesh)" in str(caught.value)
     with pytest.raises(
-        dr.PlacementError, match=r"`other` \(2,\) is a local tensor on cpu, the other operands live on \d members on nodes 0, 1\n"
+        dr.PlacementError,
+        match=r"`other` \(2,\) is a local tensor on cpu, the other operands live on \d members on nodes 0, 1\n",
     ):
         x + torch.ones(2)
     same(x + torch.tensor(1.0), torch.full((2,), 2.0))
 
 
 def test_bad_meshes_and_shards(mesh: Mesh) -> None:
-    with pytest.raises(dr.PlacementError, match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or"):
+    with pytest.raises(
+        dr.PlacementError,
+        match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or",
+    ):
         dr.init_device_mesh("cpu", (64,))
     with pytest.raises(dr.UsageError, match="sizes above 0"):
         dr.init_device_mesh("cpu", (0,))
@@ -204,7 +229,9 @@ def test_bad_meshes_and_shards(mesh: Mesh) -> None:
     with pytest.raises(dr.UsageError, match=r"takes the mesh itself.*got device"):
         dr.from_shards([torch.ones(1)] * mesh.size(), mesh.device)  # type: ignore[arg-type]
     x = torch.ones(1, device=mesh.device)
-    with pytest.raises(dr.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"):
+    with pytest.raises(
+        dr.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"
+    ):
         dr.from_shards([x] * mesh.size(), mesh)
     with pytest.raises(dr.UsageError, match=r"got a local Tensor: x.to\(mesh.device\)"):
         dr.shards(torch.ones(1))
@@ -216,9 +243,14 @@ def test_bad_meshes_and_shards(mesh: Mesh) -> None:
     with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
     mixed = [torch.ones(2, dtype=torch.float64 if k else torch.float32) for k in range(mesh.size())]
-    with pytest.raises(dr.UsageError, match=r"shard 0 is \(2,\) torch.float32, shard 1 is \(2,\) torch.float64"):
+    with pytest.raises(
+        dr.UsageError, match=r"shard 0 is \(2,\) torch.float32, shard 1 is \(2,\) torch.float64"
+    ):
         dr.from_shards(mixed, mesh)
-    with dr.on(mesh.places[0]), pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"):
+    with (
+        dr.on(mesh.places[0]),
+        pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"),
+    ):
         dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
     with pytest.raises(dr.UsageError, match="tensors on a mesh"):
         torch.ones(1, device="remote").member(0)  # type: ignore[attr-defined]
@@ -230,7 +262,10 @@ def test_collectives_along_a_dimension(mesh: Mesh, dim: str | None) -> None:
     x = ranks(mesh).float() + torch.arange(4.0, device=mesh.device)
     shards = dr.shards(x)
     total, gathered = dr.shards(dr.lines.all_reduce(lines, x)), dr.shards(dr.lines.all_gather(lines, x))
-    spread, sent = dr.shards(dr.lines.reduce_scatter(lines, dr.lines.all_gather(lines, x))), dr.shards(dr.lines.broadcast(lines, x, 0))
+    spread, sent = (
+        dr.shards(dr.lines.reduce_scatter(lines, dr.lines.all_gather(lines, x))),
+        dr.shards(dr.lines.broadcast(lines, x, 0)),
+    )
     for row in lines.rows:
         for rank, k in enumerate(row):
             assert torch.equal(total[k], sum(shards[m] for m in row))
@@ -270,7 +305,9 @@ def test_adjoints_of_collectives(mesh: Mesh, dim: str | None) -> None:
 def test_gradients_through_members_and_shards(mesh: Mesh) -> None:
     x = torch.arange(3.0, device=mesh.device, requires_grad=True)
     (x.member(1) * 5).sum().backward()  # type: ignore[attr-defined]
-    assert [s.tolist() for s in dr.shards(x.grad)] == [[5.0 if k == 1 else 0.0] * 3 for k in range(mesh.size())]  # type: ignore[arg-type]
+    assert [s.tolist() for s in dr.shards(x.grad)] == [
+        [5.0 if k == 1 else 0.0] * 3 for k in range(mesh.size())
+    ]  # type: ignore[arg-type]
     parts = []
     for k, place in enumerate(mesh.places):
         with dr.on(place):
@@ -338,7 +375,9 @@ def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them
         y.tolist()
     said = str(caught.value)
     del caught
-    assert re.search(r"on node 0 \(.*\), operands: (2 x )?\(200, 200\) float32", said) and "tensor(" not in said
+    assert (
+        re.search(r"on node 0 \(.*\), operands: (2 x )?\(200, 200\) float32", said) and "tensor(" not in said
+    )
     same(x[:1, :1] + 1, torch.full((1, 1), 2.0))
     for node in (0, 1):
         with contextlib.suppress(dr.StreamCancelled):
@@ -391,7 +430,8 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     session.local_workers[1].terminate()
     until(lambda: session.nodes[1].failed)
     with pytest.raises(
-        dr.NodeFailed, match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1.*dr.init_device_mesh"
+        dr.NodeFailed,
+        match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1.*dr.init_device_mesh",
     ) as caught:
         x + 1
     del caught
@@ -461,7 +501,9 @@ def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
     assert torch.equal(drawn[0], first[0])
     for k, (one, two) in enumerate(zip(drawn, then)):
         generator = torch.Generator().manual_seed(7 + k)
-        assert torch.equal(one, torch.rand(3, generator=generator)) and torch.equal(two, torch.rand(3, generator=generator))
+        assert torch.equal(one, torch.rand(3, generator=generator)) and torch.equal(
+            two, torch.rand(3, generator=generator)
+        )
     torch.manual_seed(7)
     for shard in dr.shards(torch.rand(3, device=mesh.device)):
         assert torch.equal(shard, first[0])
@@ -475,7 +517,9 @@ def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> 
     for mode in ("data", "pipe", "tensor", "model"):
         assert sorted(mesh.lines(mode).rows) == sorted(layout.groups(mode))
     ranks = dr.from_shards([torch.tensor([float(k)]) for k in range(8)], mesh)
-    assert [s.item() for s in dr.shards(dr.lines.all_reduce(mesh.lines("model"), ranks))] == [6.0] * 4 + [22.0] * 4
+    assert [s.item() for s in dr.shards(dr.lines.all_reduce(mesh.lines("model"), ranks))] == [6.0] * 4 + [
+        22.0
+    ] * 4
     experts = dr.init_device_mesh("cuda", layout.with_experts(ep=2))
     assert [s.item() for s in dr.shards(dr.lines.all_reduce(experts.lines("moe_ep"), ranks))] == [
         sum(group) for k in range(8) for group in experts.lines("moe_ep").rows if k in group
@@ -502,6 +546,8 @@ def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., 
     assert [t.item() for t in doubled[::37]] == [2.0 * k for k in range(200)[::37]]
     assert [s.item() for s in dr.shards(ranks + 1)] == [k + 1.0 for k in range(200)]
     assert torch.zeros_like(held[150]).place == mesh.places[150]  # type: ignore[attr-defined]
-    rank = mesh.get_local_rank(1)  # torch's own code, run for each, names the device that a member's tensor shows
+    rank = mesh.get_local_rank(
+        1
+    )  # torch's own code, run for each, names the device that a member's tensor shows
     ones = run_for_each(lambda t, n: torch.full((2,), n, device=t.device), [ranks, rank], {})
     assert [s.tolist() for s in dr.shards(ones)[::37]] == [[k % 100] * 2 for k in range(200)[::37]]

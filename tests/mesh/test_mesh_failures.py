@@ -20,12 +20,16 @@ Mesh = dr.DeviceMesh
 @pytest.fixture(params=["cpu", "cuda"])
 def mesh(request: pytest.FixtureRequest, two_workers: None) -> Mesh:
     """Two members, one a worker, and four, two a worker."""
-    return dr.init_device_mesh(request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp"))
+    return dr.init_device_mesh(
+        request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp")
+    )
 
 
 def of(mesh: Mesh, *values: float) -> torch.Tensor:
     """A tensor of each member's own number, the last ones' where they are not said."""
-    return dr.from_shards([torch.tensor([float(values[min(k, len(values) - 1)])]) for k in range(mesh.size())], mesh)
+    return dr.from_shards(
+        [torch.tensor([float(values[min(k, len(values) - 1)])]) for k in range(mesh.size())], mesh
+    )
 
 
 def spoilt(mesh: Mesh, *members: int) -> torch.Tensor:
@@ -75,7 +79,9 @@ def test_a_collective_is_spoilt_in_the_lines_of_who_failed(mesh: Mesh) -> None:
         hit = {k for row in lines.rows if last in row for k in row}
         wanted = [said(last) if k in hit else [float(lines.size)] for k in range(mesh.size())]
         assert found(dr.lines.all_reduce(lines, x)) == wanted
-        assert found(dr.lines.all_gather(lines, x)) == [w if isinstance(w, str) else [1.0] * lines.size for w in wanted]
+        assert found(dr.lines.all_gather(lines, x)) == [
+            w if isinstance(w, str) else [1.0] * lines.size for w in wanted
+        ]
         assert found(dr.lines.all_reduce(lines, of(mesh, 2))) == [[2.0 * lines.size]] * mesh.size()
     settle()
 
@@ -94,7 +100,9 @@ def test_a_broadcast_needs_its_root_only(mesh: Mesh) -> None:
 
 def test_threads_that_meet_along_two_dimensions_at_once(mesh: Mesh) -> None:
     """Both got one number, and the second one's groups stood for the first one's, too."""
-    turned = dr.init_device_mesh(list(reversed(mesh.places)), (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    turned = dr.init_device_mesh(
+        list(reversed(mesh.places)), (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp")
+    )
     with ThreadPoolExecutor(2) as pool:
         found_lines = list(pool.map(turned.lines, ("dp", "tp")))
     x = dr.from_shards([torch.tensor([10.0**k]) for k in range(turned.size())], turned)
@@ -181,7 +189,11 @@ def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh)
         total = dr.lines.all_reduce(lines, x)
         with dr.stream(stream):
             event = (total + 1, stream.record_event())[1]
-        for wait in (lambda: dr.fetch(total, 0.2), lambda: event.synchronize(0.2), lambda: dr.synchronize(timeout=0.2)):
+        for wait in (
+            lambda: dr.fetch(total, 0.2),
+            lambda: event.synchronize(0.2),
+            lambda: dr.synchronize(timeout=0.2),
+        ):
             with pytest.raises(dr.WaitTimeout):
                 wait()
         with pytest.raises(dr.WaitTimeout):
@@ -189,5 +201,7 @@ def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh)
         assert "no answer" in repr(x.member(mesh.size() - 1)) or "computing" in repr(total)  # type: ignore[attr-defined]
         assert x.member(0).shape == (1,)  # type: ignore[attr-defined]
     sums = [sum(2.0 if k else 1.0 for k in row) for row in lines.rows]
-    assert found(total) == [[sums[next(n for n, row in enumerate(lines.rows) if k in row)]] for k in range(mesh.size())]
+    assert found(total) == [
+        [sums[next(n for n, row in enumerate(lines.rows) if k in row)]] for k in range(mesh.size())
+    ]
     event.synchronize(60)

@@ -37,7 +37,9 @@ def session() -> Iterator[Any]:
 def mesh(session: Any) -> Mesh:
     """Two members of worker 0, and two of the worker that will be killed: the first dimension goes from one to the other."""
     victim = max(node.index for node in session.nodes if node.failed is None)
-    return dr.init_device_mesh([dr.place(w, f"cuda:{k}") for w in (0, victim) for k in range(2)], (2, 2), mesh_dim_names=("dp", "tp"))
+    return dr.init_device_mesh(
+        [dr.place(w, f"cuda:{k}") for w in (0, victim) for k in range(2)], (2, 2), mesh_dim_names=("dp", "tp")
+    )
 
 
 @contextmanager
@@ -74,7 +76,9 @@ def numbered(mesh: Mesh) -> torch.Tensor:
 def left(mesh: Mesh) -> Mesh:
     """A new mesh of the members that are left; it works."""
     found = dr.init_device_mesh(mesh.places[:2], (2,), mesh_dim_names=("tp",))
-    assert [s.tolist() for s in dr.shards(dr.lines.all_reduce(found.lines("tp"), numbered(found)))] == [[1.0] * 3] * 2
+    assert [s.tolist() for s in dr.shards(dr.lines.all_reduce(found.lines("tp"), numbered(found)))] == [
+        [1.0] * 3
+    ] * 2
     return found
 
 
@@ -92,7 +96,9 @@ def test_in_a_stream_of_operators(mesh: Mesh, standing: bool) -> None:
     before, kept = slots(0), numbered(mesh)
     several = [kept + k for k in range(300)]
     with dying(mesh, standing) as why:
-        with pytest.raises(dr.NodeFailed, match=rf"the mesh of 4 members on nodes 0.* has lost a member: {why}"):
+        with pytest.raises(
+            dr.NodeFailed, match=rf"the mesh of 4 members on nodes 0.* has lost a member: {why}"
+        ):
             x = kept
             for _ in range(10_000_000):
                 x = x * 0.5 + 1
@@ -170,7 +176,11 @@ def test_in_a_step_of_training(mesh: Mesh, make: Callable[[Mesh], nn.Module]) ->
     with torch.no_grad():
         shards = [frozen.to_local().member(k) for k in range(2)]
     assert shards[0].tolist() == shards[1].tolist()
-    for read in (lambda: weight.full_tensor().cpu(), lambda: dr.fetch(model.state_dict()), lambda: train(model, mesh, 1)):
+    for read in (
+        lambda: weight.full_tensor().cpu(),
+        lambda: dr.fetch(model.state_dict()),
+        lambda: train(model, mesh, 1),
+    ):
         with pytest.raises(dr.NodeFailed, match=why):
             read()
     new = left(mesh)
@@ -184,7 +194,11 @@ def test_while_it_is_read(mesh: Mesh) -> None:
     with dying(mesh) as why:
         with pytest.raises(dr.NodeFailed, match=why):
             dr.shards(kept)
-        for read in (lambda: whole.full_tensor().cpu(), lambda: dr.fetch(whole), lambda: dr.shards(whole.to_local())):
+        for read in (
+            lambda: whole.full_tensor().cpu(),
+            lambda: dr.fetch(whole),
+            lambda: dr.shards(whole.to_local()),
+        ):
             with pytest.raises(dr.NodeFailed, match=why):
                 read()
         assert "member 0 of 4" in repr(kept) and "place=(0, 'cuda:1')" in repr(kept.member(1))  # type: ignore[attr-defined]

@@ -28,7 +28,9 @@ Mesh = dr.DeviceMesh
 @pytest.fixture(params=["cpu", "cuda"])
 def mesh(request: pytest.FixtureRequest, two_workers: None) -> Mesh:
     """Two members, one a worker, and four, two a worker."""
-    return dr.init_device_mesh(request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp"))
+    return dr.init_device_mesh(
+        request.param, (2, 1 if request.param == "cpu" else 2), mesh_dim_names=("dp", "tp")
+    )
 
 
 def same(t: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -68,7 +70,10 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
                 call(lines, wrong)
     with pytest.raises(dr.UsageError, match=r"mesh.lines\('tp'\).*got <distruntime.DeviceMesh"):
         dr.lines.all_reduce(mesh, x := torch.ones(2, device=mesh.device))  # type: ignore[arg-type]
-    with pytest.raises(dr.NotSupportedError, match=r"2 equal parts, got \(3,\).*dr.primitives.reduce_scatter, which may be uneven"):
+    with pytest.raises(
+        dr.NotSupportedError,
+        match=r"2 equal parts, got \(3,\).*dr.primitives.reduce_scatter, which may be uneven",
+    ):
         dr.lines.reduce_scatter(lines, torch.ones(3, device=mesh.device))
     with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
         dr.lines.all_reduce(lines, x, "median")
@@ -76,8 +81,14 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
         dr.lines.all_reduce(lines, x.long(), "AVG")
     with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
         dr.lines.broadcast(lines, x, lines.size)
-    for sent, got in (([1, 1], [2, 0]), ([1], [1]), ([2, 2], [2, 2])):  # once these went to the workers, whose channel broke for good
-        with pytest.raises(dr.NotSupportedError, match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all"):
+    for sent, got in (
+        ([1, 1], [2, 0]),
+        ([1], [1]),
+        ([2, 2], [2, 2]),
+    ):  # once these went to the workers, whose channel broke for good
+        with pytest.raises(
+            dr.NotSupportedError, match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all"
+        ):
             dr.lines.all_to_all(lines, x, got, sent)
     for op in ("SUM", "sum", dr.ReduceOp.SUM):
         same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
@@ -95,7 +106,9 @@ def test_lines_that_broke_are_opened_again(mesh: Mesh) -> None:
 
 
 def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
-    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"  # which writes "[rank0]: " before every line
+    assert (
+        sys.excepthook.__module__ != "torch.distributed.distributed_c10d"
+    )  # which writes "[rank0]: " before every line
 
 
 def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
@@ -144,7 +157,9 @@ def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
         dist.gather(x, [torch.zeros_like(x) for _ in range(n)], dst=0, group=group)
 
 
-@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # newer names, which torch 2.11 does not have
+@pytest.mark.filterwarnings(
+    "ignore:.* is deprecated:FutureWarning"
+)  # newer names, which torch 2.11 does not have
 def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> None:
     """The members' channel found out, and broke the group; DistributedDataParallel over the default group does so."""
     group, x = mesh.get_group("dp"), torch.ones(2, device=mesh.device)
@@ -155,9 +170,18 @@ def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> 
     for call, said in (
         (lambda: dist.all_gather(empty(3, 2), x, group=group), r"list has 2 tensors.*got 3$"),
         (lambda: dist.all_gather(empty(2, 3), x, group=group), r"output has 2 elements.*got 3$"),
-        (lambda: dist.all_gather_into_tensor(empty(1, 5)[0], x, group=group), r"output has 4 elements.*got 5$"),
-        (lambda: dist.reduce_scatter_tensor(empty(1, 5)[0], x, group=group), r"input has 10 elements.*got 2$"),
-        (lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).to(mesh.device)), r"every device.*mesh.get_group\(dim\)"),
+        (
+            lambda: dist.all_gather_into_tensor(empty(1, 5)[0], x, group=group),
+            r"output has 4 elements.*got 5$",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(empty(1, 5)[0], x, group=group),
+            r"input has 10 elements.*got 2$",
+        ),
+        (
+            lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).to(mesh.device)),
+            r"every device.*mesh.get_group\(dim\)",
+        ),
     ):
         with pytest.raises(dr.UsageError, match=said):
             call()
@@ -213,8 +237,12 @@ def test_memory_names_the_members_and_the_line(mesh: Mesh) -> None:
     view = kept[:10]
     found = dr.memory()
     assert [h.place for h in found.lines if "kept = torch.ones(1 << 18" in h.line] == list(mesh.places)
-    assert all(h.nbytes == 1 << 20 and h.tensors == 1 for h in found.lines if "kept = torch.ones(1 << 18" in h.line)
-    assert {d.place: d.held >= 1 << 20 for d in found.devices if d.place in mesh.places} == dict.fromkeys(mesh.places, True)
+    assert all(
+        h.nbytes == 1 << 20 and h.tensors == 1 for h in found.lines if "kept = torch.ones(1 << 18" in h.line
+    )
+    assert {d.place: d.held >= 1 << 20 for d in found.devices if d.place in mesh.places} == dict.fromkeys(
+        mesh.places, True
+    )
     del kept, view
     assert not any("kept = torch.ones(1 << 18" in h.line for h in dr.memory().lines)
 
@@ -223,20 +251,28 @@ def test_memory_knows_which_members_have_nothing(mesh: Mesh) -> None:
     """And a member's proxy is a name, no memory more."""
     kept = torch.ones(1 << 16, device=mesh.device)
     name = kept.member(1)  # type: ignore[attr-defined]
-    index = dr.from_shards([torch.full((1 << 14,), 1 << 20 if k == 1 else 0) for k in range(mesh.size())], mesh)
+    index = dr.from_shards(
+        [torch.full((1 << 14,), 1 << 20 if k == 1 else 0) for k in range(mesh.size())], mesh
+    )
     bad = kept.take(index)
 
     def holding(line: str) -> list[dr.Place]:
         return [h.place for h in dr.memory(top=1000).lines if line in h.line and h.place in mesh.places]
 
-    assert sorted(map(str, holding("kept = torch.ones(1 << 16"))) == sorted(map(str, mesh.places)) and not holding("name = kept")
+    assert sorted(map(str, holding("kept = torch.ones(1 << 16"))) == sorted(
+        map(str, mesh.places)
+    ) and not holding("name = kept")
     places = [place for k, place in enumerate(mesh.places) if k != 1]
     assert sorted(map(str, holding("bad = kept.take"))) == sorted(map(str, places))
     huge = torch.empty(1 << 50, device=mesh.device)
     with pytest.raises(RuntimeError) as caught:
         huge.member(0).sum().item()  # type: ignore[attr-defined]
     text = str(caught.value)
-    assert "held there: " in text and "kept = torch.ones(1 << 16" in text and "huge = torch.empty" not in text.partition("held there")[2]
+    assert (
+        "held there: " in text
+        and "kept = torch.ones(1 << 16" in text
+        and "huge = torch.empty" not in text.partition("held there")[2]
+    )
     with pytest.raises(dr.RemoteError):
         dr.synchronize()
     assert name.dim() == bad.dim() == 1
@@ -271,8 +307,12 @@ def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_nam
     """At every mesh, not at the first alone; and not by computing what rank 0 would."""
     tries = "for _ in 'ab':\n    try: dtensor.prepare()\n    except distruntime.NotSupportedError as error: print(error)"
     program = f"import distruntime\nfrom distruntime import dtensor\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(printed) == 2 and all(re.match(f"torch .* has moved a part of its own that meshes need: .*{name}", line) for line in printed)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert len(printed) == 2 and all(
+        re.match(f"torch .* has moved a part of its own that meshes need: .*{name}", line) for line in printed
+    )
 
 
 def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -> None:
@@ -286,7 +326,9 @@ def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
-def test_the_page_shows_what_happens(fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_happens(
+    fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)

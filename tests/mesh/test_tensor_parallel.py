@@ -29,12 +29,20 @@ from meshes import MLP, copied, make, mesh, same, same_gradients, same_parameter
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed._tensor import common_dtensor
-    from torch.testing._internal.distributed._tensor.common_dtensor import MLPModule, MLPStacked, ModelArgs, RMSNormPython, Transformer
+    from torch.testing._internal.distributed._tensor.common_dtensor import (
+        MLPModule,
+        MLPStacked,
+        ModelArgs,
+        RMSNormPython,
+        Transformer,
+    )
 
 __all__ = ["mesh", "two_workers"]
 
 X = torch.arange(128.0).reshape(8, 16) / 50 - 1
-IDS = torch.tensor([[0, 7, 8, 15, 16, 23, 24, 31], [31, 1, 2, 3, 30, 9, 17, 25]])  # the borders of the shards among them
+IDS = torch.tensor(
+    [[0, 7, 8, 15, 16, 23, 24, 31], [31, 1, 2, 3, 30, 9, 17, 25]]
+)  # the borders of the shards among them
 Model = tuple[nn.Module, nn.Module]
 
 
@@ -42,7 +50,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.norm, self.a, self.b, self.drop = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.0)
+        self.norm, self.a, self.b, self.drop = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+            nn.Dropout(0.0),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.drop(self.b(F.gelu(self.a(self.norm(x)))))
@@ -109,12 +122,17 @@ def test_prepared_inputs_and_outputs(two_workers: None) -> None:
         "drop": SequenceParallel(use_local_output=False),
     }
     model, serial = parallel(mesh, Block, plan)
-    parallelize_module(model, mesh["tp"], PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
+    parallelize_module(
+        model, mesh["tp"], PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
     check(mesh, (model, serial), torch.arange(256.0).reshape(2, 8, 16) / 100 - 1)
 
 
 def test_loss_parallel(mesh: dr.DeviceMesh) -> None:
-    head = {"e": RowwiseParallel(input_layouts=Replicate()), "o": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    head = {
+        "e": RowwiseParallel(input_layouts=Replicate()),
+        "o": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
     model, serial = parallel(mesh, Words, head)
     target = IDS.flip(0)
     with loss_parallel():
@@ -152,7 +170,13 @@ def test_optimizers_and_clipping(two_workers: None, name: str) -> None:
 
 # -- the models of torch's own tests, with their plans -----------------------------------------------------------------------------
 
-LATE = {"tok_embeddings.weight", "layers.0.attention.wv.weight", "layers.0.feed_forward.w1.bias", "norm.bias", "output.weight"}
+LATE = {
+    "tok_embeddings.weight",
+    "layers.0.attention.wv.weight",
+    "layers.0.feed_forward.w1.bias",
+    "norm.bias",
+    "output.weight",
+}
 TRANSFORMERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "whole sequences": ("2", False, {}),
     "sequence parallel": ("2", True, {}),
@@ -190,7 +214,9 @@ def test_transformer_of_torchs_tests(two_workers: None, name: str) -> None:
 
 @pytest.mark.parametrize("over_sequence", [True, False])
 @pytest.mark.parametrize("build", [MLPModule, MLPStacked])
-def test_mlp_of_torchs_tests(mesh: dr.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool) -> None:
+def test_mlp_of_torchs_tests(
+    mesh: dr.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool
+) -> None:
     """With rows of the batch on each member the gradients are of all rows: the serial model's of the whole batch."""
     first, last = (
         (ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0)))
@@ -236,7 +262,10 @@ def test_norms_over_a_sequence(mesh: dr.DeviceMesh, name: str) -> None:
     same_gradients(model, serial)
 
 
-@pytest.mark.skipif(not hasattr(common_dtensor, "ExpertParallel"), reason="the experts of torch's tests are from torch 2.13 on")
+@pytest.mark.skipif(
+    not hasattr(common_dtensor, "ExpertParallel"),
+    reason="the experts of torch's tests are from torch 2.13 on",
+)
 def test_experts_of_torchs_tests(two_workers: None) -> None:
     """Each member has its own tokens and its own experts, and what all members share gets a gradient from each one's tokens."""
     mesh = make("4")
@@ -253,7 +282,9 @@ def test_experts_of_torchs_tests(two_workers: None) -> None:
         torch.testing.assert_close(whole, q.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def heads(mesh: dr.DeviceMesh, layout: list[Any], shape: tuple[int, ...], seed: int) -> tuple[DTensor, torch.Tensor]:
+def heads(
+    mesh: dr.DeviceMesh, layout: list[Any], shape: tuple[int, ...], seed: int
+) -> tuple[DTensor, torch.Tensor]:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     kept = [Replicate() if isinstance(p, Partial) else p for p in layout]
     t = distribute_tensor(value.to(mesh.device), mesh, kept)
@@ -279,9 +310,13 @@ def test_attention(two_workers: None, name: str) -> None:
     of_queries, of_keys, options = ATTENTION[name]
     few = {"fewer": 2, "one": 1}.get(name.split()[0], 4)
     (q, q_), (k, k_), (v, v_) = (
-        heads(mesh, *one) for one in ((of_queries, (2, 4, 6, 8), 0), (of_keys, (2, few, 6, 8), 1), (of_keys, (2, few, 6, 8), 2))
+        heads(mesh, *one)
+        for one in ((of_queries, (2, 4, 6, 8), 0), (of_keys, (2, few, 6, 8), 1), (of_keys, (2, few, 6, 8), 2))
     )
-    out, wanted = F.scaled_dot_product_attention(q, k, v, **options), F.scaled_dot_product_attention(q_, k_, v_, **options)
+    out, wanted = (
+        F.scaled_dot_product_attention(q, k, v, **options),
+        F.scaled_dot_product_attention(q_, k_, v_, **options),
+    )
     same(out, wanted)
     (out**2).sum().backward()
     (wanted**2).sum().backward()
@@ -307,7 +342,9 @@ def test_attention_with_a_mask_and_with_dropout(two_workers: None) -> None:
     ones = distribute_tensor(torch.ones(2, 4, 6, 6).to(mesh.device), mesh, layout)
     seen = (
         dr.fetch(
-            F.scaled_dot_product_attention(ones, ones, distribute_tensor(torch.eye(6).expand(2, 4, 6, 6), mesh, layout), dropout_p=0.5)
+            F.scaled_dot_product_attention(
+                ones, ones, distribute_tensor(torch.eye(6).expand(2, 4, 6, 6), mesh, layout), dropout_p=0.5
+            )
         )
         != 0
     )

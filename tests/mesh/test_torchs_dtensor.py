@@ -57,7 +57,11 @@ def test_entries(two_workers: None, kind: str) -> None:
     for op in entries(torch.float32):
         if op.full_name in CHOSEN[kind].split():
             found = [words for sample in run_entry(op, side, SAMPLES, LAYOUTS) for words in sample]
-            wrong[op.full_name] = [words for words in found if words != RIGHT and not re.search(REFUSED.get(op.full_name, "$^"), words)]
+            wrong[op.full_name] = [
+                words
+                for words in found
+                if words != RIGHT and not re.search(REFUSED.get(op.full_name, "$^"), words)
+            ]
             assert OLD or found.count(RIGHT) >= len(found) / 2, f"{op.full_name}: {found}"
     assert set(wrong) == set(CHOSEN[kind].split())
     assert not any(wrong.values()), {name: words for name, words in wrong.items() if words}
@@ -71,7 +75,10 @@ def test_in_place_and_out(two_workers: None, name: str) -> None:
     args = {"add": (x.flip(0),), "mul": (0.5,), "clamp": (-0.5, 0.5)}.get(name, ())
     wanted = op.op(x, *args)
     for dim in (0, 1):
-        given = [distribute_tensor(a.to(mesh.device), mesh, [Shard(dim)]) if isinstance(a, torch.Tensor) else a for a in args]
+        given = [
+            distribute_tensor(a.to(mesh.device), mesh, [Shard(dim)]) if isinstance(a, torch.Tensor) else a
+            for a in args
+        ]
         t, out = (distribute_tensor(v.to(mesh.device), mesh, [Shard(dim)]) for v in (x, torch.zeros_like(x)))
         assert op.op(t, *given, out=out) is out
         same(out, wanted)

@@ -37,7 +37,9 @@ def given(parts: Sequence[torch.Tensor], mesh: dr.DeviceMesh) -> torch.Tensor:
     return dr.from_shards([parts[k if whole else at[0]] for k, at in enumerate(mesh.coordinates())], mesh)
 
 
-def trains(model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Sequence[Sequence[torch.Tensor]]) -> None:
+def trains(
+    model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Sequence[Sequence[torch.Tensor]]
+) -> None:
     """Train both, and compare losses, gradients and parameters: `serial` with the mean of the gradients of all parts of a batch."""
     both = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad], 1e-2) for m in (model, serial)]
     for parts in batches:
@@ -47,7 +49,11 @@ def trains(model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Se
         for part in parts:
             wanted.append(serial(part).sum())
             (wanted[-1] / len(parts)).backward()
-        same(given([w.detach() for w in wanted], mesh) - loss.detach(), torch.zeros((), dtype=loss.dtype), atol=1e-4)
+        same(
+            given([w.detach() for w in wanted], mesh) - loss.detach(),
+            torch.zeros((), dtype=loss.dtype),
+            atol=1e-4,
+        )
         same_gradients(model, serial)
         for optimizer in both:
             optimizer.step()
@@ -55,7 +61,9 @@ def trains(model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Se
         same_parameters(model, serial)
 
 
-def stacked(mesh: dr.DeviceMesh, count: int = 3, shard: bool = True, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+def stacked(
+    mesh: dr.DeviceMesh, count: int = 3, shard: bool = True, **options: Any
+) -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)
     serial = nn.Sequential(*(of_torch.MLP(16, with_buffer=k == 1) for k in range(count)))
     model: Any = copied(serial, mesh)
@@ -64,7 +72,9 @@ def stacked(mesh: dr.DeviceMesh, count: int = 3, shard: bool = True, **options: 
     return model, serial
 
 
-_ADVICE = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # about views, of what RowwiseParallel returns
+_ADVICE = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module:UserWarning"
+)  # about views, of what RowwiseParallel returns
 
 
 @_ADVICE
@@ -99,7 +109,9 @@ def test_mlps_of_torchs_tests_over_a_sequence(two_workers: None) -> None:
 def test_transformer_of_torchs_tests(two_workers: None, shape: str, checkpointed: bool, tied: bool) -> None:
     mesh = make(shape)
     torch.manual_seed(0)
-    serial = Transformer(ModelArgs(n_layers=1, dropout_p=0.0, weight_tying=tied, checkpoint_activations=checkpointed))
+    serial = Transformer(
+        ModelArgs(n_layers=1, dropout_p=0.0, weight_tying=tied, checkpoint_activations=checkpointed)
+    )
     model: Any = copied(serial, mesh)
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
@@ -125,7 +137,10 @@ def test_parameters_with_uneven_rows_are_cut_by_columns(two_workers: None) -> No
     model.get_loss((None, target.to(mesh.device)), out).backward()
     serial.get_loss((None, target), wanted).backward()
     same_gradients(model, serial)
-    assert tuple(model.embed_tokens.weight.to_local().shape) == (23, 8) and model.embed_tokens.weight is model.output_proj.weight
+    assert (
+        tuple(model.embed_tokens.weight.to_local().shape) == (23, 8)
+        and model.embed_tokens.weight is model.output_proj.weight
+    )
 
 
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]])
@@ -188,7 +203,9 @@ def test_what_parameters_are_after_a_forward(two_workers: None, reshard: bool | 
     same_parameters(model, serial)
     for part in (*model, model):
         part.reshard()  # type: ignore[operator]
-    assert all(isinstance(p, DTensor) and p.to_local().shape[0] == p.shape[0] // 4 for p in model.parameters())
+    assert all(
+        isinstance(p, DTensor) and p.to_local().shape[0] == p.shape[0] // 4 for p in model.parameters()
+    )
     same_parameters(model, serial)
 
 
@@ -268,7 +285,9 @@ def test_inputs_of_this_process_go_to_the_members(two_workers: None) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.eye(4))
 
-        def forward(self, x: torch.Tensor, more: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, more: tuple[torch.Tensor, dict[str, torch.Tensor]]
+        ) -> torch.Tensor:
             return x @ self.weight + more[0] + more[1]["b"]
 
     model: Any = Sum().to(mesh.device)

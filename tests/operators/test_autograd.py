@@ -29,7 +29,13 @@ pytestmark = [  # torch's own forward formulas use it; torch 2.15 warns in anoth
 def test_versions_count_writes(device: str) -> Any:
     x = tensor(device, 4, 3)
     view, detached, seen = x[1:], x.detach(), [x._version]
-    for write in (lambda: x.add_(1), lambda: view.mul_(2), lambda: detached.zero_(), lambda: x.data.add_(1), lambda: x.__setitem__(0, 5.0)):
+    for write in (
+        lambda: x.add_(1),
+        lambda: view.mul_(2),
+        lambda: detached.zero_(),
+        lambda: x.data.add_(1),
+        lambda: x.__setitem__(0, 5.0),
+    ):
         write()
         seen.append(x._version)
     return x, seen, view._version, detached._version
@@ -59,7 +65,11 @@ def test_in_place_on_a_view_reaches_the_base(device: str) -> Any:
 
 @agrees
 def test_setitem_carries_gradients(device: str) -> Any:
-    x, row, index = tensor(device, 4, 3, grad=True), tensor(device, 3, seed=1, grad=True), torch.tensor([2, 0]).to(device)
+    x, row, index = (
+        tensor(device, 4, 3, grad=True),
+        tensor(device, 3, seed=1, grad=True),
+        torch.tensor([2, 0]).to(device),
+    )
     y = x.clone()
     y[1] = row
     y[index, 1:] = row[:2] * 2
@@ -71,7 +81,17 @@ def test_setitem_carries_gradients(device: str) -> Any:
 @agrees
 def test_views_stay_views_and_share_their_values(device: str) -> Any:
     x = tensor(device, 4, 6)
-    views = [x.view(6, 4), x.t(), x[1:, ::2], x.unfold(1, 2, 2), x.diagonal(), x.expand(2, 4, 6), *x.split(2), *x.unbind(1), x.detach()]
+    views = [
+        x.view(6, 4),
+        x.t(),
+        x[1:, ::2],
+        x.unfold(1, 2, 2),
+        x.diagonal(),
+        x.expand(2, 4, 6),
+        *x.split(2),
+        *x.unbind(1),
+        x.detach(),
+    ]
     x.add_(10)
     views[0].mul_(2)
     return x, views, [v._is_view() for v in views], [v._base is x for v in views]
@@ -361,7 +381,9 @@ def test_hooks_of_every_kind(device: str) -> Any:
     out.grad_fn.register_prehook(lambda grads: tuple(g * 0.5 for g in grads))
     middle = out.square()
     middle.retain_grad()
-    with graph.register_multi_grad_hook((model[0].bias, model[2].bias), lambda grads: seen.append(("many", grads))):
+    with graph.register_multi_grad_hook(
+        (model[0].bias, model[2].bias), lambda grads: seen.append(("many", grads))
+    ):
         middle.sum().backward()
     optimizer.step()
     return x.grad, middle.grad, seen, list(model.parameters())
@@ -412,14 +434,20 @@ def test_anomaly_mode_names_the_culprit(device: str) -> Any:
     x = torch.tensor([-1.0, 1.0]).to(device).requires_grad_()
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         out = x.sqrt().sum()
-        with pytest.warns(UserWarning, match="SqrtBackward0"), pytest.raises(RuntimeError, match=r"SqrtBackward0.*nan"):
+        with (
+            pytest.warns(UserWarning, match="SqrtBackward0"),
+            pytest.raises(RuntimeError, match=r"SqrtBackward0.*nan"),
+        ):
             out.backward()
     return x
 
 
 @agrees(remote_result=False)
 def test_gradcheck(device: str) -> Any:
-    x, w = tensor(device, 3, 2, dtype=torch.float64, grad=True), tensor(device, 2, 2, seed=1, dtype=torch.float64, grad=True)
+    x, w = (
+        tensor(device, 3, 2, dtype=torch.float64, grad=True),
+        tensor(device, 2, 2, seed=1, dtype=torch.float64, grad=True),
+    )
 
     def wrong(v: torch.Tensor) -> torch.Tensor:
         return v.detach() * v
@@ -429,5 +457,7 @@ def test_gradcheck(device: str) -> Any:
     return (
         torch.autograd.gradcheck(lambda a, b: torch.tanh(a @ b), (x, w)),
         torch.autograd.gradgradcheck(lambda a, b: torch.tanh(a @ b).sum(), (x, w)),
-        torch.autograd.gradcheck(lambda a: torch.view_as_real(torch.view_as_complex(a) ** 2), x, check_forward_ad=True),
+        torch.autograd.gradcheck(
+            lambda a: torch.view_as_real(torch.view_as_complex(a) ** 2), x, check_forward_ad=True
+        ),
     )

@@ -28,7 +28,9 @@ from distruntime.log.handle import Residence
 
 def _dropping(device: str) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.3)).to(device)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.3)).to(
+        device
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -73,7 +75,10 @@ def test_random_numbers_follow_the_seed(device: str) -> Any:
     first = [torch.rand(3, device=device), torch.randn(2, 2, device=device), torch.randperm(9, device=device)]
     first += [torch.randint(0, 9, (4,), device=device), torch.bernoulli(torch.full((9,), 0.5).to(device))]
     first += [torch.empty(3, device=device).uniform_(), torch.empty(3, device=device).exponential_()]
-    first += [torch.multinomial(torch.ones(9).to(device), 4), torch.nn.functional.dropout(torch.ones(9).to(device))]
+    first += [
+        torch.multinomial(torch.ones(9).to(device), 4),
+        torch.nn.functional.dropout(torch.ones(9).to(device)),
+    ]
     torch.manual_seed(5)
     return first, torch.rand(3, device=device)
 
@@ -81,7 +86,9 @@ def test_random_numbers_follow_the_seed(device: str) -> Any:
 def test_fork_rng_restores_both_sides(session: object) -> None:
     torch.manual_seed(3)
     newer = inspect.signature(torch.random.fork_rng).parameters["device_type"].default is None
-    with torch.random.fork_rng(**({} if newer else {"device_type": REMOTE})):  # by default the current accelerator's; torch 2.11: CUDA's
+    with torch.random.fork_rng(
+        **({} if newer else {"device_type": REMOTE})
+    ):  # by default the current accelerator's; torch 2.11: CUDA's
         inside = torch.rand(3, device=REMOTE), torch.rand(3)
     after = torch.rand(3, device=REMOTE), torch.rand(3)
     assert torch.equal(inside[0].cpu(), after[0].cpu()) and torch.equal(inside[1], after[1])
@@ -122,7 +129,13 @@ def test_to_returns_self_where_torch_promises_it(device: str) -> Any:
         x.to(device=x.device),
         x.to(x.device, non_blocking=True),
     ]
-    others = [x.to(x.device, copy=True), x.to(torch.float64), x.clone(), x.to(x.device, torch.float64), x.to(device, torch.float64)]
+    others = [
+        x.to(x.device, copy=True),
+        x.to(torch.float64),
+        x.clone(),
+        x.to(x.device, torch.float64),
+        x.to(device, torch.float64),
+    ]
     leaf = tensor(device, 3, grad=True)
     assert leaf.to(leaf.device) is leaf
     assert x.float() is x and x.contiguous() is x and x.type(torch.float32) is x
@@ -132,11 +145,24 @@ def test_to_returns_self_where_torch_promises_it(device: str) -> Any:
 @agrees
 def test_a_tensor_goes_here_and_back(device: str) -> Any:
     x = tensor(device, 3, 4, grad=True)
-    here = [x.cpu(), x.to("cpu"), x.to(device="cpu", dtype=torch.float64), x.to("cpu", copy=True), x.to(torch.device("cpu")), x.t().cpu()]
+    here = [
+        x.cpu(),
+        x.to("cpu"),
+        x.to(device="cpu", dtype=torch.float64),
+        x.to("cpu", copy=True),
+        x.to(torch.device("cpu")),
+        x.t().cpu(),
+    ]
     assert not any(is_remote(t) for t in here)
     back = here[0].to(x.device)
     (back * 2 + here[2].to(x)).sum().backward()
-    return back * 1, x.grad, x.to(torch.ones(1)).sum() + 1, here[-1].to(device) * 1, [t.detach().clone() for t in here]
+    return (
+        back * 1,
+        x.grad,
+        x.to(torch.ones(1)).sum() + 1,
+        here[-1].to(device) * 1,
+        [t.detach().clone() for t in here],
+    )
 
 
 @agrees
@@ -149,7 +175,13 @@ def test_likes_of_a_remote_tensor_elsewhere(device: str) -> Any:
         assert make(x, device="meta").device == torch.device("meta")
         assert make(x).device == x.device
         assert make(torch.ones(2), device=x.device).device == x.device
-    new = [x.new_zeros, x.new_ones, x.new_empty, lambda n, **k: x.new_full((n,), 1.0, **k), lambda n, **k: x.new_tensor([1.0] * n, **k)]
+    new = [
+        x.new_zeros,
+        x.new_ones,
+        x.new_empty,
+        lambda n, **k: x.new_full((n,), 1.0, **k),
+        lambda n, **k: x.new_tensor([1.0] * n, **k),
+    ]
     for make_new in new:
         assert make_new(2, device="cpu").device == torch.device("cpu")
         assert make_new(2).device == x.device
@@ -161,9 +193,22 @@ def test_likes_of_a_remote_tensor_elsewhere(device: str) -> Any:
 @agrees
 def test_factories(device: str) -> Any:
     d = torch.device(device)
-    made = [torch.zeros(2, 3, device=d), torch.arange(5, device=d), torch.linspace(0, 1, 4, device=d), torch.eye(3, device=d)]
-    made += [torch.tensor([1.5, 2.0], device=d), torch.as_tensor([[1, 2]], device=d), torch.full((2,), True, device=d)]
-    made += [torch.from_numpy(np.ones((2, 2))).to(d), torch.tensor(np.float32(2.5), device=d), torch.as_tensor(np.arange(3), device=d)]
+    made = [
+        torch.zeros(2, 3, device=d),
+        torch.arange(5, device=d),
+        torch.linspace(0, 1, 4, device=d),
+        torch.eye(3, device=d),
+    ]
+    made += [
+        torch.tensor([1.5, 2.0], device=d),
+        torch.as_tensor([[1, 2]], device=d),
+        torch.full((2,), True, device=d),
+    ]
+    made += [
+        torch.from_numpy(np.ones((2, 2))).to(d),
+        torch.tensor(np.float32(2.5), device=d),
+        torch.as_tensor(np.arange(3), device=d),
+    ]
     made += [
         torch.tril_indices(3, 3, device=d),
         torch.hann_window(4, device=d),
@@ -192,7 +237,13 @@ def test_the_default_device(device: str) -> Any:
 
 
 def test_a_place_that_is_not_there(session: object) -> None:
-    for number in (77, 127, 128, 200, 300):  # an index is eight bits in C++ and wraps: what comes out must still be no other place
+    for number in (
+        77,
+        127,
+        128,
+        200,
+        300,
+    ):  # an index is eight bits in C++ and wraps: what comes out must still be no other place
         with pytest.raises(dr.PlacementError, match="remote:1"):
             torch.zeros(1, device=f"remote:{number}")
         with pytest.raises(dr.PlacementError, match="remote:1"):
@@ -219,8 +270,12 @@ def test_more_places_than_a_device_index_can_say(fresh_session: Callable[..., An
 def test_the_plumbing_shows_nowhere(session: object) -> None:
     x = tensor(REMOTE, 2, 3)
     device = x.device
-    assert device.type == "remote" and isinstance(device.index, int) and str(device) == f"remote:{device.index}"
-    assert torch.ones(2, device=device).device == device and torch.ones(2, device=str(device)).device == device
+    assert (
+        device.type == "remote" and isinstance(device.index, int) and str(device) == f"remote:{device.index}"
+    )
+    assert (
+        torch.ones(2, device=device).device == device and torch.ones(2, device=str(device)).device == device
+    )
     texts = [
         repr(x),
         str(x),
@@ -233,7 +288,14 @@ def test_the_plumbing_shows_nowhere(session: object) -> None:
     for text in texts:
         assert not any(word in text.lower() for word in ("lazy", "privateuse", "wrapper", "ref=")), text
     assert isinstance(x, torch.Tensor) and isinstance(x, dr.DistributedTensor)
-    assert not x.is_cuda and not x.is_meta and not x.is_cpu and not x.is_sparse and x.layout is torch.strided and not x.is_pinned()
+    assert (
+        not x.is_cuda
+        and not x.is_meta
+        and not x.is_cpu
+        and not x.is_sparse
+        and x.layout is torch.strided
+        and not x.is_pinned()
+    )
 
 
 # Saving and sharing
@@ -257,11 +319,15 @@ def test_what_cannot_leave_the_worker_refuses(session: object) -> None:
     for name, act in refused.items():
         with pytest.raises((dr.NotSupportedError, TypeError)) as caught:
             act()
-        assert any(word in str(caught.value) for word in (".cpu()", "fetch", "remote")), f"{name}: {caught.value}"
+        assert any(word in str(caught.value) for word in (".cpu()", "fetch", "remote")), (
+            f"{name}: {caught.value}"
+        )
 
 
 @pytest.mark.filterwarnings(
-    "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support"
+    "ignore:torch.quantize_per_tensor",
+    "ignore:The PyTorch API of nested tensors",
+    "ignore:Sparse CSR tensor support",
 )
 @pytest.mark.parametrize("layout", ["coo", "csr", "quantized", "mkldnn", "nested"])
 def test_other_layouts_work_or_refuse(session: object, layout: str) -> None:
@@ -323,7 +389,9 @@ def test_deepcopy_of_a_part(device: str) -> Any:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_that_travels_whole_as_for_a_gpu(session: object, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+def test_attention_that_travels_whole_as_for_a_gpu(
+    session: object, monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
     """A GPU chooses its kernel itself: one instruction forward, recorded, and one backward. Here a CPU takes its place."""
     monkeypatch.setattr(Residence, "has_cpu_kernels", False)
 
@@ -349,7 +417,11 @@ def test_autocast_is_never_without_effect(session: object) -> None:
             torch.bmm(x[None], x.t()[None]),
             nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
         ]
-        exact = [x.softmax(-1), nn.functional.cross_entropy(products[1], torch.tensor([0, 1, 1]).to(REMOTE)), x + x]
+        exact = [
+            x.softmax(-1),
+            nn.functional.cross_entropy(products[1], torch.tensor([0, 1, 1]).to(REMOTE)),
+            x + x,
+        ]
     assert [p.dtype for p in products] == [torch.bfloat16] * 4
     assert [p.dtype for p in exact] == [torch.float32] * 3
     check(lambda: _train_under_autocast("cpu"), lambda: _train_under_autocast(REMOTE), must_work=True)

@@ -76,7 +76,9 @@ def test_what_shares_memory_on_a_cpu_shares_it_on_a_worker(view: Callable[[Any],
 
 def test_a_module_moves_and_computes() -> None:
     torch.manual_seed(0)
-    local = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2)).eval()
+    local = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2)
+    ).eval()
     x = torch.randn(3, 4)
     with torch.inference_mode():
         wanted = local(x)

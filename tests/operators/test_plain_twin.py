@@ -75,7 +75,12 @@ def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.Monk
     seen: list[Any] = []
     original = module.first_time  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        module, "first_time", lambda cls, f, a, k, signature, *rest: (seen.append(signature), original(cls, f, a, k, signature, *rest))[1]
+        module,
+        "first_time",
+        lambda cls, f, a, k, signature, *rest: (
+            seen.append(signature),
+            original(cls, f, a, k, signature, *rest),
+        )[1],
     )
     signature, words = plain_call(func, args, kwargs)
     place.cache.pop(signature, None)
@@ -99,6 +104,10 @@ def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.Monk
 
 def test_numbers_that_compare_equal_are_told_apart(session: dr.Session) -> None:
     x = torch.arange(3, device="remote")
-    assert (x + 1).dtype == torch.int64 and (x + True).dtype == torch.int64 and (x + 1.0).dtype == torch.float32
-    assert torch.full((1,), 0.0, device="remote").sign().item() == 0 and torch.copysign(x + 1, -0.0).tolist() == [-1, -2, -3]
+    assert (
+        (x + 1).dtype == torch.int64 and (x + True).dtype == torch.int64 and (x + 1.0).dtype == torch.float32
+    )
+    assert torch.full((1,), 0.0, device="remote").sign().item() == 0 and torch.copysign(
+        x + 1, -0.0
+    ).tolist() == [-1, -2, -3]
     assert torch.copysign(x + 1, 0.0).tolist() == [1, 2, 3]

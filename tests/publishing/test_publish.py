@@ -123,12 +123,23 @@ def test_training_goes_on_as_if_nothing_had_been(clean: object) -> None:
 
 def test_a_tree_comes_back_with_its_ties_and_its_views(clean: object) -> None:
     base = torch.arange(12.0, device=REMOTE).reshape(3, 4)
-    tree = {"base": base, "row": base[1], "turned": base.t(), "again": [base, (base, 5)], "on": base.device, "local": torch.tensor(7)}
+    tree = {
+        "base": base,
+        "row": base[1],
+        "turned": base.t(),
+        "again": [base, (base, 5)],
+        "on": base.device,
+        "local": torch.tensor(7),
+    }
     dr.publish("tree", tree)
     del tree, base
     found = dr.lookup("tree")
     assert found["again"][0] is found["base"] is found["again"][1][0] and found["again"][1][1] == 5
-    assert found["on"] == found["base"].device and found["local"].item() == 7 and found["local"].device.type == "cpu"
+    assert (
+        found["on"] == found["base"].device
+        and found["local"].item() == 7
+        and found["local"].device.type == "cpu"
+    )
     found["base"].zero_()
     assert found["row"].tolist() == [0.0] * 4 and found["turned"].sum().item() == 0
     found["row"].fill_(2.0)
@@ -167,7 +178,9 @@ def test_what_is_published_is_alive(clean: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", x)
     x += 1
-    x.copy_(torch.tensor([1.0, 2.0, 3.0]))  # of a local tensor: it must not become another value on the worker
+    x.copy_(
+        torch.tensor([1.0, 2.0, 3.0])
+    )  # of a local tensor: it must not become another value on the worker
     del x
     assert dr.lookup("x").tolist() == [1.0, 2.0, 3.0]
     y = dr.lookup("x")
@@ -219,7 +232,12 @@ def test_on_two_nodes_and_their_gpus(fresh_session: Callable[..., Any]) -> None:
         b = torch.full((3,), 2.0)
     dr.publish("pair", (a, b))
     (row,) = dr.names()
-    assert (row.name, row.nbytes, row.places, row.shared) == ("pair", 20, (dr.Place(0, "cuda:1"), dr.Place(1, "cpu")), False)
+    assert (row.name, row.nbytes, row.places, row.shared) == (
+        "pair",
+        20,
+        (dr.Place(0, "cuda:1"), dr.Place(1, "cpu")),
+        False,
+    )
     assert repr(dr.names()).splitlines()[1].split()[:3] == ["pair", "tuple", "of"]
     places = a.place, b.place
     del a, b
@@ -253,18 +271,30 @@ def test_names_are_a_table(clean: object) -> None:
     assert [cell.strip() for cell in head if cell] == ["name", "what", "bytes", "places", "shared", "owner"]
     owner = second[-1].strip()
     assert "dict of 2 (model: Linear, 1.2 M parameters; opt: SGD)" in "  ".join(first)
-    assert [cell.strip() for cell in second if cell] == ["model", "Linear, 1.2 M parameters", "4.6 MiB", "node 0 cpu", "yes", owner]
+    assert [cell.strip() for cell in second if cell] == [
+        "model",
+        "Linear, 1.2 M parameters",
+        "4.6 MiB",
+        "node 0 cpu",
+        "yes",
+        owner,
+    ]
     assert "<table>" in dr.names()._repr_html_()
 
 
 def test_a_name_that_is_not_there(clean: object) -> None:
-    with pytest.raises(dr.UsageError, match=r"nothing is published as 'model', nor under any other name: dr.publish\(name, model\)"):
+    with pytest.raises(
+        dr.UsageError,
+        match=r"nothing is published as 'model', nor under any other name: dr.publish\(name, model\)",
+    ):
         dr.lookup("model")
     for name in ("optimizer", "model-2"):
         dr.publish(name, torch.ones(1, device=REMOTE))
     with pytest.raises(dr.UsageError, match="nothing is published as 'modl-2': there are model-2, optimizer"):
         dr.lookup("modl-2")
-    with pytest.raises(dr.UsageError, match="nothing is published as 'nobody/model-2': there are model-2, optimizer"):
+    with pytest.raises(
+        dr.UsageError, match="nothing is published as 'nobody/model-2': there are model-2, optimizer"
+    ):
         dr.lookup("nobody/model-2")
     with pytest.raises(dr.UsageError, match="nothing is published as 'model'"):
         dr.unpublish("model")
@@ -315,22 +345,33 @@ def test_nothing_is_left_when_nobody_holds_it(clean: object) -> None:
 def test_local_tensors_are_refused_by_where_they_are(clean: object) -> None:
     remote = torch.ones(2, device=REMOTE)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    with pytest.raises(dr.UsageError, match=r"a Sequential cannot be published: its 0.weight is a local tensor, \(2, 2\) float32 on cpu"):
+    with pytest.raises(
+        dr.UsageError,
+        match=r"a Sequential cannot be published: its 0.weight is a local tensor, \(2, 2\) float32 on cpu",
+    ):
         dr.publish("model", model)
     model[0].to(REMOTE)
-    with pytest.raises(dr.UsageError, match=r'its 1.weight is a local tensor.* Send it first: .to\("remote"\)'):
+    with pytest.raises(
+        dr.UsageError, match=r'its 1.weight is a local tensor.* Send it first: .to\("remote"\)'
+    ):
         dr.publish("model", model)
-    with pytest.raises(dr.UsageError, match=r"a dict cannot be published: its \['a'\]\[1\]\['b'\] is a local tensor"):
+    with pytest.raises(
+        dr.UsageError, match=r"a dict cannot be published: its \['a'\]\[1\]\['b'\] is a local tensor"
+    ):
         dr.publish("tree", {"a": [remote, {"b": torch.zeros(3)}]})
     with pytest.raises(dr.UsageError, match="it is a local tensor"):
         dr.publish("tensor", torch.zeros(3))
-    with pytest.raises(dr.UsageError, match="there is no remote tensor in what is to be published as 'number'"):
+    with pytest.raises(
+        dr.UsageError, match="there is no remote tensor in what is to be published as 'number'"
+    ):
         dr.publish("number", {"x": torch.zeros(()), "y": 5})
     assert len(dr.names()) == 0
 
 
 def test_what_cannot_be_pickled_is_refused(clean: object) -> None:
-    with pytest.raises(dr.UsageError, match=r"a dict cannot be published: TypeError: cannot pickle '_thread.lock' object"):
+    with pytest.raises(
+        dr.UsageError, match=r"a dict cannot be published: TypeError: cannot pickle '_thread.lock' object"
+    ):
         dr.publish("x", {"x": torch.ones(2, device=REMOTE), "lock": threading.Lock()})
 
 
@@ -347,7 +388,10 @@ def test_what_is_on_a_mesh_is_refused_with_what_to_do(clean: object) -> None:
     x += 1
     assert dr.lookup("x")[1].tolist() == [3.0] * 4
     sharded = distribute_tensor(torch.arange(4.0, device=mesh.device), mesh, [Shard(0)])
-    with pytest.raises(dr.NotSupportedError, match=r"a DTensor cannot be published as one.*dr.from_shards and DTensor.from_local"):
+    with pytest.raises(
+        dr.NotSupportedError,
+        match=r"a DTensor cannot be published as one.*dr.from_shards and DTensor.from_local",
+    ):
         dr.publish("sharded", {"w": sharded})
     dr.publish("sharded", [sharded.to_local().member(k) for k in range(mesh.size())])
     again = DTensor.from_local(dr.from_shards(dr.lookup("sharded"), mesh), mesh, [Shard(0)])
@@ -370,7 +414,8 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     dr.synchronize()
     del x
     with pytest.raises(
-        dr.UsageError, match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again"
+        dr.UsageError,
+        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again",
     ):
         dr.lookup("x")
 
@@ -441,9 +486,15 @@ assert optimizer.state[model.layers[0].weight]["step"].item() == 3
 
 
 def run(source: str, address: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]),
+        "OMP_NUM_THREADS": "1",
+    }
     code = source.replace("ADDRESS", repr(address))
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
 
 
 def test_a_killed_kernel_costs_nothing_that_was_published(daemons: list[Keeping]) -> None:
@@ -455,7 +506,9 @@ def test_a_killed_kernel_costs_nothing_that_was_published(daemons: list[Keeping]
     assert first.stdout == second.stdout and first.stdout.startswith("sum")
 
 
-def test_the_next_master_gets_what_was_published_and_nothing_else(daemons: list[Keeping], fresh_session: Callable[..., Any]) -> None:
+def test_the_next_master_gets_what_was_published_and_nothing_else(
+    daemons: list[Keeping], fresh_session: Callable[..., Any]
+) -> None:
     (daemon,) = daemons
     enter(fresh_session, daemons, "alice")
     x, lost = torch.ones(3, device=REMOTE), torch.zeros(3, device=REMOTE)
@@ -472,7 +525,9 @@ def test_the_next_master_gets_what_was_published_and_nothing_else(daemons: list[
         x.sum()
 
 
-def test_a_write_that_failed_is_not_forgotten_with_its_master(daemons: list[Keeping], fresh_session: Callable[..., Any]) -> None:
+def test_a_write_that_failed_is_not_forgotten_with_its_master(
+    daemons: list[Keeping], fresh_session: Callable[..., Any]
+) -> None:
     enter(fresh_session, daemons, "alice")
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", [x, torch.zeros(1, device=REMOTE)])
@@ -497,7 +552,9 @@ def half_way(first: str, second: str) -> None:
     dr.publish("pair", [torch.ones(2, device=REMOTE), far + 1])
 
 
-def test_a_master_that_dies_half_way_leaves_the_version_before(tmp_path: Path, fresh_session: Callable[..., Any]) -> None:
+def test_a_master_that_dies_half_way_leaves_the_version_before(
+    tmp_path: Path, fresh_session: Callable[..., Any]
+) -> None:
     with keeping(tmp_path, 2) as daemons:
         with Child(half_way, *(daemon.address for daemon in daemons)) as child:
             child.expect("half-way")
@@ -509,14 +566,18 @@ def test_a_master_that_dies_half_way_leaves_the_version_before(tmp_path: Path, f
         assert [len(daemon.kept["alice"].versions("pair")) for daemon in daemons] == [1, 1]
 
 
-def test_a_session_with_fewer_nodes_says_which_one_is_missing(tmp_path: Path, fresh_session: Callable[..., Any]) -> None:
+def test_a_session_with_fewer_nodes_says_which_one_is_missing(
+    tmp_path: Path, fresh_session: Callable[..., Any]
+) -> None:
     with keeping(tmp_path, 2) as daemons:
         enter(fresh_session, daemons, "alice")
         with dr.node(1):
             far = torch.zeros(2, device=REMOTE)
         dr.publish("pair", [torch.zeros(2, device=REMOTE), far])
         enter(fresh_session, daemons[:1], "alice")
-        with pytest.raises(dr.UsageError, match=r"some of 'pair' is on node 1 of the session .* connect to that worker too"):
+        with pytest.raises(
+            dr.UsageError, match=r"some of 'pair' is on node 1 of the session .* connect to that worker too"
+        ):
             dr.lookup("pair")
         enter(fresh_session, daemons[::-1], "alice")  # which numbers them otherwise
         assert [t.get_node() for t in dr.lookup("pair")] == [1, 0]

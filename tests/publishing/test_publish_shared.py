@@ -33,7 +33,9 @@ def _own_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def network() -> Any:
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+    )
 
 
 @pytest.fixture
@@ -97,7 +99,10 @@ WRITES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_is_refused_here(daemon: Keeping, how: str) -> None:
     x = dr.lookup("alice/x")
-    with pytest.raises(dr.UsageError, match=rf"a tensor of 'alice/x' {READ_ONLY}(.|\n)*test_publish_shared.py(.|\n)*x.clone\(\)"):
+    with pytest.raises(
+        dr.UsageError,
+        match=rf"a tensor of 'alice/x' {READ_ONLY}(.|\n)*test_publish_shared.py(.|\n)*x.clone\(\)",
+    ):
         WRITES[how](x)
     assert x.tolist() == torch.arange(12.0).reshape(3, 4).tolist()
     dr.synchronize()
@@ -116,7 +121,9 @@ def test_a_write_is_refused_though_the_same_was_done_to_ones_own_before(daemon: 
 def test_training_needs_a_copy_of_ones_own(daemon: Keeping) -> None:
     theirs = dr.lookup("alice/model")
     batch = torch.ones(3, 4, device=REMOTE)
-    with pytest.raises(dr.UsageError, match=READ_ONLY):  # the running statistics, of which torch's schema says nothing
+    with pytest.raises(
+        dr.UsageError, match=READ_ONLY
+    ):  # the running statistics, of which torch's schema says nothing
         theirs(batch)
     theirs.eval()
     for cls in (torch.optim.SGD, torch.optim.AdamW):
@@ -132,10 +139,13 @@ def test_training_needs_a_copy_of_ones_own(daemon: Keeping) -> None:
     assert theirs[1].num_batches_tracked.item() == 0
 
 
-def test_it_cannot_be_published_again_but_a_copy_can(daemon: Keeping, fresh_session: Callable[..., Any]) -> None:
+def test_it_cannot_be_published_again_but_a_copy_can(
+    daemon: Keeping, fresh_session: Callable[..., Any]
+) -> None:
     x = dr.lookup("alice/x")
     with pytest.raises(
-        dr.UsageError, match="'mine' would hold a tensor of 'alice/x', which is another session's: publish a copy, copy=True"
+        dr.UsageError,
+        match="'mine' would hold a tensor of 'alice/x', which is another session's: publish a copy, copy=True",
     ):
         dr.publish("mine", [x[0]])
     dr.publish("mine", x, copy=True)
@@ -192,7 +202,11 @@ def kept(daemon: Keeping) -> Any:
 
 
 # The others replace the value under the reader's own ref, or raise where they stand.
-LAWLESS = {name: act for name, act in WRITES.items() if name not in ("what its worker must describe", "a copy into it")}
+LAWLESS = {
+    name: act
+    for name, act in WRITES.items()
+    if name not in ("what its worker must describe", "a copy into it")
+}
 
 
 @pytest.mark.parametrize("how", LAWLESS)
@@ -284,7 +298,9 @@ def test_instructions_that_make_no_sense_end_the_session_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "detail", [[], ["find"], ["find", "alice", "x"], ["drop", "x"], ["names", 1], ["settle", 5, 5], [5], [["names"]]], ids=repr
+    "detail",
+    [[], ["find"], ["find", "alice", "x"], ["drop", "x"], ["names", 1], ["settle", 5, 5], [5], [["names"]]],
+    ids=repr,
 )
 def test_questions_that_make_no_sense_too(daemon: Keeping, detail: list[Any]) -> None:
     session = active_session()
@@ -334,7 +350,10 @@ def test_a_lookup_that_meets_two_versions_looks_again(
         (first, early), (second, _) = answers.items()
         return {first: early, second: real(session, *detail)[second]}
 
-    with keeping(tmp_path, 2) as daemons, Child(publish_when_told, *(daemon.address for daemon in daemons)) as child:
+    with (
+        keeping(tmp_path, 2) as daemons,
+        Child(publish_when_told, *(daemon.address for daemon in daemons)) as child,
+    ):
         child.expect("published")
         enter(fresh_session, daemons, "bob")
         monkeypatch.setattr(publishing, "ask", ask)
@@ -342,5 +361,7 @@ def test_a_lookup_that_meets_two_versions_looks_again(
         assert len(crossed) == times
         del crossed[:]
         times = 1000
-        with pytest.raises(dr.UsageError, match=r"'alice/pair' is not whole: it is being given anew all the time"):
+        with pytest.raises(
+            dr.UsageError, match=r"'alice/pair' is not whole: it is being given anew all the time"
+        ):
             dr.lookup("alice/pair")

@@ -172,7 +172,9 @@ def test_what_was_signed_as_something_else(daemon: Keeping, tmp_path: Path, what
         old = daemon.kept["alice"].versions("x")[0].envelope
         dr.publish("x", torch.ones(3, device=REMOTE))
         put(daemon, old)
-    with pytest.raises(dr.UntrustedError, match=r"was signed as .*and not as 'x' of 'alice', version \d: somebody has put it"):
+    with pytest.raises(
+        dr.UntrustedError, match=r"was signed as .*and not as 'x' of 'alice', version \d: somebody has put it"
+    ):
         dr.lookup("x")
 
 
@@ -184,7 +186,9 @@ def test_a_signature_under_anything_else_is_none_here(daemon: Keeping) -> None:
         dr.lookup("x")
 
 
-def test_workers_that_hold_different_things(tmp_path: Path, keys: Path, fresh_session: Callable[..., Any]) -> None:
+def test_workers_that_hold_different_things(
+    tmp_path: Path, keys: Path, fresh_session: Callable[..., Any]
+) -> None:
     with keeping(tmp_path, 2) as daemons:
         enter(fresh_session, daemons, "alice")
         with dr.node(1):
@@ -238,7 +242,11 @@ def test_only_one_place_unpickles_and_only_one_calls_it() -> None:
     calls = []
     for path in sorted((ROOT / "distruntime").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "structure" and any(name.name == "load" for name in node.names):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "structure"
+                and any(name.name == "load" for name in node.names)
+            ):
                 calls.append(path.name)
             if isinstance(node, ast.Attribute) and node.attr == "Unpickler":
                 assert path.name == "structure.py"
@@ -267,7 +275,13 @@ def test_looking_up_makes_no_key(keys: Path, session: object) -> None:
 
 def test_the_command_prints_the_line_to_paste(keys: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "distruntime", "key"], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True, timeout=90
+        [sys.executable, "-m", "distruntime", "key"],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=90,
     )
     assert done.stdout == signing.public_line() + "\n"
     public, _, who = done.stdout.strip().partition(" ")
@@ -279,7 +293,10 @@ def test_the_command_prints_the_line_to_paste(keys: Path) -> None:
 def test_a_key_that_others_may_read_is_refused(keys: Path, mode: int) -> None:
     signing.own_key()
     (keys / "own").chmod(mode)
-    with pytest.raises(dr.ConfigurationError, match=f"mode {mode:04o}, expected one that its owner alone may read. Do: chmod 600"):
+    with pytest.raises(
+        dr.ConfigurationError,
+        match=f"mode {mode:04o}, expected one that its owner alone may read. Do: chmod 600",
+    ):
         signing.own_key()
 
 
@@ -299,7 +316,10 @@ def test_a_list_that_others_may_write_is_refused(keys: Path) -> None:
         signing.trusted_keys()
     (keys / "trusted").chmod(0o644)
     (keys / "trusted").write_text("AAAA alice\n")
-    with pytest.raises(dr.ConfigurationError, match="line 1: expected a key as `python -m distruntime key` prints it, got 'AAAA alice'"):
+    with pytest.raises(
+        dr.ConfigurationError,
+        match="line 1: expected a key as `python -m distruntime key` prints it, got 'AAAA alice'",
+    ):
         signing.trusted_keys()
 
 
@@ -312,11 +332,16 @@ def test_the_default_is_beside_the_clusters_key(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_importing_distruntime_does_not_import_what_signs() -> None:
-    code = (
-        "import sys, distruntime, distruntime_worker.session.daemon; print({'nacl', 'distruntime.publishing.publish'} & set(sys.modules))"
-    )
+    code = "import sys, distruntime, distruntime_worker.session.daemon; print({'nacl', 'distruntime.publishing.publish'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'worker'}"}
     assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=90).stdout
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=90,
+        ).stdout
         == "set()\n"
     )

@@ -62,7 +62,15 @@ def test_running_out_of_memory_can_be_caught_as_such(session: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["torch.OutOfMemoryError", "torch._C._LinAlgError", "IndexError", "KeyError", "ZeroDivisionError", "StopIteration"]
+    "kind",
+    [
+        "torch.OutOfMemoryError",
+        "torch._C._LinAlgError",
+        "IndexError",
+        "KeyError",
+        "ZeroDivisionError",
+        "StopIteration",
+    ],
 )
 def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     from distruntime.log.node import Cause
@@ -70,18 +78,28 @@ def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure
 
-    original = {"torch.OutOfMemoryError": torch.OutOfMemoryError, "torch._C._LinAlgError": torch.linalg.LinAlgError}.get(kind) or vars(
-        __import__("builtins")
-    )[kind]
+    original = {
+        "torch.OutOfMemoryError": torch.OutOfMemoryError,
+        "torch._C._LinAlgError": torch.linalg.LinAlgError,
+    }.get(kind) or vars(__import__("builtins"))[kind]
     error = remote_error(
-        active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "Traceback", "aten::op", "(2,) float32"), "x.py:1")
+        active_session().nodes[0],
+        Cause(Failure(1, 1, kind, "what it said", "Traceback", "aten::op", "(2,) float32"), "x.py:1"),
     )
     assert isinstance(error, original) and isinstance(error, dr.RemoteError)
     assert str(error).startswith("what it said")
 
 
 @pytest.mark.parametrize(
-    "kind", ["os.system", "SystemExit", "KeyboardInterrupt", "builtins.eval", "__import__", "numpy.exceptions.AxisError"]
+    "kind",
+    [
+        "os.system",
+        "SystemExit",
+        "KeyboardInterrupt",
+        "builtins.eval",
+        "__import__",
+        "numpy.exceptions.AxisError",
+    ],
 )
 def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
     from distruntime.log.node import Cause
@@ -89,7 +107,9 @@ def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure
 
-    error = remote_error(active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "", "aten::op", ""), ""))
+    error = remote_error(
+        active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "", "aten::op", ""), "")
+    )
     assert type(error).__mro__[1] is dr.RemoteError and isinstance(error, RuntimeError)
     assert kind in str(error)
 
@@ -203,7 +223,9 @@ def test_a_result_that_is_left_undefined_does_not_end_the_worker(session: object
     gates = [torch.rand(*shape, device=REMOTE) for shape in ((16, 4), (16, 4), (16,), (16,))]
     x, state = torch.rand(5, 2, 4, device=REMOTE), torch.rand(2, 4, device=REMOTE)
     for _ in range(2):  # the first call is checked against the prediction
-        out, *_, undefined = torch.ops.aten.mkldnn_rnn_layer(x, *gates, state, state, False, [], 2, 4, 1, True, False, False, False)
+        out, *_, undefined = torch.ops.aten.mkldnn_rnn_layer(
+            x, *gates, state, state, False, [], 2, 4, 1, True, False, False, False
+        )
         assert out.isfinite().all().item()
         with pytest.raises(dr.InternalError, match="is not here"):
             undefined.cpu()
@@ -330,7 +352,9 @@ def test_the_line_of_a_failure_in_an_autograd_formula(session: object) -> None:
     bad = torch.full((3, 3), 0.0, device=REMOTE)
     y.backward(bad[torch.tensor([4], device=REMOTE)].expand(3, 3))
     assert x.grad is not None
-    assert "bad[torch.tensor([4]" in str(read_failure(x.grad))  # the first cause, not the formula that inherited it
+    assert "bad[torch.tensor([4]" in str(
+        read_failure(x.grad)
+    )  # the first cause, not the formula that inherited it
 
 
 # What the master finds itself is raised at once, as torch's own errors
@@ -351,13 +375,17 @@ def test_the_line_of_a_failure_in_an_autograd_formula(session: object) -> None:
         lambda x: torch.zeros("a", device=x.device),
     ],
 )
-def test_shape_and_dtype_mistakes_are_raised_at_once(session: object, code: Callable[[torch.Tensor], Any]) -> None:
+def test_shape_and_dtype_mistakes_are_raised_at_once(
+    session: object, code: Callable[[torch.Tensor], Any]
+) -> None:
     with pytest.raises((RuntimeError, IndexError, TypeError)) as local:
         code(torch.ones(2, 3))
     x = torch.ones(2, 3, device=REMOTE)
     with pytest.raises(local.type) as remote:
         code(x)
-    assert not isinstance(remote.value, dr.DistruntimeError)  # torch's own, from its meta kernel: not always in the same words
+    assert not isinstance(
+        remote.value, dr.DistruntimeError
+    )  # torch's own, from its meta kernel: not always in the same words
     assert x.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
@@ -376,7 +404,13 @@ def test_a_killed_worker_is_an_error_of_what_was_on_it(fresh_session: Callable[.
         text = str(caught.value)
         assert "node 1" in text and victim.host in text and "SIGKILL" in text and "go on" in text, text
     assert (here_ + 1).tolist() == [2, 2, 2]
-    for use in (lambda: there + 1, lambda: there.cpu(), lambda: there.to(node=0), lambda: dr.fetch(there), lambda: there.add_(here_.cpu())):  # noqa: F821
+    for use in (
+        lambda: there + 1,  # noqa: F821
+        lambda: there.cpu(),  # noqa: F821
+        lambda: there.to(node=0),  # noqa: F821
+        lambda: dr.fetch(there),  # noqa: F821
+        lambda: there.add_(here_.cpu()),  # noqa: F821
+    ):
         with pytest.raises(dr.NodeFailed):
             use()
     with dr.on(1), pytest.raises(dr.NodeFailed):
@@ -418,7 +452,9 @@ def test_a_pending_fetch_wakes_when_its_worker_dies(fresh_session: Callable[...,
     assert torch.ones(2, device=REMOTE).sum().item() == 2
 
 
-def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(fresh_session: Callable[..., Any]) -> None:
+def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(
+    fresh_session: Callable[..., Any],
+) -> None:
     fresh_session(world_size=2)
     mine, there = torch.ones(3, device=REMOTE), torch.ones(3, device=REMOTE).to(node=1)
     there.sum().item()
@@ -444,7 +480,9 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(fresh_sessi
     assert not worker.is_alive()
 
 
-def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_wakes_who_waits_for_room_in_its_window(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 4_000)
     fresh_session(world_size=2)
     x = torch.ones(3, device=REMOTE)
@@ -468,7 +506,9 @@ def test_a_death_wakes_who_waits_for_room_in_its_window(fresh_session: Callable[
     assert len(caught) == 1
 
 
-def test_a_death_that_nobody_waits_for_is_told_by_the_next_synchronize(fresh_session: Callable[..., Any]) -> None:
+def test_a_death_that_nobody_waits_for_is_told_by_the_next_synchronize(
+    fresh_session: Callable[..., Any],
+) -> None:
     fresh_session(world_size=2)
     there = torch.ones(3, device=REMOTE).to(node=1)
     there.sum().item()

@@ -38,7 +38,9 @@ def test_a_handler_that_reads_breaks_no_read(session: dr.Session) -> None:
     assert all("signal handler" in text for text in refused), refused
 
 
-def test_a_message_that_a_handler_has_taken_is_not_missed(session: dr.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_a_handler_has_taken_is_not_missed(
+    session: dr.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The handler runs after the look whether something has come, and before it is taken: played, as it is a matter of one bytecode."""
 
     class Struck(deque[Any]):

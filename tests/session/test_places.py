@@ -127,7 +127,11 @@ def test_a_local_module_goes_to_any_place(place: Where) -> None:
 def test_a_local_tensor_goes_to_any_place(place: Where) -> None:
     local = torch.tensor([1.0, 2.0])
     kept = at(place)
-    for x in (local.to(kept.device), local.to(device=kept.device), torch.zeros(2, device=kept.device).copy_(local)):
+    for x in (
+        local.to(kept.device),
+        local.to(device=kept.device),
+        torch.zeros(2, device=kept.device).copy_(local),
+    ):
         assert where(x) == place and x.tolist() == [1, 2]
     with dr.on(*place):
         assert where(local.to("remote")) == place
@@ -213,7 +217,11 @@ def test_the_context_says_where_new_tensors_go_and_never_where_operations_run() 
     with dr.on(1, "cuda:1"):
         assert where(x + 1) == CPU0 and where(torch.zeros_like(x)) == CPU0 and where(x.new_zeros(2)) == CPU0
         assert where(torch.zeros(2)) == FAR1
-        assert where(dr.zeros(2)) == FAR1 and where(dr.zeros(2, device="cpu")) == CPU1 and where(dr.zeros(2, device=0)) == FAR0
+        assert (
+            where(dr.zeros(2)) == FAR1
+            and where(dr.zeros(2, device="cpu")) == CPU1
+            and where(dr.zeros(2, device=0)) == FAR0
+        )
         assert where(dr.FloatTensor(2)) == FAR1
         assert where(torch.zeros(2, device="cpu")) is HERE
 
@@ -221,7 +229,11 @@ def test_the_context_says_where_new_tensors_go_and_never_where_operations_run() 
 def test_contexts_nest_and_end() -> None:
     assert where(dr.zeros(1)) == GPU0
     with dr.node(1):
-        assert where(dr.zeros(1)) == FAR0 and where(torch.zeros(1)) is HERE and where(torch.zeros(1, device="remote")) == FAR0
+        assert (
+            where(dr.zeros(1)) == FAR0
+            and where(torch.zeros(1)) is HERE
+            and where(torch.zeros(1, device="remote")) == FAR0
+        )
         with dr.device("cuda:1"):
             assert where(dr.zeros(1)) == FAR1
             with dr.node(0):
@@ -237,7 +249,11 @@ def test_contexts_nest_and_end() -> None:
 
 def test_defaults_of_the_two_kinds_of_spellings() -> None:
     assert where(dr.FloatTensor(2)) == CPU0 and where(torch.ones(2).dist_send()) == CPU0  # type: ignore[attr-defined]
-    assert where(torch.zeros(2, device="remote")) == GPU0 and where(torch.ones(2).to("remote")) == GPU0 and where(dr.randn(2)) == GPU0
+    assert (
+        where(torch.zeros(2, device="remote")) == GPU0
+        and where(torch.ones(2).to("remote")) == GPU0
+        and where(dr.randn(2)) == GPU0
+    )
     with dr.node(1):
         assert where(dr.FloatTensor(2)) == CPU1 and where(torch.zeros(2, device="remote")) == FAR0
         assert where(dr.FloatTensor(2, device=1)) == FAR1 and where(dr.FloatTensor(2, device="cpu")) == CPU1
@@ -273,7 +289,11 @@ def test_torchs_own_contexts() -> None:
 def test_set_place_for_a_prompt() -> None:
     try:
         dr.set_place(1, "cuda:1")
-        assert where(dr.zeros(1)) == FAR1 and where(dr.FloatTensor(1)) == FAR1 and where(torch.ones(1).to("remote")) == FAR1
+        assert (
+            where(dr.zeros(1)) == FAR1
+            and where(dr.FloatTensor(1)) == FAR1
+            and where(torch.ones(1).to("remote")) == FAR1
+        )
         with dr.node(0):
             assert where(dr.zeros(1)) == GPU0
         with dr.on(0, "cpu"):
@@ -289,11 +309,16 @@ def test_set_place_for_a_prompt() -> None:
 
 def test_a_context_that_is_not_entered_says_what_it_is_for() -> None:
     for context, where in ((dr.on(1), "node 1 cuda:0"), (dr.node(1), "node 1"), (dr.device("cpu"), "cpu")):
-        assert repr(context) == f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
+        assert (
+            repr(context)
+            == f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
+        )
 
 
 def test_places_are_values() -> None:
-    assert dr.place(1, "cuda:1") == dr.place(1, 1) == dr.Place(1, "cuda:1") and dr.place(1) == dr.place(1, -1) == dr.place(1, "cpu")
+    assert dr.place(1, "cuda:1") == dr.place(1, 1) == dr.Place(1, "cuda:1") and dr.place(1) == dr.place(
+        1, -1
+    ) == dr.place(1, "cpu")
     assert len({dr.place(0), dr.place(0, "cpu"), dr.place(1)}) == 2
     assert str(dr.place(1, "cuda:1")) == "node 1 cuda:1"
     assert at(FAR1).place == dr.place(1, 1)
@@ -317,16 +342,31 @@ def test_what_is_not_there_is_a_placement_error(use: Callable[[], Any], text: st
 
 def test_operands_on_different_places() -> None:
     x, g, far, local = at(CPU0), at(GPU0), at(CPU1), torch.ones(3)
-    for code in (lambda: x + g, lambda: x + far, lambda: x + local, lambda: local + x, lambda: torch.stack([x, g]), lambda: x.add_(far)):
+    for code in (
+        lambda: x + g,
+        lambda: x + far,
+        lambda: x + local,
+        lambda: local + x,
+        lambda: torch.stack([x, g]),
+        lambda: x.add_(far),
+    ):
         with pytest.raises(dr.PlacementError, match="node"):
             code()
     two = torch.tensor(2.0)
-    assert (x * two).tolist() == [2, 4, 6] and where(two * g) == GPU0  # zero-dimensional local tensors are sent along
-    assert g[torch.tensor([2, 0])].tolist() == [3, 1] and g[torch.tensor([True, False, True])].tolist() == [1, 3]
+    assert (x * two).tolist() == [2, 4, 6] and where(
+        two * g
+    ) == GPU0  # zero-dimensional local tensors are sent along
+    assert g[torch.tensor([2, 0])].tolist() == [3, 1] and g[torch.tensor([True, False, True])].tolist() == [
+        1,
+        3,
+    ]
     g[torch.tensor([0])] = 9.0
     assert g.tolist() == [9, 2, 3]
     assert torch.where(x > 1, x, torch.tensor(0.0)).tolist() == [0, 2, 3]
-    for code in (lambda: x * at(CPU1, 2.0), lambda: x * at(GPU0, 2.0)):  # a remote one is not: CUDA does not move those either
+    for code in (
+        lambda: x * at(CPU1, 2.0),
+        lambda: x * at(GPU0, 2.0),
+    ):  # a remote one is not: CUDA does not move those either
         with pytest.raises(dr.PlacementError):
             code()
 

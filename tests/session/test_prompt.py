@@ -31,10 +31,22 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._end, theirs = pty.openpty()
         path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
-        environment = {**os.environ, "PYTHONPATH": path, "TERM": "dumb", "PYTHON_BASIC_REPL": "1", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "TERM": "dumb",
+            "PYTHON_BASIC_REPL": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, *arguments]
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, preexec_fn=_own_terminal
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_own_terminal,
         )
         os.close(theirs)
         self.said = ""  # since the last `expect`
@@ -82,7 +94,9 @@ class Terminal:
 
 
 def _own_terminal() -> None:
-    os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first terminal that a session leader opens is its own: Ctrl-C goes there
+    os.close(
+        os.open(os.ttyname(0), os.O_RDWR)
+    )  # the first terminal that a session leader opens is its own: Ctrl-C goes there
 
 
 @pytest.fixture
@@ -152,7 +166,9 @@ def test_leaving_the_repl_with_a_failure_unread_is_no_crash(repl: Terminal) -> N
     assert status == 0 and "Traceback" not in words, words
 
 
-@pytest.mark.skipif(importlib.util.find_spec("readline") is None, reason="this Python was built without readline")
+@pytest.mark.skipif(
+    importlib.util.find_spec("readline") is None, reason="this Python was built without readline"
+)
 def test_the_repl_completes_names_without_ipython(repl: Terminal) -> None:
     repl.enter("tensor = torch.ones(3, device='remote')")
     repl.send("tensor.pla\t")

@@ -78,7 +78,10 @@ def _mixed_work(number: int, rounds: int) -> None:
         elif kind == 3:
             assert bool((base == number).all())
         elif kind == 4:
-            assert torch.nonzero(torch.arange(3.0 + number, device=REMOTE)).shape == (2 + number, 1)  # a round trip for its shape
+            assert torch.nonzero(torch.arange(3.0 + number, device=REMOTE)).shape == (
+                2 + number,
+                1,
+            )  # a round trip for its shape
         elif kind == 5:
             y = torch.full((3 + k,), 1.5).to(REMOTE)  # a signature that is new
             assert y.sum().item() == 1.5 * (3 + k)
@@ -373,7 +376,9 @@ def test_a_finalizer_inside_the_sending_does_not_wait_for_what_it_keeps_from_goi
     assert (x + 1).sum().item() == 6
 
 
-def test_a_finalizer_inside_the_log_waits_for_no_reader_that_waits_for_it(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finalizer_inside_the_log_waits_for_no_reader_that_waits_for_it(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["distruntime.session.session"], "_INSIDE", 0.3)
     x = torch.ones(3, device=REMOTE)
     busy = torch.ones(900, 900, device=REMOTE)

@@ -29,7 +29,9 @@ def _two_nodes() -> Iterator[None]:
 class Program:
     """One random program, run on the workers and, step by step beside it, here."""
 
-    def __init__(self, choose: random.Random, streams: list[list[dr.Stream]], stuff: list[torch.Tensor]) -> None:
+    def __init__(
+        self, choose: random.Random, streams: list[list[dr.Stream]], stuff: list[torch.Tensor]
+    ) -> None:
         self.choose, self.streams, self.stuff = choose, streams, stuff
         self.remote: list[list[torch.Tensor]] = [[], []]
         self.local: list[list[torch.Tensor]] = [[], []]
@@ -94,14 +96,21 @@ class Program:
     def agrees(self) -> bool:
         """Read everything, and compare with what happened here."""
         reads = [(there.result(timeout=60), here) for there, here in self.reads]
-        reads += list(zip(dr.fetch([t for values in self.remote for t in values]), [t for values in self.local for t in values]))
+        reads += list(
+            zip(
+                dr.fetch([t for values in self.remote for t in values]),
+                [t for values in self.local for t in values],
+            )
+        )
         return all(torch.equal(there, here) for there, here in reads)
 
 
 def run(seed: int, programs: int) -> int:
     """Return how many of so many programs agree with the serial run."""
     choose = random.Random(seed)
-    streams = [[dr.default_stream(node), *(dr.Stream(node) for _ in range(STREAMS - 1))] for node in range(NODES)]
+    streams = [
+        [dr.default_stream(node), *(dr.Stream(node) for _ in range(STREAMS - 1))] for node in range(NODES)
+    ]
     stuff = []
     for node in range(NODES):
         with dr.on(node):

@@ -193,7 +193,9 @@ def test_event_that_was_never_recorded() -> None:
     assert repr(event) == "<distruntime.Event not recorded>"
 
 
-def test_elapsed_time_agrees_with_the_workers_clock(tmp_path: Path, fresh_session: Callable[..., Any]) -> None:
+def test_elapsed_time_agrees_with_the_workers_clock(
+    tmp_path: Path, fresh_session: Callable[..., Any]
+) -> None:
     # The worker runs in a thread of this process, and an operator of the test's own notes the time when it runs there.
     clock: list[float] = []
 
@@ -458,7 +460,12 @@ HAZARDS: dict[str, tuple[Callable[[dr.Stream, dr.Stream], Any], int]] = {
 @pytest.mark.parametrize("row", HAZARDS)
 def test_hazard(row: str, pair: tuple[dr.Stream, dr.Stream]) -> None:
     run, count = HAZARDS[row]
-    for one, two in (pair, pair[::-1], (dr.default_stream(0, "cpu"), pair[0]), (pair[1], dr.default_stream(0, "cpu"))):
+    for one, two in (
+        pair,
+        pair[::-1],
+        (dr.default_stream(0, "cpu"), pair[0]),
+        (pair[1], dr.default_stream(0, "cpu")),
+    ):
         torch.manual_seed(3)
         dr.synchronize()
         before = waits()
@@ -727,7 +734,13 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
         after = torch.ones(2, device="remote")
     os.kill(session.local_workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
-    for use in (event.query, event.synchronize, lambda: event.wait(here), there.synchronize, lambda: dr.Stream(1)):
+    for use in (
+        event.query,
+        event.synchronize,
+        lambda: event.wait(here),
+        there.synchronize,
+        lambda: dr.Stream(1),
+    ):
         with pytest.raises(dr.NodeFailed, match="node 1"):
             use()
     with pytest.raises(dr.NodeFailed, match="event"):  # the wait that stood is over, and says so once
@@ -762,8 +775,12 @@ def test_reads_of_a_gpu_are_instructions_of_the_stream(fresh_session: Callable[.
     assert session.value(session.ask(session.nodes[0], "memory"))[0] <= before
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, -0.5, 1e12, 10**400, "2", True, torch.ones(())], ids=repr)
-def test_a_timeout_that_is_none_is_refused_at_the_call(pair: tuple[dr.Stream, dr.Stream], timeout: Any) -> None:
+@pytest.mark.parametrize(
+    "timeout", [float("nan"), float("inf"), -1, -0.5, 1e12, 10**400, "2", True, torch.ones(())], ids=repr
+)
+def test_a_timeout_that_is_none_is_refused_at_the_call(
+    pair: tuple[dr.Stream, dr.Stream], timeout: Any
+) -> None:
     one, two = pair
     event, future = one.record_event(), dr.fetch_async(torch.ones(2, device="remote"))
     waits: list[Callable[[], object]] = [

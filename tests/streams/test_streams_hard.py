@@ -24,7 +24,12 @@ N = 64
 @pytest.fixture(autouse=True)
 def _two_nodes() -> Iterator[None]:
     """Two nodes for the whole module; a test that breaks them leaves the next one to start others."""
-    if not (dr.is_initialized() and _ours and _ours[0].closed is None and not any(n.failed for n in _ours[0].nodes)):
+    if not (
+        dr.is_initialized()
+        and _ours
+        and _ours[0].closed is None
+        and not any(n.failed for n in _ours[0].nodes)
+    ):
         dr.shutdown()
         _ours[:] = [dr.init_master_worker(world_size=2)]
     yield
@@ -70,7 +75,9 @@ def test_two_streams_that_waited_for_each_other_in_turn_do_not_stop_when_one_is_
     assert kept.sum().item() == N
 
 
-def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     first, cancelled, last = three
     x = settled(torch.zeros(N, device=first.device))
     with blocked(first):
@@ -90,7 +97,9 @@ def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(three: tu
         dropped.cpu()
 
 
-def test_a_cancelled_stream_does_not_count_on_the_waits_that_it_dropped(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_cancelled_stream_does_not_count_on_the_waits_that_it_dropped(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     first, cancelled, _ = three
     with blocked(first):
         with dr.stream(first):
@@ -103,7 +112,9 @@ def test_a_cancelled_stream_does_not_count_on_the_waits_that_it_dropped(three: t
     assert total.item() == 3 * N
 
 
-def test_a_write_that_is_cancelled_spares_the_reads_before_it(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_write_that_is_cancelled_spares_the_reads_before_it(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     reads, writes, _ = three
     x = settled(torch.zeros(N, device=reads.device))
     with blocked(reads):
@@ -118,7 +129,9 @@ def test_a_write_that_is_cancelled_spares_the_reads_before_it(three: tuple[dr.St
         x.cpu()
 
 
-def test_a_check_that_is_cancelled_is_no_failure_of_the_next_read(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_check_that_is_cancelled_is_no_failure_of_the_next_read(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     true = settled(torch.ones((), device=three[0].device))
     slow(three[0], 1000)
     with dr.stream(three[0]):
@@ -145,7 +158,9 @@ def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, d
     assert more.sum().item() == 2 * N
 
 
-def test_a_write_to_a_view_that_was_dropped_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_write_to_a_view_that_was_dropped_is_not_lost(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     cancelled, other, _ = three
     x = settled(torch.zeros(N, device=cancelled.device))
     slow(cancelled, 1000)
@@ -173,7 +188,9 @@ def test_a_view_that_was_dropped_takes_nothing_along(three: tuple[dr.Stream, dr.
         y.cpu()
 
 
-def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     makes, uploads, _ = three
     with blocked(makes):
         with dr.stream(makes):
@@ -185,7 +202,9 @@ def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(thre
         x.cpu()
 
 
-def test_what_a_cancelled_stream_owes_is_passed_on_by_another_that_is_cancelled_too(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_what_a_cancelled_stream_owes_is_passed_on_by_another_that_is_cancelled_too(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     last, one, two = three
     makes, holds = dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
     with stopped(dr.nodes()[1].pid):
@@ -211,7 +230,9 @@ def test_what_a_cancelled_stream_owes_is_passed_on_by_another_that_is_cancelled_
 # -- what an instruction reads and writes without saying so ----------------------------------------------------------------------
 
 
-def test_a_recorded_layer_is_replayed_before_another_stream_writes_its_input(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_recorded_layer_is_replayed_before_another_stream_writes_its_input(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     compute, copy, _ = three
     layer = torch.nn.LSTM(8, 8)
     x = torch.randn(5, 3, 8)
@@ -244,7 +265,9 @@ def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Strea
     assert torch.equal(x.cpu(), torch.ones(N))
 
 
-def test_templates_are_forgotten_while_others_come(three: tuple[dr.Stream, dr.Stream, dr.Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_are_forgotten_while_others_come(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["distruntime.log.node"], "_MOST_TEMPLATES", 3000)
     before = slots()
     total = torch.zeros(2, dtype=torch.int64, device=three[0].device)
@@ -267,8 +290,15 @@ def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Cal
     with blocked(default):
         with node.lock:
             thread.start()
-            until(lambda: thread.ident in sys._current_frames() and sys._current_frames()[thread.ident].f_code.co_name == "dispatch")
-            steady(lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1)  # at the lock, past the look into the cache
+            until(
+                lambda: (
+                    thread.ident in sys._current_frames()
+                    and sys._current_frames()[thread.ident].f_code.co_name == "dispatch"
+                )
+            )
+            steady(
+                lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1
+            )  # at the lock, past the look into the cache
             stream = dr.Stream(0, "cpu")
             with dr.stream(stream):
                 x.sum()
@@ -302,7 +332,9 @@ class _Issues:
         active_session().nodes[0].flush()
 
 
-def test_a_finalizer_may_issue_in_the_middle_of_an_instruction(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_a_finalizer_may_issue_in_the_middle_of_an_instruction(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     x = torch.zeros(N, device=three[0].device)
     finalized = [0]
 
@@ -326,7 +358,9 @@ def test_a_finalizer_may_issue_in_the_middle_of_an_instruction(three: tuple[dr.S
 # -- bad input -------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_stream_or_event_or_priority_harms_no_worker(three: tuple[dr.Stream, dr.Stream, dr.Stream]) -> None:
+def test_what_is_no_stream_or_event_or_priority_harms_no_worker(
+    three: tuple[dr.Stream, dr.Stream, dr.Stream],
+) -> None:
     x, no, timed = torch.ones(N, device=three[0].device), 3, dr.Event(enable_timing=True)
     wrong: Any = no
     for use in (
@@ -346,7 +380,9 @@ def test_what_is_no_stream_or_event_or_priority_harms_no_worker(three: tuple[dr.
 # -- the end ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_stops_computing_for_a_master_that_has_gone(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_worker_stops_computing_for_a_master_that_has_gone(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
     dr.shutdown()
     os.chmod(tmp_path, 0o700)
     worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/s", "--insecure")
@@ -379,7 +415,9 @@ def test_a_worker_stops_computing_for_a_master_that_has_gone(fresh_session: Call
 # -- random numbers --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_draw_that_meets_the_first_stream_is_waited_for_by_the_next_draw(fresh_session: Callable[..., Any]) -> None:
+def test_a_draw_that_meets_the_first_stream_is_waited_for_by_the_next_draw(
+    fresh_session: Callable[..., Any],
+) -> None:
     (node,) = fresh_session(world_size=1).nodes
     x = torch.zeros(N, device="remote")
     x.uniform_()

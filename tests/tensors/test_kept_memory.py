@@ -80,7 +80,9 @@ def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session)
         assert _lent(session) == before
 
 
-def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker_has_answered(session: dr.Session) -> None:
+def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker_has_answered(
+    session: dr.Session,
+) -> None:
     x = torch.ones(2 * ELEMENTS, device="remote")  # larger than what a reply carries in itself
     assert x.cpu()[0] == 1
     before = _lent(session)
@@ -95,7 +97,9 @@ def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker
     assert _lent(session) == before
 
 
-@pytest.mark.parametrize("channels", [16, 68, 120, 240])  # weights of 17, 74, 131 and 261 KB: in the log, in a frame, in shared memory
+@pytest.mark.parametrize(
+    "channels", [16, 68, 120, 240]
+)  # weights of 17, 74, 131 and 261 KB: in the log, in a frame, in shared memory
 def test_a_weight_gives_the_last_bits_that_it_gives_here(session: dr.Session, channels: int) -> None:
     """Kernels sum in another order over addresses that are not multiples of 64."""
     x, weight = torch.randn(2, 272, 1, 1), torch.randn(channels, 272, 1, 1)

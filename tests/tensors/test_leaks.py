@@ -32,7 +32,9 @@ def leaves_nothing(code: Callable[[], object]) -> None:
     first = slots() - before
     code()
     second = slots() - before - first
-    assert (first, second) == (0, 0), f"{first} values stay after the first run, {second} more after the second"
+    assert (first, second) == (0, 0), (
+        f"{first} values stay after the first run, {second} more after the second"
+    )
 
 
 # Operations of every kind that the log knows
@@ -86,9 +88,14 @@ class _Cube(torch.autograd.Function):
 
 
 def _train() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)).to(REMOTE)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)
+    ).to(REMOTE)
     x, y = torch.rand(5, 8, device=REMOTE), torch.randint(4, (5,), device=REMOTE)
-    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model.parameters())):
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(model.parameters()),
+    ):
         for _ in range(3):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
@@ -121,7 +128,10 @@ def _autocast() -> None:
     with torch.autocast(REMOTE, dtype=torch.bfloat16):
         with torch.no_grad():
             model(torch.rand(2, 4, device=REMOTE)), recurrent(torch.rand(3, 2, 4, device=REMOTE))
-        loss = model(torch.rand(2, 4, device=REMOTE)).float().sum() + recurrent(torch.rand(3, 2, 4, device=REMOTE))[0].float().sum()
+        loss = (
+            model(torch.rand(2, 4, device=REMOTE)).float().sum()
+            + recurrent(torch.rand(3, 2, 4, device=REMOTE))[0].float().sum()
+        )
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -136,7 +146,9 @@ def _autocast_raises() -> None:
     _raises(RuntimeError, code)
 
 
-@pytest.mark.parametrize("code", [_train, _differentiate_twice, _attend_and_recur, _autocast, _autocast_raises])
+@pytest.mark.parametrize(
+    "code", [_train, _differentiate_twice, _attend_and_recur, _autocast, _autocast_raises]
+)
 def test_autograd_leaves_nothing(session: object, code: Callable[[], None]) -> None:
     leaves_nothing(code)
 
@@ -204,7 +216,9 @@ def _backward() -> None:
     _raises(KeyError, lambda: y.sum().backward())
 
 
-@pytest.mark.parametrize("code", [_shapes, _poisoned_read, _poisoned_unread, _poisoned_first_time, _places, _backward])
+@pytest.mark.parametrize(
+    "code", [_shapes, _poisoned_read, _poisoned_unread, _poisoned_first_time, _places, _backward]
+)
 def test_an_exception_leaves_nothing(session: object, code: Callable[[], None]) -> None:
     leaves_nothing(code)
 

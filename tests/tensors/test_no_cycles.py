@@ -51,7 +51,9 @@ def _depends_on_data(x: torch.Tensor) -> None:
 
 
 def _training(x: torch.Tensor) -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 2)).to("remote")
+    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 2)).to(
+        "remote"
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         optimizer.zero_grad()
@@ -89,7 +91,9 @@ def _errors(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [_uploads, _many_results, _in_place, _depends_on_data, _training, _composites, _reads, _errors], ids=lambda use: use.__name__[1:]
+    "use",
+    [_uploads, _many_results, _in_place, _depends_on_data, _training, _composites, _reads, _errors],
+    ids=lambda use: use.__name__[1:],
 )
 def test_nothing_is_held(session: dr.Session, use: Callable[[Any], None]) -> None:
     x = torch.randn(3, 3, device="remote")

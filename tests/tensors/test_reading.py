@@ -63,7 +63,11 @@ def test_scalars_come_back_as_pythons_own(session: object, value: Any) -> None:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 5e-324, -0.0])
 def test_extreme_floats_survive(session: object, value: float) -> None:
     got = torch.tensor(value, dtype=torch.float64).to(REMOTE).item()
-    assert math.isnan(got) if math.isnan(value) else (got == value and math.copysign(1, got) == math.copysign(1, value))
+    assert (
+        math.isnan(got)
+        if math.isnan(value)
+        else (got == value and math.copysign(1, got) == math.copysign(1, value))
+    )
 
 
 def test_format_round_and_index(session: object) -> None:
@@ -91,10 +95,22 @@ def test_a_tensor_of_many_elements_is_no_scalar(session: object) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64],
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (40, 50), (3, 1, 2)])
-def test_copies_keep_values_dtype_and_shape(session: object, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_copies_keep_values_dtype_and_shape(
+    session: object, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     local = torch.randn(shape).mul(3).to(dtype)
     x = local.to(REMOTE)
     for back in (x.cpu(), dr.fetch(x), x.to("cpu"), x.to(device="cpu"), x.detach().cpu()):
@@ -152,7 +168,11 @@ def test_large_tensors_both_ways(session: object) -> None:
     y = x * 2
     both = dr.fetch([x, y, x.t()])
     x.zero_()
-    assert torch.equal(both[0], local_copy) and torch.equal(both[1], local_copy * 2) and torch.equal(both[2], local_copy.t())
+    assert (
+        torch.equal(both[0], local_copy)
+        and torch.equal(both[1], local_copy * 2)
+        and torch.equal(both[2], local_copy.t())
+    )
 
 
 def test_what_has_been_read_or_sent_can_be_resized(session: object) -> None:
@@ -168,7 +188,13 @@ def test_what_has_been_read_or_sent_can_be_resized(session: object) -> None:
 def test_fetch_keeps_the_trees_shape_and_its_ties(session: object) -> None:
     x, y = torch.ones(2, device=REMOTE), torch.zeros(3, device=REMOTE)
     model = torch.nn.Linear(2, 2).to(REMOTE)
-    tree = {"a": [x, (y, 3, "text", None)], "again": x, "local": torch.ones(1), "state": model.state_dict(), "parameter": model.weight}
+    tree = {
+        "a": [x, (y, 3, "text", None)],
+        "again": x,
+        "local": torch.ones(1),
+        "state": model.state_dict(),
+        "parameter": model.weight,
+    }
     got = dr.fetch(tree)
     assert list(got) == list(tree) and type(got["a"][1]) is tuple and got["a"][1][1:] == (3, "text", None)
     assert got["a"][0] is got["again"] and got["local"] is tree["local"]
@@ -213,7 +239,13 @@ def test_exception_and_waiting_without_result(session: object) -> None:
     futures = [dr.fetch_async(torch.full((2,), float(k), device=REMOTE)) for k in range(5)]
     done, left = concurrent.futures.wait(futures, timeout=60)
     assert len(done) == 5 and not left
-    assert sorted(f.result()[0].item() for f in concurrent.futures.as_completed(futures, timeout=60)) == [0, 1, 2, 3, 4]
+    assert sorted(f.result()[0].item() for f in concurrent.futures.as_completed(futures, timeout=60)) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert futures[0].exception(timeout=60) is None
 
 
@@ -341,7 +373,9 @@ def test_printing_gives_up_after_two_seconds(tmp_path: Path, fresh_session: Call
         fresh_session(workers=[address])
         pending = torch.ops.test_reading.hold(torch.ones(3, device=REMOTE)).sum()
         texts = [repr(pending)]
-        until(lambda: "no answer" not in texts[-1] or texts.append(repr(pending)))  # a busy machine may not even answer what it does
+        until(
+            lambda: "no answer" not in texts[-1] or texts.append(repr(pending))
+        )  # a busy machine may not even answer what it does
         assert not free.is_set()
         assert re.match(
             r"<remote scalar float32, 4 B, node 0 cpu: computing \(\d+ ahead of it, test_reading\.hold for [\d.]+ s\)\.  \.cpu\(\) waits",
@@ -463,7 +497,9 @@ def test_stalls_are_summed_up_by_line(session: object) -> None:
     rows = {row.line.split()[0].rpartition("/")[2]: row for row in dr.stalls()}
     assert rows[line].count == 7 and rows[line].why == "item" and "sum().item()" in rows[line].line
     assert 0 < rows[line].seconds <= short
-    assert len(rows) == 2 and [row.seconds for row in dr.stalls()] == sorted((row.seconds for row in dr.stalls()), reverse=True)
+    assert len(rows) == 2 and [row.seconds for row in dr.stalls()] == sorted(
+        (row.seconds for row in dr.stalls()), reverse=True
+    )
     dr.stalls(reset=True)
     assert dr.stalls() == []
 
@@ -514,7 +550,9 @@ def test_every_implicit_wait_is_a_stall(session: object, wait: Callable[[torch.T
     assert [row.line.partition(":")[0].rpartition("/")[2] for row in dr.stalls()] == ["test_reading.py"]
 
 
-def test_waiting_for_room_in_the_window_is_a_stall(fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_room_in_the_window_is_a_stall(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 200)  # words: some fifty operations
     fresh_session(world_size=1)
     x = torch.ones(400, 400, device=REMOTE)

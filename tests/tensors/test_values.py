@@ -17,7 +17,11 @@ from agree import REMOTE, agrees, is_remote, tensor
 
 @agrees(remote_result=False)
 def test_python_numbers_and_texts(device: str) -> Any:
-    loss, whole, flag = torch.tensor(2.3456).to(device), torch.tensor(7).to(device), torch.tensor(True).to(device)
+    loss, whole, flag = (
+        torch.tensor(2.3456).to(device),
+        torch.tensor(7).to(device),
+        torch.tensor(True).to(device),
+    )
     z = torch.tensor(1 + 2j).to(device)
     vector = tensor(device, 3)
     with pytest.raises(RuntimeError, match=r"cannot be converted to Scalar|only one element"):
@@ -26,8 +30,24 @@ def test_python_numbers_and_texts(device: str) -> Any:
         bool(vector)
     with pytest.raises(TypeError):
         format(vector, ".3f")
-    texts = [f"{loss:.3f}", f"{whole:d}", f"{whole:>5}", f"{loss:e}", format(loss, ".2f"), f"{float(whole):.1f}", f"{loss.item()}"]
-    numbers = [int(loss), float(whole), complex(z), bool(flag), loss.item(), whole.__index__(), math.sqrt(loss)]
+    texts = [
+        f"{loss:.3f}",
+        f"{whole:d}",
+        f"{whole:>5}",
+        f"{loss:e}",
+        format(loss, ".2f"),
+        f"{float(whole):.1f}",
+        f"{loss.item()}",
+    ]
+    numbers = [
+        int(loss),
+        float(whole),
+        complex(z),
+        bool(flag),
+        loss.item(),
+        whole.__index__(),
+        math.sqrt(loss),
+    ]
     lists = [
         vector.tolist(),
         torch.eye(2).to(device).tolist(),
@@ -50,7 +70,12 @@ def test_tensors_made_of_remote_scalars(device: str) -> Any:
     a, b = torch.tensor(1.5).to(device), torch.tensor(2.5).to(device)
     with pytest.warns(UserWarning, match="copy construct"):
         copied = torch.tensor(a)
-    values = torch.tensor([a, b]), torch.tensor([[a, 1], [2, b]]), torch.as_tensor([a, b], dtype=torch.float64), torch.stack([a, b])
+    values = (
+        torch.tensor([a, b]),
+        torch.tensor([[a, 1], [2, b]]),
+        torch.as_tensor([a, b], dtype=torch.float64),
+        torch.stack([a, b]),
+    )
     assert not is_remote(values[0]), "a list of numbers makes a local tensor, as with CUDA"
     return copied, values, torch.tensor([a, b], device=a.device), np.float64(float(a))
 

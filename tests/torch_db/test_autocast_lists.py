@@ -26,7 +26,9 @@ with warnings.catch_warnings():  # it warns about packages that it would like an
 HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
 
-NAMED = re.compile(r"(?i)dimname|names_")  # overloads by the names of dimensions (torch 2.11), which remote tensors do not have
+NAMED = re.compile(
+    r"(?i)dimname|names_"
+)  # overloads by the names of dimensions (torch 2.11), which remote tensors do not have
 
 
 def registered(backend: str) -> list[str]:
@@ -44,9 +46,15 @@ def operator(name: str) -> Any:
 
 
 def test_exactly_the_listed_operators_have_kernels(session: object) -> None:
-    more = {op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in KERNELS}  # recurrent layers
+    more = {
+        op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in KERNELS
+    }  # recurrent layers
     more |= {"aten::_transformer_encoder_layer_fwd"}  # calls listed operators from within
-    assert set(registered("AutocastPrivateUse1")) == {*registered("AutocastCPU"), *registered("AutocastCUDA"), *more}
+    assert set(registered("AutocastPrivateUse1")) == {
+        *registered("AutocastCPU"),
+        *registered("AutocastCUDA"),
+        *more,
+    }
 
 
 MACROS = {
@@ -67,7 +75,9 @@ UNNAMED = {
 
 
 def test_the_policies_are_those_of_torchs_header() -> None:
-    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text(encoding="utf-8")
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text(
+        encoding="utf-8"
+    )
     expected: dict[str, Any] = {}
     for macro, policy in MACROS.items():
         body = re.search(rf"^#define {macro}\(_\)((?:.*\\\n)*.*)", header, re.M)
@@ -78,7 +88,11 @@ def test_the_policies_are_those_of_torchs_header() -> None:
     expected = {name: policy for name, policy in expected.items() if not NAMED.search(name)}
     ours = {name: autocast.policy(autocast.GPU, operator(name)) for name in registered("AutocastCUDA")}
     assert set(expected) - set(ours) == set(), "in the header and not in the dispatcher"
-    assert {name: policy for name, policy in ours.items() if name not in expected and UNNAMED.get(name) is not policy} == {}
+    assert {
+        name: policy
+        for name, policy in ours.items()
+        if name not in expected and UNNAMED.get(name) is not policy
+    } == {}
     assert {name: (policy, ours[name]) for name, policy in expected.items() if ours[name] is not policy} == {}
 
 
@@ -101,7 +115,10 @@ def test_cpu_operators_give_what_they_give_here(session: object, name: str) -> N
     for dtype, every in ((FLOAT32, 1), (BFLOAT16, 1), (BFLOAT16, 2)):
         worked = False
         for function, args, kwargs in given:
-            sides = [functools.partial(run, device, function, recast((args, kwargs), dtype, every)) for device in ("cpu", REMOTE)]
+            sides = [
+                functools.partial(run, device, function, recast((args, kwargs), dtype, every))
+                for device in ("cpu", REMOTE)
+            ]
             worked |= quietly(functools.partial(check, *sides))
         assert worked, "no sample call of it works locally"
 
@@ -117,14 +134,20 @@ class Claims(torch.Tensor):
 
     @classmethod
     def of(cls, twin: torch.Tensor) -> Any:
-        out = torch.Tensor._make_wrapper_subclass(cls, twin.size(), strides=twin.stride(), dtype=twin.dtype, device="cuda:0")
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, twin.size(), strides=twin.stride(), dtype=twin.dtype, device="cuda:0"
+        )
         out.twin = twin  # type: ignore[attr-defined]
         return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(cls, lambda t: t.twin, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, cls.of, func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs)))
+        return tree_map_only(
+            torch.Tensor,
+            cls.of,
+            func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs)),
+        )
 
 
 def on_a_claimed_gpu(function: Callable[..., Any], sample: Any) -> Any:
@@ -145,7 +168,10 @@ def on_a_simulated_gpu(function: Callable[..., Any], sample: Any) -> Any:
 def dtypes_or_error(run: Callable[..., Any], function: Callable[..., Any], sample: Any) -> Any:
     try:
         with torch.no_grad():
-            return [t.dtype if isinstance(t, torch.Tensor) else type(t) for t in tree_leaves(quietly(lambda: run(function, sample)))]
+            return [
+                t.dtype if isinstance(t, torch.Tensor) else type(t)
+                for t in tree_leaves(quietly(lambda: run(function, sample)))
+            ]
     except Exception as error:  # any kind: it is compared with the other side's
         text = str(error)
         return type(error).__name__, text if "to autocast" in text or "at::autocast" in text else ""
@@ -177,11 +203,17 @@ def test_gpu_operators_give_the_dtypes_that_they_give_there(fresh_session: Calla
         for function, args, kwargs in calls(name):
             for dtype, every in ((FLOAT32, 1), (HALF, 1), (HALF, 2), (torch.float64, 1), (BFLOAT16, 3)):
                 sample = recast((args, kwargs), dtype, every)
-                claimed, got = dtypes_or_error(on_a_claimed_gpu, function, sample), dtypes_or_error(on_a_simulated_gpu, function, sample)
+                claimed, got = (
+                    dtypes_or_error(on_a_claimed_gpu, function, sample),
+                    dtypes_or_error(on_a_simulated_gpu, function, sample),
+                )
                 outcomes.append(got)
                 if claimed != got:
                     different.append((name, dtype, every, claimed, got))
-        if not any(isinstance(outcome, list) for outcome in outcomes) and name != "aten::binary_cross_entropy":
+        if (
+            not any(isinstance(outcome, list) for outcome in outcomes)
+            and name != "aten::binary_cross_entropy"
+        ):
             nowhere.append(name)
     assert different == [] and nowhere == []
     dr.synchronize()
@@ -206,9 +238,13 @@ def test_gpu_operators_do_what_torchs_own_lists_promise(fresh_session: Callable[
         ("methods_fp32", FLOAT32, None),
     ):
         for op, args, *rest in getattr(lists, name):
-            if op.startswith("cudnn_") or isinstance(args, str):  # no such kernel on a CPU; einsum's entry does not fit its operands
+            if op.startswith("cudnn_") or isinstance(
+                args, str
+            ):  # no such kernel on a CPU; einsum's entry does not fit its operands
                 continue
-            options: dict[str, Any] = {"out_type": rest[0]} if "builtin" in name else {"add_kwargs": rest[0]} if rest else {}
+            options: dict[str, Any] = (
+                {"out_type": rest[0]} if "builtin" in name else {"add_kwargs": rest[0]} if rest else {}
+            )
             quietly(lambda: body(op, args, dtype, REMOTE, module=module, amp_dtype=HALF, **options))  # noqa: B023
             run += 1
     assert run > 100
@@ -227,7 +263,13 @@ def test_each_place_has_its_own_list(fresh_session: Callable[..., Any]) -> None:
     assert (cpu.place.device, gpu.place.device) == ("cpu", "cuda:0")
     with torch.autocast(REMOTE, dtype=BFLOAT16):
         assert [t.exp().dtype for t in (cpu, gpu)] == [BFLOAT16, FLOAT32]
-        assert [torch.nn.functional.pad(t, (1, 1), mode="reflect").dtype for t in (cpu, gpu)] == [FLOAT32, BFLOAT16]
+        assert [torch.nn.functional.pad(t, (1, 1), mode="reflect").dtype for t in (cpu, gpu)] == [
+            FLOAT32,
+            BFLOAT16,
+        ]
         assert [torch.nn.functional.mse_loss(t, t).dtype for t in (cpu, gpu)] == [FLOAT32, FLOAT32]
-        assert [torch.einsum("ij,jk", t.float(), t.float()).dtype for t in (cpu, gpu)] == [BFLOAT16, BFLOAT16]  # here by its parts
+        assert [torch.einsum("ij,jk", t.float(), t.float()).dtype for t in (cpu, gpu)] == [
+            BFLOAT16,
+            BFLOAT16,
+        ]  # here by its parts
         assert torch.nn.functional.binary_cross_entropy(cpu.sigmoid(), cpu.sigmoid()).dtype is FLOAT32

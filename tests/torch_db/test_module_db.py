@@ -47,11 +47,15 @@ def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> 
 
 def _run(info: ModuleInfo, training: bool) -> int:
     torch.manual_seed(0)
-    dtype = torch.float64 if "Fractional" in info.formatted_name else torch.float32  # the database draws their samples in float64
+    dtype = (
+        torch.float64 if "Fractional" in info.formatted_name else torch.float32
+    )  # the database draws their samples in float64
     calls = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
 
     def same(call: ModuleInput) -> bool:
-        return check(lambda: _train(info, call, training, "cpu"), lambda: _train(info, call, training, REMOTE))
+        return check(
+            lambda: _train(info, call, training, "cpu"), lambda: _train(info, call, training, REMOTE)
+        )
 
     return sum(same(call) for call in some(list(calls), INPUTS))
 
@@ -59,7 +63,9 @@ def _run(info: ModuleInfo, training: bool) -> int:
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module(session: object, info: ModuleInfo) -> None:
     def both_modes() -> int:
-        return sum(_run(info, training) for training in ([True, False] if info.train_and_eval_differ else [True]))
+        return sum(
+            _run(info, training) for training in ([True, False] if info.train_and_eval_differ else [True])
+        )
 
     if info.formatted_name in KNOWN:
         with pytest.raises(Disagreement):

@@ -9,7 +9,9 @@ from agree import Disagreement
 from op_samples import entries, run_entry
 
 CHUNKS = 24
-SAMPLES = 120  # of an entry's sample inputs at most: seven entries have many hundreds that differ in one number
+SAMPLES = (
+    120  # of an entry's sample inputs at most: seven entries have many hundreds that differ in one number
+)
 
 # What does not agree, and why. An entry that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {

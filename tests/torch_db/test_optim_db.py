@@ -85,10 +85,14 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("info", "kwargs"), list(_cases()))
-def test_optimizer(session: object, request: pytest.FixtureRequest, info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
+def test_optimizer(
+    session: object, request: pytest.FixtureRequest, info: OptimizerInfo, kwargs: dict[str, Any]
+) -> None:
     name = request.node.callspec.id
     try:
-        assert quietly(lambda: check(lambda: _train(info, kwargs, "cpu"), lambda: _train(info, kwargs, REMOTE)))
+        assert quietly(
+            lambda: check(lambda: _train(info, kwargs, "cpu"), lambda: _train(info, kwargs, REMOTE))
+        )
     except Disagreement:
         if name not in KNOWN:
             raise

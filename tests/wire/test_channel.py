@@ -42,7 +42,9 @@ def make() -> Iterator[Make]:
     """Makes channels that the test need not close."""
     made: list[Channel] = []
 
-    def build(listen: str | None = None, keys: KeyPair | None = None, name: bytes | None = None, **options: Any) -> Channel:
+    def build(
+        listen: str | None = None, keys: KeyPair | None = None, name: bytes | None = None, **options: Any
+    ) -> Channel:
         made.append(Channel(listen=listen, keys=keys, name=name, **options))
         return made[-1]
 
@@ -101,7 +103,9 @@ def event(channel: Channel, *kinds: str) -> PeerEvent:
     raise AssertionError(f"no {kinds} event came")
 
 
-def pair(make: Make, address: str, keys: KeyPair | None = None, name: bytes | None = b"bob") -> tuple[Channel, Channel]:
+def pair(
+    make: Make, address: str, keys: KeyPair | None = None, name: bytes | None = b"bob"
+) -> tuple[Channel, Channel]:
     """Return a listener, and a dialler that has been heard by it as `name` and knows it as b"listener"."""
     listener, dialler = make(address, keys), make(None, keys, name)
     dialler.connect(listener.address, b"listener")
@@ -120,7 +124,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.002)
 
 
-def test_messages_travel_both_ways_with_all_their_frames(make: Make, address: str, keys: KeyPair | None) -> None:
+def test_messages_travel_both_ways_with_all_their_frames(
+    make: Make, address: str, keys: KeyPair | None
+) -> None:
     listener, dialler = pair(make, address, keys)
     large = os.urandom(LARGE)
     dialler.send(b"listener", [b"head", b"", memoryview(large), bytearray(b"tail")])
@@ -224,7 +230,9 @@ def test_a_new_connection_under_the_same_name_replaces_the_old_one(make: Make, a
     assert receive(again) == [(b"listener", [b"you"])]
 
 
-def test_the_end_of_a_connection_is_told_whose_message_was_read_before_its_arrival(make: Make, address: str) -> None:
+def test_the_end_of_a_connection_is_told_whose_message_was_read_before_its_arrival(
+    make: Make, address: str
+) -> None:
     """As where the reader is held up between looking for connections and for messages, while more than one come."""
     listener, silent, speaker = make(address), make(), make()
     for dialler in (silent, speaker):
@@ -259,9 +267,19 @@ def test_after_hanging_up_the_peer_is_unknown(make: Make, address: str) -> None:
     wait_for(lambda: unknown(dialler, b"listener"))
 
 
-@pytest.mark.parametrize("held", [(KEYS, None), (None, KEYS), (KEYS, KeyPair.generate())], ids=["no key", "needless key", "wrong key"])
-def test_without_the_right_key_nothing_gets_in(make: Make, address: str, held: tuple[KeyPair | None, KeyPair | None]) -> None:
-    listener, stranger, friend = make(address, held[0]), make(None, held[1], b"stranger"), make(None, held[0], b"friend")
+@pytest.mark.parametrize(
+    "held",
+    [(KEYS, None), (None, KEYS), (KEYS, KeyPair.generate())],
+    ids=["no key", "needless key", "wrong key"],
+)
+def test_without_the_right_key_nothing_gets_in(
+    make: Make, address: str, held: tuple[KeyPair | None, KeyPair | None]
+) -> None:
+    listener, stranger, friend = (
+        make(address, held[0]),
+        make(None, held[1], b"stranger"),
+        make(None, held[0], b"friend"),
+    )
     stranger.connect(listener.address, b"listener")
     try:
         stranger.send(b"listener", [b"let me in"])
@@ -325,7 +343,9 @@ def test_a_byte_changed_on_the_way_ends_the_connection_and_nothing_else(make: Ma
 def test_a_stranger_who_knows_only_the_public_half_is_refused(make: Make, address: str) -> None:
     own = KeyPair.generate()
     listener, stranger = make(address, KEYS), make(None, own)
-    stranger._keys = KeyPair(KEYS.public, own.secret)  # dials with the cluster's public key, proves only its own
+    stranger._keys = KeyPair(
+        KEYS.public, own.secret
+    )  # dials with the cluster's public key, proves only its own
     stranger.connect(listener.address, b"listener")
     stranger.send(b"listener", [b"let me in"])
     assert event(listener, "auth_failed").detail == "key refused (status 400)"
@@ -358,12 +378,25 @@ def test_noise_that_passes_for_an_old_zmq_peer_is_a_message_of_a_stranger(make: 
         b"\x00" * 4096,
         b"\xff" * 4096,
         bytes(range(256)) * 64,
-        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + b"\0" * 15 + b"\0" + b"\0" * 31 + b"\x06" + b"\xff" * 8 + b"x" * 1000,
-        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31 + b"\x04\x05READY\x02" + b"\xff" * 8,
+        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE"
+        + b"\0" * 15
+        + b"\0"
+        + b"\0" * 31
+        + b"\x06"
+        + b"\xff" * 8
+        + b"x" * 1000,
+        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00NULL"
+        + b"\0" * 16
+        + b"\0"
+        + b"\0" * 31
+        + b"\x04\x05READY\x02"
+        + b"\xff" * 8,
     ],
     ids=["http", "zeros", "ones", "bytes", "curve greeting", "null greeting"],
 )
-def test_garbage_leaves_the_listener_working(make: Make, address: str, keys: KeyPair | None, garbage: bytes) -> None:
+def test_garbage_leaves_the_listener_working(
+    make: Make, address: str, keys: KeyPair | None, garbage: bytes
+) -> None:
     listener, friend = pair(make, address, keys)
     for _ in range(3):
         with raw_connection(listener.address) as stranger:
@@ -395,7 +428,11 @@ def plain_dealer(listener: Channel, keys: KeyPair | None) -> Iterator[zmq.Socket
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger, dealer.routing_id, dealer.reconnect_ivl = 0, b"wordy", -1
         if keys is not None:
-            dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = keys.public, keys.secret, keys.public
+            dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = (
+                keys.public,
+                keys.secret,
+                keys.public,
+            )
         dealer.connect(listener.address)
         yield dealer
 
@@ -423,7 +460,9 @@ def place(index: int, start: int, size: int) -> bytes:
         [[b"", place(5, 0, 2), b"ab"], [b"", b"", b"head"]],
     ],
 )
-def test_pieces_that_do_not_fit_together_are_a_message_that_is_none(make: Make, messages: list[list[bytes]]) -> None:
+def test_pieces_that_do_not_fit_together_are_a_message_that_is_none(
+    make: Make, messages: list[list[bytes]]
+) -> None:
     listener, friend = pair(make, "tcp://127.0.0.1:*", None, b"friend")
     with plain_dealer(listener, None) as wordy:
         for message in messages:
@@ -447,7 +486,9 @@ def test_pieces_that_do_not_fit_together_are_a_message_that_is_none(make: Make, 
 
 @pytest.mark.parametrize("size", [FRAME - 1, FRAME, FRAME + 1, 2 * FRAME, 2 * FRAME + 1])
 @pytest.mark.parametrize("copy", [True, False])
-def test_every_frame_of_a_message_may_be_large(make: Make, address: str, keys: KeyPair | None, size: int, copy: bool) -> None:
+def test_every_frame_of_a_message_may_be_large(
+    make: Make, address: str, keys: KeyPair | None, size: int, copy: bool
+) -> None:
     listener, dialler = pair(make, address, keys)
     large = [os.urandom(size) for _ in range(3)]
     dialler.send(b"listener", [large[0], b"", memoryview(large[1]), b"small", bytearray(large[2])], copy=copy)
@@ -483,7 +524,9 @@ def test_large_messages_that_wait_for_the_socket_arrive_whole(make: Make, addres
     listener, dialler = pair(make, address)
     large = os.urandom(2 * FRAME)
     with dialler._lock:
-        threads = [threading.Thread(target=dialler.send, args=(b"listener", [b"head", large])) for _ in range(3)]
+        threads = [
+            threading.Thread(target=dialler.send, args=(b"listener", [b"head", large])) for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -623,7 +666,9 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str, large
                     sent += 1
                 armed = False
             except Interrupted:
-                interrupted += 1  # the message may or may not have gone: it is sent again under the same number
+                interrupted += (
+                    1  # the message may or may not have gone: it is sent again under the same number
+                )
     finally:
         armed = False
         stop.set()
@@ -637,7 +682,10 @@ def test_control_c_at_any_moment_cuts_no_message(make: Make, address: str, large
     assert interrupted and sent >= count
     numbers = list(dict.fromkeys(got))[:-1]
     assert numbers == [b"%d" % number for number in range(len(numbers))]
-    assert len(numbers) - sent in (0, 1)  # one may have gone although the interrupt kept it from being counted
+    assert len(numbers) - sent in (
+        0,
+        1,
+    )  # one may have gone although the interrupt kept it from being counted
 
 
 def test_control_c_that_comes_just_before_the_shield_is_up_leaves_it_whole() -> None:
@@ -695,7 +743,9 @@ def test_closing_with_unsent_messages_to_nobody_is_prompt(make: Make) -> None:
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")  # Python >= 3.12 warns; forking is the point here
+@pytest.mark.filterwarnings(
+    "ignore:.*multi-threaded.*fork.*:DeprecationWarning"
+)  # Python >= 3.12 warns; forking is the point here
 def test_a_forked_child_cannot_use_or_harm_it(make: Make, address: str, keys: KeyPair | None) -> None:
     listener, dialler = pair(make, address, keys)
     child = os.fork()
@@ -742,7 +792,9 @@ def test_a_send_never_waits_for_who_uses_the_socket(make: Make, address: str) ->
     """Its holder may be in a finalizer that waits for a lock of the sender's: what is sent meanwhile goes when it lets go."""
     listener, dialler = pair(make, address)
     with dialler._lock:
-        threads = [threading.Thread(target=dialler.send, args=(b"listener", [b"meanwhile"])) for _ in range(3)]
+        threads = [
+            threading.Thread(target=dialler.send, args=(b"listener", [b"meanwhile"])) for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -778,7 +830,9 @@ def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, addre
         diallers.tell()
         diallers.expect("sent")
         diallers.tell()
-        diallers.expect("sent")  # by the second one, whose connection the server's own thread has accepted after the end of the first
+        diallers.expect(
+            "sent"
+        )  # by the second one, whose connection the server's own thread has accepted after the end of the first
         peers = {content(frames[0])[:1]: peer for peer, frames in receive(server, 2 if known else 3)}
         diallers.tell()
         diallers.expect("sent")
@@ -789,10 +843,15 @@ def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, addre
         wait_for(lambda: ("disconnected", peers[b"l"]) in [(e.kind, e.peer) for e in server.events()])
 
 
-def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connection_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connection_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A message whose length was changed on the way looks so. The patient side waits as long as a slow network takes for one frame."""
     monkeypatch.setattr("distruntime.wire.channel._SLOWEST", 1 << 30)
-    listener, dialler = make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True), make(None, KEYS, silence=60.0)
+    listener, dialler = (
+        make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True),
+        make(None, KEYS, silence=60.0),
+    )
     with Network(listener.address) as network:
         network.deafen(100_000)
         dialler.connect(network.address, b"listener")
@@ -833,4 +892,7 @@ print(len(pushes))
 def test_first_large_frames_of_several_threads_share_one_socket_of_pyzmqs() -> None:
     """Two would use it side by side, or one of them after its end."""
     for _ in range(5):
-        assert subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60).stdout == "1\n"
+        assert (
+            subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60).stdout
+            == "1\n"
+        )

@@ -21,7 +21,13 @@ ROWS = [
 
 def test_the_page_has_each_deadline() -> None:
     shown = [
-        [d.name, f"{d.seconds:g}", "`" + d.argument.replace(", ", "`, `") + "`" if d.argument else "", f"`{d.variable}`", d.meaning]
+        [
+            d.name,
+            f"{d.seconds:g}",
+            "`" + d.argument.replace(", ", "`, `") + "`" if d.argument else "",
+            f"`{d.variable}`",
+            d.meaning,
+        ]
         for d in DEADLINES
     ]
     assert shown == ROWS
@@ -30,11 +36,16 @@ def test_the_page_has_each_deadline() -> None:
 @pytest.mark.parametrize("deadline", DEADLINES, ids=lambda d: d.name)
 def test_its_argument_exists(deadline: Deadline) -> None:
     for function, argument in re.findall(r"(\w+)\((\w+)=\)", deadline.argument):
-        assert argument in inspect.signature(getattr(dr, function, None) or getattr(dr.Session, function)).parameters
+        assert (
+            argument
+            in inspect.signature(getattr(dr, function, None) or getattr(dr.Session, function)).parameters
+        )
 
 
 @pytest.mark.parametrize("deadline", DEADLINES, ids=lambda d: d.name)
-def test_the_environment_sets_it_and_an_argument_comes_first(deadline: Deadline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_it_and_an_argument_comes_first(
+    deadline: Deadline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(deadline.variable, raising=False)
     assert deadline.get() == deadline.seconds
     monkeypatch.setenv(deadline.variable, "7.5")
@@ -45,7 +56,9 @@ def test_the_environment_sets_it_and_an_argument_comes_first(deadline: Deadline,
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf"])
 def test_a_variable_that_makes_no_sense(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRACE.variable, value)
-    with pytest.raises(dr.ConfigurationError, match=f"{GRACE.variable} is a number of seconds above 0.*got '{value}'"):
+    with pytest.raises(
+        dr.ConfigurationError, match=f"{GRACE.variable} is a number of seconds above 0.*got '{value}'"
+    ):
         GRACE.get()
 
 

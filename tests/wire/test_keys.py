@@ -58,9 +58,13 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
 ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
-@pytest.mark.parametrize("given", [pytest.param("file", marks=ROOT_ALONE), pytest.param("folder", marks=ROOT_ALONE), "open folder"])
+@pytest.mark.parametrize(
+    "given", [pytest.param("file", marks=ROOT_ALONE), pytest.param("folder", marks=ROOT_ALONE), "open folder"]
+)
 @pytest.mark.parametrize("kind", ["key", "signing key", "trusted keys", "note of a session"])
-def test_a_file_that_another_user_can_replace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, given: str) -> None:
+def test_a_file_that_another_user_can_replace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, given: str
+) -> None:
     folder = tmp_path / "mine" / "sessions"
     folder.mkdir(parents=True)
     path = folder / "name.json"
@@ -227,7 +231,11 @@ def test_what_is_no_address_is_refused() -> None:
     [
         (["tcp://127.0.0.1:1"], "tcp://127.0.0.1:1", "every user of this machine"),
         (["tcp://10.0.0.7:1"], "tcp://10.0.0.7:1", "whoever reaches that"),
-        (["tcp://127.0.0.1:1", "tcp://10.0.0.7:1", "tcp://10.0.0.8:1"], "tcp://127.0.0.1:1 and 2 more", "whoever reaches that"),
+        (
+            ["tcp://127.0.0.1:1", "tcp://10.0.0.7:1", "tcp://10.0.0.8:1"],
+            "tcp://127.0.0.1:1 and 2 more",
+            "whoever reaches that",
+        ),
     ],
 )
 def test_who_does_without_a_key_reads_once_what_that_means(
@@ -236,7 +244,10 @@ def test_who_does_without_a_key_reads_once_what_that_means(
     with caplog.at_level(logging.WARNING, "distruntime"):
         warn_of_strangers(addresses)
     (record,) = caplog.records
-    assert f"insecure: at {where} nobody has to prove who they are" in record.getMessage() and who in record.getMessage()
+    assert (
+        f"insecure: at {where} nobody has to prove who they are" in record.getMessage()
+        and who in record.getMessage()
+    )
 
 
 def test_a_private_socket_needs_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ MiB = 1 << 20
 
 
 @pytest.mark.parametrize("before", range(EVERY))
-@pytest.mark.parametrize("sizes", [[MiB] * 2 + [900_000], [MiB] * 4 + [1], [MiB] * 5, [100], [MiB] * 70 + [5]])
+@pytest.mark.parametrize(
+    "sizes", [[MiB] * 2 + [900_000], [MiB] * 4 + [1], [MiB] * 5, [100], [MiB] * 70 + [5]]
+)
 def test_a_value_in_parts_is_acknowledged_to_its_last_part(before: int, sizes: list[int]) -> None:
     link = Link(b"peer")
     for _ in range(before):  # so that an acknowledgement falls due at any of the parts

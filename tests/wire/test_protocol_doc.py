@@ -11,10 +11,16 @@ import pytest
 from distruntime.wire import messages
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("|")
+]
 
 
-@pytest.mark.parametrize("number, message", list(enumerate(messages.MESSAGES)), ids=[m.__name__ for m in messages.MESSAGES])
+@pytest.mark.parametrize(
+    "number, message", list(enumerate(messages.MESSAGES)), ids=[m.__name__ for m in messages.MESSAGES]
+)
 def test_a_message_has_one_row_with_its_number_sender_and_fields(number: int, message: type) -> None:
     (row,) = [row for row in ROWS if row[1] == f"`{message.__name__}`"]
     assert row[0] == str(number)
@@ -36,7 +42,11 @@ def test_the_page_has_no_row_for_a_message_that_is_not() -> None:
 
 
 def test_the_words_of_the_log_have_their_rows() -> None:
-    words = {name: value for name, value in vars(messages).items() if name.isupper() and isinstance(value, int) and name != "PROTOCOL"}
+    words = {
+        name: value
+        for name, value in vars(messages).items()
+        if name.isupper() and isinstance(value, int) and name != "PROTOCOL"
+    }
     rows = {row[1].strip("`"): row[0].removeprefix("from ") for row in ROWS if len(row) == 3}
     assert {name: str(value) for name, value in words.items()} == {name: rows.get(name) for name in words}
 

@@ -22,7 +22,9 @@ from distruntime.wire.shared import Attached, Challenge, SharedPool
 from processes import STARTING, Child, ListeningWorker, until
 
 SIZE = 1 << 20
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's"
+)
 
 
 # -- what a worker maps ---------------------------------------------------------------------------------------------------------------
@@ -79,7 +81,19 @@ def test_a_segment_that_holds_tensors_is_no_secret(pool: SharedPool) -> None:
         worker[loan.name]  # which the look for a secret has mapped
 
 
-@pytest.mark.parametrize("name", ["", "/proc/self/fd/0", "/proc/1/fd/0", "/proc/1/fd/0/../../../etc/passwd", "/etc/passwd", None, 3, ["x"]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/proc/self/fd/0",
+        "/proc/1/fd/0",
+        "/proc/1/fd/0/../../../etc/passwd",
+        "/etc/passwd",
+        None,
+        3,
+        ["x"],
+    ],
+)
 def test_what_is_no_segment_of_the_master_is_refused(pool: SharedPool, name: Any) -> None:
     worker, challenge = attached(pool)
     assert challenge.answered(worker.secret(), worker.nonce)
@@ -103,7 +117,9 @@ def test_a_segment_of_another_process_is_refused(pool: SharedPool) -> None:
         number = int(other.stdout.readline())
         worker, challenge = attached(pool)
         assert challenge.answered(worker.secret(), worker.nonce)
-        with pytest.raises(ProtocolError, match=f"of process {other.pid}, and this session's master is process {os.getpid()}"):
+        with pytest.raises(
+            ProtocolError, match=f"of process {other.pid}, and this session's master is process {os.getpid()}"
+        ):
             worker[f"/proc/{other.pid}/fd/{number}"]
         other.stdin.close()  # type: ignore[union-attr]
 
@@ -168,7 +184,9 @@ def hostile(address: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cut", "cut later", "another's", "past its end"])
-def test_a_master_that_names_memory_it_should_not_harms_its_session_alone(daemon: ListeningWorker, kind: str) -> None:
+def test_a_master_that_names_memory_it_should_not_harms_its_session_alone(
+    daemon: ListeningWorker, kind: str
+) -> None:
     with dr.init_master_worker(workers=[daemon.address], timeout=STARTING, quiet=True):
         kept = torch.arange(1 << 19).to("remote")
         with Child(hostile, daemon.address, kind) as child:

@@ -69,4 +69,7 @@ def test_a_reader_waits_for_no_thread_that_waits_for_the_reader(monkeypatch: pyt
     for part in parts:
         part.done = True
     apart[0].join(20)
-    assert [message.request for message in sent if isinstance(message, Reply)] == [1, 2] and not stream.waiting
+    assert [message.request for message in sent if isinstance(message, Reply)] == [
+        1,
+        2,
+    ] and not stream.waiting

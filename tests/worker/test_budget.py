@@ -18,7 +18,18 @@ import torch
 
 import distruntime as dr
 from distruntime.wire.codec import OPERAND
-from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, HOST, LEARN, UPLOAD, Done, Failed, Message, OpenTeam, Segment
+from distruntime.wire.messages import (
+    CHECK,
+    FIRST_TEMPLATE,
+    HOST,
+    LEARN,
+    UPLOAD,
+    Done,
+    Failed,
+    Message,
+    OpenTeam,
+    Segment,
+)
 from distruntime_worker.cli import _memory
 from distruntime_worker.log.budget import Budget, limits
 from distruntime_worker.machine.devices import Devices
@@ -59,7 +70,10 @@ class Session:
         self.budget = None if most is None else Budget(name, limits(most, devices))
         self.sent: list[Message] = []
         self.executor = Executor(
-            devices, lambda message, payload=None, copy=True: self.sent.append(message), lambda *_: None, budget=self.budget
+            devices,
+            lambda message, payload=None, copy=True: self.sent.append(message),
+            lambda *_: None,
+            budget=self.budget,
         )
         self.executor.learn([[FIRST_TEMPLATE + k, *fields] for k, fields in enumerate(TEMPLATES)])
         self.slots = self.executor.slots
@@ -95,7 +109,9 @@ def test_a_result_that_is_too_much_is_refused_with_numbers_and_everything_else_s
         text,
     )
     assert isinstance(one.slots[9], Poisoned) and one.held() == 8 * MIB
-    assert other.issue(*(word for ref in range(1, 9) for word in (EMPTY, ref))) == []  # another session has its own
+    assert (
+        other.issue(*(word for ref in range(1, 9) for word in (EMPTY, ref))) == []
+    )  # another session has its own
     assert all(torch.equal(one.slots[ref].view(torch.int32), kept[ref - 1]) for ref in range(1, 8))
     assert one.issue(-9, -8, ADD, 1, 2, 10) == []  # what is freed can be used again
     assert one.held() == 8 * MIB
@@ -170,9 +186,14 @@ def test_learnt_results_are_refused_too() -> None:
 def test_uploads_and_copies_to_the_host_count() -> None:
     session = Session("a", 4 * MIB)
     data = torch.ones(2 * FLOATS).numpy()
-    assert session.issue(UPLOAD, 1, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")]) == []
+    assert (
+        session.issue(UPLOAD, 1, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")])
+        == []
+    )
     assert session.issue(HOST, 1, 2) == []
-    (text,) = session.issue(UPLOAD, 3, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")])
+    (text,) = session.issue(
+        UPLOAD, 3, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")]
+    )
     assert text.endswith("it holds 4.0 MiB, and an upload needs 2.0 MiB more")
     (text,) = session.issue(HOST, 1, 4)
     assert text.endswith("a copy to the host needs 2.0 MiB more")
@@ -208,7 +229,9 @@ def test_of_several_results_all_go() -> None:
 
 def test_members_of_a_mesh_on_one_device_share_it() -> None:
     session = Session("a", 8 * MIB, Devices(simulate_cuda=2))
-    assert session.budget is not None and set(session.budget.held()) == {CPU}  # simulated GPUs are main memory
+    assert session.budget is not None and set(session.budget.held()) == {
+        CPU
+    }  # simulated GPUs are main memory
     executor = session.executor
     executor.open_team(OpenTeam(0, ["cuda:0", "cuda:1"]))
     team = executor.state.teams[0]
@@ -247,21 +270,34 @@ def test_streams_that_make_values_at_once_stay_within_it() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert sum(refused) > 0 and budget.held()[CPU] <= (8 + 4 * 2) * MIB  # each has two that it may be about to be refused
+    assert (
+        sum(refused) > 0 and budget.held()[CPU] <= (8 + 4 * 2) * MIB
+    )  # each has two that it may be about to be refused
     values.clear()
     budget.require([CPU], 8 * MIB, "it")
 
 
 def test_without_a_limit_nothing_stands_in_the_way() -> None:
     free, held = Session("a", None), Session("b", 8 * MIB)
-    assert all(free.executor.state.templates[number] == free.executor.state.info[number].run for number in (EMPTY, ADD, VIEW, SORT))
+    assert all(
+        free.executor.state.templates[number] == free.executor.state.info[number].run
+        for number in (EMPTY, ADD, VIEW, SORT)
+    )
     for number in (VIEW, MUL_, SPLIT):  # what makes no memory costs nothing with one either
         assert held.executor.state.templates[number] == held.executor.state.info[number].run
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GiB", 8 << 30), ("1.5MiB", 3 << 19), ("16GB", 16 * 10**9), ("4096B", 4096), ("1 TiB", 1 << 40), ("50%", 0.5), ("100%", 1.0)],
+    [
+        ("8GiB", 8 << 30),
+        ("1.5MiB", 3 << 19),
+        ("16GB", 16 * 10**9),
+        ("4096B", 4096),
+        ("1 TiB", 1 << 40),
+        ("50%", 0.5),
+        ("100%", 1.0),
+    ],
 )
 def test_sizes_on_the_command_line(text: str, size: float) -> None:
     assert _memory(text) == size and type(_memory(text)) is type(size)
@@ -284,11 +320,23 @@ def test_parts_are_of_what_the_device_has() -> None:
 def worker(tmp_path: Path, *options: str) -> Iterator[str]:
     """A worker of its own that listens; its address."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    path = os.pathsep.join([str(Path(dr.__file__).parent.parent), str(Path(dr.__file__).parent.parent / "worker")])
+    path = os.pathsep.join(
+        [str(Path(dr.__file__).parent.parent), str(Path(dr.__file__).parent.parent / "worker")]
+    )
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "distruntime_worker", "--listen", address, "--insecure", "--threads", "1", *options],
+            [
+                sys.executable,
+                "-m",
+                "distruntime_worker",
+                "--listen",
+                address,
+                "--insecure",
+                "--threads",
+                "1",
+                *options,
+            ],
             env={**os.environ, "PYTHONPATH": path},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -312,10 +360,13 @@ def test_a_session_that_asks_for_too_much_hears_who_holds_what_and_goes_on(tmp_p
         kept = [torch.full((10 * FLOATS,), float(k), device="remote") for k in range(5)]
         for _ in range(3):
             with pytest.raises(
-                torch.OutOfMemoryError, match=r"may hold 64\.0 MiB on cpu .* it holds 50\.0 MiB, and .* 40\.0 MiB more"
+                torch.OutOfMemoryError,
+                match=r"may hold 64\.0 MiB on cpu .* it holds 50\.0 MiB, and .* 40\.0 MiB more",
             ) as caught:
                 torch.zeros(40 * FLOATS, device="remote").sum().item()
-            assert "held there: 50.0 MiB by " in str(caught.value) and Path(__file__).name in str(caught.value)
+            assert "held there: 50.0 MiB by " in str(caught.value) and Path(__file__).name in str(
+                caught.value
+            )
             with pytest.raises(torch.OutOfMemoryError, match=r"4\.0 TiB"):
                 torch.ones(1 << 40, device="remote").sum().item()
             with pytest.raises(torch.OutOfMemoryError, match=r"aten\.cat\.default"):
@@ -344,7 +395,9 @@ def test_a_training_loop_within_its_share_notices_nothing(tmp_path: Path) -> Non
 
         def train(device: str) -> list[float]:
             torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(device)
+            model = torch.nn.Sequential(
+                torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)
+            ).to(device)
             optimizer = torch.optim.Adam(model.parameters())
             losses = []
             for step in range(30):
@@ -360,7 +413,23 @@ def test_a_training_loop_within_its_share_notices_nothing(tmp_path: Path) -> Non
 
 
 def test_a_size_that_makes_no_sense_ends_the_worker_at_once() -> None:
-    path = os.pathsep.join([str(Path(dr.__file__).parent.parent), str(Path(dr.__file__).parent.parent / "worker")])
-    command = [sys.executable, "-m", "distruntime_worker", "--listen", "tcp://127.0.0.1:0", "--insecure", "--max-memory", "lots"]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=STARTING)
-    assert ended.returncode == 2 and "--max-memory: got 'lots', expected a size with its unit, as 8GiB" in ended.stderr
+    path = os.pathsep.join(
+        [str(Path(dr.__file__).parent.parent), str(Path(dr.__file__).parent.parent / "worker")]
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "distruntime_worker",
+        "--listen",
+        "tcp://127.0.0.1:0",
+        "--insecure",
+        "--max-memory",
+        "lots",
+    ]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=STARTING
+    )
+    assert (
+        ended.returncode == 2
+        and "--max-memory: got 'lots', expected a size with its unit, as 8GiB" in ended.stderr
+    )

@@ -96,11 +96,20 @@ def test_a_loopback_worker_makes_the_key_that_its_master_finds(served: list[Work
 @pytest.mark.parametrize("where", ["--listen", "--master"])
 @pytest.mark.parametrize("address", ["tcp://*:29400", "tcp://0.0.0.0:29400", "tcp://gpu1:29400"])
 def test_beyond_this_machine_it_takes_a_key_or_the_word_insecure(
-    served: list[WorkerConfig], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, where: str, address: str
+    served: list[WorkerConfig],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    address: str,
 ) -> None:
     assert cli.main([where, address]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("distruntime-worker: got tcp://") and "keygen" in error and "--insecure" in error and not served
+    assert (
+        error.startswith("distruntime-worker: got tcp://")
+        and "keygen" in error
+        and "--insecure" in error
+        and not served
+    )
     assert cli.main([where, address, "--insecure"]) == 0
     assert [config.keys for config in served] == [None]
     assert "may run code" in caplog.text
@@ -116,7 +125,9 @@ def test_beyond_this_machine_it_takes_a_key_or_the_word_insecure(
         ("--listen ipc:///tmp/s --data-address 127.0.0.1:29500", "Leave the port out"),
     ],
 )
-def test_what_it_refuses_in_one_line(capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str, says: str) -> None:
+def test_what_it_refuses_in_one_line(
+    capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str, says: str
+) -> None:
     assert cli.main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and "Traceback" not in error and not served
@@ -124,9 +135,18 @@ def test_what_it_refuses_in_one_line(capsys: pytest.CaptureFixture[str], served:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "--listen a --master b", "--listen x --threads -1", "--listen x --simulate-cuda many", "--listen x --log-level loud", "--list x"],
+    [
+        "",
+        "--listen a --master b",
+        "--listen x --threads -1",
+        "--listen x --simulate-cuda many",
+        "--listen x --log-level loud",
+        "--list x",
+    ],
 )
-def test_what_argparse_refuses(capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str) -> None:
+def test_what_argparse_refuses(
+    capsys: pytest.CaptureFixture[str], served: list[WorkerConfig], arguments: str
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments.split())
     assert exit_.value.code == 2 and "usage: distruntime-worker" in capsys.readouterr().err and not served
@@ -142,7 +162,9 @@ def test_help_names_every_option_and_keygen(capsys: pytest.CaptureFixture[str]) 
         assert word in shown
 
 
-def test_keygen_writes_the_default_key_or_the_file_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_writes_the_default_key_or_the_file_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["keygen"]) == 0
     assert str(default_path()) in capsys.readouterr().out
     assert cli.main(["keygen", str(tmp_path / "other")]) == 0
@@ -152,7 +174,9 @@ def test_keygen_writes_the_default_key_or_the_file_named(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_with_code_0_and_no_traceback(worker: Worker, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_it_with_code_0_and_no_traceback(
+    worker: Worker, tmp_path: Path, number: signal.Signals
+) -> None:
     process = worker("--listen", f"ipc://{tmp_path}/s")
     until(lambda: (tmp_path / "s").exists())
     process.send_signal(number)

@@ -22,7 +22,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.executor = Executor(Devices(), lambda message, payload=None, copy=True: self.sent.append(message), lambda node, message: None)
+        self.executor = Executor(
+            Devices(),
+            lambda message, payload=None, copy=True: self.sent.append(message),
+            lambda node, message: None,
+        )
         self.stream: Stream = self.executor.open(OpenStream(1, "cpu", 0, -1))
         self.position = self.seq = 0
         self.runs: list[threading.Thread] = []
@@ -59,7 +63,10 @@ class Worker:
 @pytest.mark.parametrize("reason", ["", "its node is lost"])
 def test_nothing_is_kept_of_signals_that_were_waited_for(order: str, reason: str) -> None:
     worker = Worker()
-    steps: list[Callable[[], None]] = [lambda: worker.wait_for(range(1, 9), None), lambda: worker.signal(range(1, 9), reason)]
+    steps: list[Callable[[], None]] = [
+        lambda: worker.wait_for(range(1, 9), None),
+        lambda: worker.signal(range(1, 9), reason),
+    ]
     for step in steps if order == "waits first" else reversed(steps):
         step()
     worker.ended()

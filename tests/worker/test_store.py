@@ -25,7 +25,9 @@ def three() -> list[GroupStore]:
     stores: list[GroupStore] = []
 
     def other(k: int) -> Callable[[str, bytes], None]:
-        return lambda key, value: [store.arrived(key, value) for j, store in enumerate(stores) if j != k] and None
+        return lambda key, value: (
+            [store.arrived(key, value) for j, store in enumerate(stores) if j != k] and None
+        )
 
     stores += [GroupStore(7, 5.0, other(k)) for k in range(3)]
     return stores

@@ -40,7 +40,9 @@ library.impl("hold", hold, "CPU")
 class Session:
     """An executor without a socket, whose threads run what is issued; with `endless`, as much again as has run."""
 
-    def __init__(self, turns: Turns, name: str, streams: int = 1, instructions: int = SHORT, endless: bool = True) -> None:
+    def __init__(
+        self, turns: Turns, name: str, streams: int = 1, instructions: int = SHORT, endless: bool = True
+    ) -> None:
         self.name, self.endless, self.length = name, endless, instructions
         self.turn: Turn = turns.enter(name)
         self.executor = Executor(Devices(), self._sent, lambda node, message: None, turn=self.turn)
@@ -49,12 +51,17 @@ class Session:
             [HOLD, "turns_test::hold", [OPERAND], {}, 1],
         ])  # fmt: skip
         self.executor.slots[X] = torch.ones(4)
-        self.streams = [self.executor.default, *(self.executor.open(OpenStream(k, "cpu", 0, -1)) for k in range(1, streams))]
+        self.streams = [
+            self.executor.default,
+            *(self.executor.open(OpenStream(k, "cpu", 0, -1)) for k in range(1, streams)),
+        ]
         self.done = 0  # segments
         self.then: Callable[[int], object] = lambda k: None  # is called with their numbers
         self.position = self._seq = 0
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(stream,), daemon=True) for stream in self.streams]
+        self._threads = [
+            threading.Thread(target=self._run, args=(stream,), daemon=True) for stream in self.streams
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -115,7 +122,9 @@ def work_of(several: list[Session]) -> int:
     return sum(session.done * session.length for session in several)
 
 
-def shares(turns: Turns, several: list[Session], instructions: int = 400_000) -> tuple[list[float], list[float], list[int]]:
+def shares(
+    turns: Turns, several: list[Session], instructions: int = 400_000
+) -> tuple[list[float], list[float], list[int]]:
     """Return, while so much is run, what part each has of the time and of the instructions, and how many turns it takes."""
     before, ran = turns.report(), [session.done * session.length for session in several]
     start = work_of(several)
@@ -146,7 +155,11 @@ def test_each_gets_its_part_of_the_time(options: list[dict[str, Any]]) -> None:
         seconds, instructions, taken = shares(turns, several)
     equal = 1 / len(options)
     assert all(0.9 * equal < part < 1.1 * equal for part in seconds), (seconds, instructions, taken)
-    assert all(0.5 * equal < part < 1.7 * equal for part in instructions), (seconds, instructions, taken)  # the cores are others' too
+    assert all(0.5 * equal < part < 1.7 * equal for part in instructions), (
+        seconds,
+        instructions,
+        taken,
+    )  # the cores are others' too
     assert all(turns > 5 for turns in taken)
 
 
@@ -188,7 +201,9 @@ def test_a_long_instruction_keeps_nobody_waiting() -> None:
         for _ in range(100):
             long.issue_small(stream=1)
         until(lambda: long.streams[1].position == long.position)
-        assert one.done + other.done < before + 10 * 100  # not only now and then: of fair parts, twice as much as these
+        assert (
+            one.done + other.done < before + 10 * 100
+        )  # not only now and then: of fair parts, twice as much as these
         assert long.done == 0
         let_go.set()
         until(lambda: long.done == 102)
@@ -278,7 +293,11 @@ def test_no_wake_up_is_lost() -> None:
         if dice.random() < 0.2:
             turn.close()
 
-    threads = [threading.Thread(target=play, args=(turn, 10 * k + j), daemon=True) for k, turn in enumerate(several) for j in range(4)]
+    threads = [
+        threading.Thread(target=play, args=(turn, 10 * k + j), daemon=True)
+        for k, turn in enumerate(several)
+        for j in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

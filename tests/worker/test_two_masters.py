@@ -64,7 +64,9 @@ def daemon(tmp_path: Path) -> Iterator[ListeningWorker]:
 
 def begin(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", TRAIN, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAIN, *arguments], env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_path: Path) -> None:
@@ -76,7 +78,9 @@ def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_pa
     assert said[0][1] == said[1][1] == alone_losses  # neither has seen the other
     for name, _, seconds in said:
         assert set(seconds) == {said[0][0], said[1][0]}
-        assert 0.45 < seconds[name] / sum(seconds.values()) < 0.55, seconds  # 0.474 to 0.526 on two cores with load 8
+        assert 0.45 < seconds[name] / sum(seconds.values()) < 0.55, (
+            seconds
+        )  # 0.474 to 0.526 on two cores with load 8
 
 
 def test_who_exceeds_its_share_harms_only_itself(daemon: ListeningWorker, tmp_path: Path) -> None:

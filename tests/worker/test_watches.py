@@ -19,7 +19,9 @@ SHARE = 16 << 20  # bytes
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ListeningWorker]:
     """A worker process with a share of memory for each session: in this one, the test's own draws would come between."""
-    started = ListeningWorker(tmp_path_factory.mktemp("worker"), "--listen", "tcp://127.0.0.1:0", "--max-memory", "16MiB")
+    started = ListeningWorker(
+        tmp_path_factory.mktemp("worker"), "--listen", "tcp://127.0.0.1:0", "--max-memory", "16MiB"
+    )
     yield started
     started.stop()
 
@@ -38,7 +40,9 @@ def enter(daemon: ListeningWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if dr.is_initialized():
             dr.detach()
         again = name in entered
-        dr.init_master_worker(workers=[daemon.address], session=name, force=True, resume=again, quiet=True, timeout=STARTING)
+        dr.init_master_worker(
+            workers=[daemon.address], session=name, force=True, resume=again, quiet=True, timeout=STARTING
+        )
         entered.append(name)
 
     dr.shutdown()
@@ -53,7 +57,9 @@ def enter(daemon: ListeningWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 GROWS: dict[str, Callable[[], Any]] = {
     "resize_": lambda: torch.empty(0, device=REMOTE).resize_(SHARE).sum().item(),
-    "out=": lambda: torch.add(torch.ones(SHARE // 6, device=REMOTE), 1, out=torch.empty(0, device=REMOTE)).sum().item(),
+    "out=": lambda: (
+        torch.add(torch.ones(SHARE // 6, device=REMOTE), 1, out=torch.empty(0, device=REMOTE)).sum().item()
+    ),
     "a factory": lambda: torch.zeros(SHARE, device=REMOTE).sum().item(),
     "a draw": lambda: torch.rand(SHARE, device=REMOTE).sum().item(),
     "repeat": lambda: torch.ones(1, device=REMOTE).repeat(1 << 40).sum().item(),
@@ -83,7 +89,9 @@ DRAWS: dict[str, Callable[[str], torch.Tensor]] = {
 
 @pytest.mark.parametrize("when", ["known before", "new after"])
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_lookup_leaves_each_session_its_own_random_numbers(enter: Enter, draw: Callable[[str], torch.Tensor], when: str) -> None:
+def test_a_lookup_leaves_each_session_its_own_random_numbers(
+    enter: Enter, draw: Callable[[str], torch.Tensor], when: str
+) -> None:
     wanted = {}
     for seed in (5, 9):
         torch.manual_seed(seed)

@@ -44,16 +44,43 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--listen", metavar="ADDRESS", help="wait for masters here: tcp://host:port (port 0: any free one) or ipc://path")
+    where.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        help="wait for masters here: tcp://host:port (port 0: any free one) or ipc://path",
+    )
     where.add_argument("--master", metavar="ADDRESS", help="dial the master that listens there")
     parser.add_argument("--node", type=_count, metavar="K", help="the node number to ask that master for")
-    parser.add_argument("--devices", type=_names, default=(), metavar="D,D", help="offer these only, as cpu,cuda:0; default: all there are")
-    parser.add_argument("--simulate-cuda", type=_count, default=0, metavar="N", help="offer N GPUs that are CPU tensors in truth")
     parser.add_argument(
-        "--key", type=Path, metavar="FILE", help="the cluster's key; default: $DISTRUNTIME_KEY or ~/.config/distruntime/key"
+        "--devices",
+        type=_names,
+        default=(),
+        metavar="D,D",
+        help="offer these only, as cpu,cuda:0; default: all there are",
     )
-    parser.add_argument("--insecure", action="store_true", help="use no key: whoever reaches the address may run code here")
-    parser.add_argument("--threads", type=_count, default=0, metavar="N", help="threads of torch's kernels; default: as torch chooses")
+    parser.add_argument(
+        "--simulate-cuda",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="offer N GPUs that are CPU tensors in truth",
+    )
+    parser.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="the cluster's key; default: $DISTRUNTIME_KEY or ~/.config/distruntime/key",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="use no key: whoever reaches the address may run code here"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="threads of torch's kernels; default: as torch chooses",
+    )
     parser.add_argument(
         "--max-memory",
         type=_memory,
@@ -77,9 +104,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _keygen_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="distruntime-worker keygen", description="Make the key that the master and all workers of a cluster share."
+        prog="distruntime-worker keygen",
+        description="Make the key that the master and all workers of a cluster share.",
     )
-    parser.add_argument("file", type=Path, nargs="?", help="default: $DISTRUNTIME_KEY or ~/.config/distruntime/key")
+    parser.add_argument(
+        "file", type=Path, nargs="?", help="default: $DISTRUNTIME_KEY or ~/.config/distruntime/key"
+    )
     return parser
 
 
@@ -91,12 +121,18 @@ def _keygen(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    logging.basicConfig(stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     stop = threading.Event()
     _stop_on_signals(stop)
     config = configure(options)
     if options.local is not None:
-        threading.Thread(target=_follow, args=(options.local, stop), name="follow-master", daemon=True).start()
+        threading.Thread(
+            target=_follow, args=(options.local, stop), name="follow-master", daemon=True
+        ).start()
     daemon.serve(config, stop)
     return 0
 
@@ -121,7 +157,9 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         keys = _key_from_master()
     else:
         if options.insecure and options.key is not None:
-            raise ConfigurationError("got both --key and --insecure: with a key only its holders are let in. Leave one out.")
+            raise ConfigurationError(
+                "got both --key and --insecure: with a key only its holders are let in. Leave one out."
+            )
         keys = choose(address, path=options.key, insecure=options.insecure)
         if options.insecure:
             warn_of_strangers([address])
@@ -186,7 +224,9 @@ def _count(text: str) -> int:
 def _memory(text: str) -> int | float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?B|B|%)", text.strip())
     if found is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a size with its unit, as 8GiB, 512MiB or 16GB, or a part, as 50%")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a size with its unit, as 8GiB, 512MiB or 16GB, or a part, as 50%"
+        )
     number, unit = float(found[1]), found[2]
     if unit == "%":
         if not 0 < number <= 100:
@@ -203,7 +243,9 @@ def _host_and_port(text: str) -> tuple[str, int]:
     if not colon:
         host, port = text, "0"
     if not port.isdigit() or int(port) > 65535 or not host:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOST or HOST:PORT, as 10.0.0.7:29500 or [fe80::1]:29500")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected HOST or HOST:PORT, as 10.0.0.7:29500 or [fe80::1]:29500"
+        )
     return host.strip("[]"), int(port)
 
 

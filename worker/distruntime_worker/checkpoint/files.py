@@ -31,7 +31,9 @@ from ..values.streams import HostCopy
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
-Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]  # key, the values in main memory, and a tensor of their metadata
+Entry = tuple[
+    str, Callable[[], torch.Tensor], torch.Tensor
+]  # key, the values in main memory, and a tensor of their metadata
 
 
 class Writing(HostCopy):
@@ -90,7 +92,9 @@ def plan_of(packed: torch.Tensor) -> tuple[dict[str, Any], memoryview]:
 def write(packed: torch.Tensor, background: bool, tensors: list[Any]) -> Writing:
     """Write tensors, as they are at this point of the log, to a new file; in a thread of its own, from copies, if `background`."""
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise TypeError("what is to be saved is not here")  # of a poisoned one the first cause is told instead
+        raise TypeError(
+            "what is to be saved is not here"
+        )  # of a poisoned one the first cause is told instead
     plan, rest = plan_of(packed)
     take = _snapshot if background else _as_it_is
     entries: list[Entry] = [(key, take(t), t.to("meta")) for key, t in zip(plan["keys"], tensors)]
@@ -158,15 +162,23 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
 
     The library's own writer wants all tensors in main memory at once, which a GPU's need not fit into.
     """
-    order = sorted(entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0]))  # so that each is aligned, as the format wants
+    order = sorted(
+        entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0])
+    )  # so that each is aligned, as the format wants
     header: dict[str, Any] = {}
     end = 0
     for key, _, meta in order:
         form = stored(meta)
-        header[key] = {"dtype": _code(form.dtype), "shape": list(form.shape), "data_offsets": [end, end + form.nbytes]}
+        header[key] = {
+            "dtype": _code(form.dtype),
+            "shape": list(form.shape),
+            "data_offsets": [end, end + form.nbytes],
+        }
         end += form.nbytes
     path = os.path.join(folder, name)
-    with explained(f"the checkpoint in {folder} was not written; what was there before is as it was", folder, end):
+    with explained(
+        f"the checkpoint in {folder} was not written; what was there before is as it was", folder, end
+    ):
         _make(folder)
         try:
             with open(path, "xb") as file:
@@ -177,7 +189,9 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
                     file.write(data)
                     sums[key] = zlib.crc32(data)
                 file.seek(0)
-                file.write(_header(header, save, [sums[key] for key in sorted(sums)]))  # of the same length: in place
+                file.write(
+                    _header(header, save, [sums[key] for key in sorted(sums)])
+                )  # of the same length: in place
                 file.flush()
                 os.fsync(file.fileno())
             sync(folder)
@@ -223,9 +237,13 @@ def explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
                 f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: make room, or save elsewhere"
             )
         elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
-            lines.append(f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a folder where it is")
+            lines.append(
+                f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a folder where it is"
+            )
         else:
-            lines.append("a checkpoint is a folder, the same path on every worker, which is made if its disk is there")
+            lines.append(
+                "a checkpoint is a folder, the same path on every worker, which is made if its disk is there"
+            )
         raise type(error)("\n  ".join(lines)) from error
 
 
@@ -259,7 +277,11 @@ def read_packed(packed: torch.Tensor) -> torch.Tensor:
     """Return the bytes of many small tensors of files in one."""
     plan, _ = plan_of(packed)
     parts = [bytes(tensor_bytes(values)) for values, _ in _values(plan)]
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if any(parts) else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        if any(parts)
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _values(plan: dict[str, Any]) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
@@ -276,7 +298,9 @@ class _File:
 
     def __init__(self, folder: str, name: str, save: str) -> None:
         if not OURS.fullmatch(name):
-            raise CheckpointError(f"the index in {folder} names a file {name!r:.80}, which no save has written")
+            raise CheckpointError(
+                f"the index in {folder} names a file {name!r:.80}, which no save has written"
+            )
         self._path = os.path.join(folder, name)
         try:
             opened: Any = safe_open
@@ -290,7 +314,9 @@ class _File:
             ) from None
         keys, sums = sorted(self._file.keys()), str(metadata.get("crc32", "")).split()
         if metadata.get("distruntime") != save or len(sums) != len(keys):
-            raise self._damaged(f"it belongs to save {metadata.get('distruntime')!r:.40}, and the index to {save!r}")
+            raise self._damaged(
+                f"it belongs to save {metadata.get('distruntime')!r:.40}, and the index to {save!r}"
+            )
         self._sums = dict(zip(keys, sums))
 
     def tensor(self, key: str, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
@@ -302,7 +328,9 @@ class _File:
         except (SafetensorError, OSError) as error:
             raise self._damaged(str(error)) from None
         if f"{zlib.crc32(tensor_bytes(found)):08x}" != self._sums[key]:
-            raise self._damaged(f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not {self._sums[key]}")
+            raise self._damaged(
+                f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not {self._sums[key]}"
+            )
         values = restored(found, dtype)
         if list(values.shape) != sizes:
             raise self._damaged(

@@ -26,7 +26,9 @@ WEIGHTS = "model.safetensors.index.json"  # by which transformers and others fin
 
 def commit(folder: str, save: str, index: str, weights: str) -> None:
     """Make a save that all workers have written the current one. The index before it stays under the name of its save."""
-    with explained(f"the checkpoint in {folder} was written, and could not be made the current one", folder, len(index)):
+    with explained(
+        f"the checkpoint in {folder} was written, and could not be made the current one", folder, len(index)
+    ):
         old = _summary(folder, INDEX)
         if old is not None and not old[1] and old[4] != save:
             with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
@@ -65,7 +67,9 @@ def _replace(folder: str, name: str, text: str) -> None:
 def sweep(folder: str, save: str, keep: list[str]) -> None:
     """Remove the files of other saves, those that did not come to an end among them."""
     current = _summary(folder, INDEX)
-    if current is not None and current[4] != save:  # on a disk of its own, of a worker that has no part in this save
+    if (
+        current is not None and current[4] != save
+    ):  # on a disk of its own, of a worker that has no part in this save
         old = [WEIGHTS, INDEX] if _weights_are_ours(folder) else [INDEX]
         for name in old:
             with suppress(FileNotFoundError):
@@ -88,14 +92,20 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-Summary = list[Any]  # name of the index, what is wrong with it or "", version, number of the save, its id, [[file, bytes], ...]
+Summary = list[
+    Any
+]  # name of the index, what is wrong with it or "", version, number of the save, its id, [[file, bytes], ...]
 
 
 def look(folder: str) -> list[Any]:
     """Return what of checkpoints is in a folder: a summary of each index, and the bytes of each file."""
     with explained(f"there is no checkpoint to be read in {folder}", folder):
         names = _names(folder)
-        found = [summary for name in names if INDEXES.fullmatch(name) and (summary := _summary(folder, name)) is not None]
+        found = [
+            summary
+            for name in names
+            if INDEXES.fullmatch(name) and (summary := _summary(folder, name)) is not None
+        ]
         sizes: dict[str, int] = {}
         for name in names:
             if name.endswith(".safetensors"):
@@ -128,7 +138,10 @@ def index_of(folder: str, name: str) -> str:
     """Return the text of an index."""
     if not INDEXES.fullmatch(name):
         raise CheckpointError(f"{name!r:.80} is not the name of an index")
-    with explained(f"the checkpoint in {folder} cannot be read", folder), open(os.path.join(folder, name), encoding="utf-8") as file:
+    with (
+        explained(f"the checkpoint in {folder} cannot be read", folder),
+        open(os.path.join(folder, name), encoding="utf-8") as file,
+    ):
         return file.read()
 
 
@@ -150,13 +163,22 @@ def answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> N
     if act is None or tuple(map(type, args)) != kinds or not all(isinstance(name, str) for name in names):
         raise ProtocolError(f"nothing is known about checkpoints and {str(detail)[:80]}")
     try:
-        threading.Thread(target=_answer, args=(request, verb, act, args, send), name=f"checkpoint-{verb}", daemon=True).start()
+        threading.Thread(
+            target=_answer, args=(request, verb, act, args, send), name=f"checkpoint-{verb}", daemon=True
+        ).start()
     except RuntimeError as error:  # of threading: there is no more room for one
         raise ProtocolError(f"{verb} of a checkpoint cannot be begun: {error}") from error
 
 
-def _answer(request: int, verb: str, act: Callable[..., Any], args: list[Any], send: Callable[[Message], Any]) -> None:
+def _answer(
+    request: int, verb: str, act: Callable[..., Any], args: list[Any], send: Callable[[Message], Any]
+) -> None:
     try:
         send(Reply(request, act(*args)))
     except Exception as error:  # whatever it is, it is the answer
-        send(Failed(request, failure_fields(failure(error, seq=0, position=0, op=f"checkpoint: {verb}", operands=""))))
+        send(
+            Failed(
+                request,
+                failure_fields(failure(error, seq=0, position=0, op=f"checkpoint: {verb}", operands="")),
+            )
+        )

@@ -26,13 +26,17 @@ from .store import GroupStore
 
 log = logging.getLogger("distruntime.worker")
 
-_REASON = 2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+_REASON = (
+    2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+)
 _EARLY = 16 << 20  # bytes of entries that are kept for groups that are not open here yet
 _LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
 
 Tell = Callable[[int, Message], None]  # node, message
 Report = Callable[[Message], None]  # to the master
-Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]  # channel, rank, inputs, outputs, sequence
+Act = Callable[
+    [DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None
+]  # channel, rank, inputs, outputs, sequence
 
 
 class Group:
@@ -65,7 +69,9 @@ class Group:
                 return
         channel.abort()
 
-    def run(self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+    def run(
+        self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int
+    ) -> None:
         """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
         if self.broken or self.closed:
             self.require()
@@ -80,7 +86,9 @@ class Group:
             self.fail(f"its data channel failed at rank {rank}: {error}")
             self.require()
 
-    def run_all(self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int) -> None:
+    def run_all(
+        self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int
+    ) -> None:
         """As `run`, for each own member of `jobs`, by rank: side by side, as each may wait for the others. Raise what the first raised."""
         if len(jobs) == 1:
             ((rank, (inputs, outputs)),) = jobs.items()
@@ -99,7 +107,9 @@ class Group:
         for rank in jobs:
             device = self.devices[rank]
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            threads.append(threading.Thread(target=work, args=(rank, stream), name=f"member-{rank}", daemon=True))
+            threads.append(
+                threading.Thread(target=work, args=(rank, stream), name=f"member-{rank}", daemon=True)
+            )
             threads[-1].start()
         for thread in threads:
             thread.join()
@@ -165,7 +175,9 @@ class Group:
         while not told[1].wait(_LOOK) and not (self.broken or self.closed):
             if time.monotonic() > deadline:
                 late = ", ".join(map(str, sorted(told[0])))
-                self.fail(f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned")
+                self.fail(
+                    f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned"
+                )
         with self._lock:
             del self._told[sequence]
 
@@ -198,9 +210,15 @@ class Groups:
         self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
         self._ended = False
-        self._opening = threading.Lock()  # guards what follows, and that what is early goes to its group when that is opened
-        self._latest = 0  # the last group that was opened here: the master opens them in the order of their numbers
-        self._early: dict[int, list[tuple[int, Entry]]] = {}  # by group, who said what before it was open here
+        self._opening = (
+            threading.Lock()
+        )  # guards what follows, and that what is early goes to its group when that is opened
+        self._latest = (
+            0  # the last group that was opened here: the master opens them in the order of their numbers
+        )
+        self._early: dict[
+            int, list[tuple[int, Entry]]
+        ] = {}  # by group, who said what before it was open here
         self._room = _EARLY
 
     def __getitem__(self, number: int) -> Group:
@@ -209,19 +227,27 @@ class Groups:
             raise ProtocolError(f"there is no group {number}")
         return found
 
-    def open(self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]) -> None:
+    def open(
+        self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]
+    ) -> None:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
         if message.group <= self._latest or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        ranks = [member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members]
+        ranks = [
+            member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members
+        ]
         if not all(type(rank) is int and 0 <= rank < len(message.nodes) for rank in ranks):
-            raise ProtocolError(f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}")
+            raise ProtocolError(
+                f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
+            )
         group = Group(message, self._report, tell)
         try:
             for rank, device in message.members:
                 group.devices[rank] = self._devices.real(torch.device(device))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ProtocolError(f"group {message.group} of members {message.members!r:.80}: {error}") from error
+            raise ProtocolError(
+                f"group {message.group} of members {message.members!r:.80}: {error}"
+            ) from error
         with self._opening:
             self._groups[message.group], self._latest = group, message.group
             early = self._early.pop(message.group, [])
@@ -233,22 +259,34 @@ class Groups:
                 group.store.arrived(entry.key, entry.value)
             else:
                 log.warning("node %d has set a key of group %d, which it is not in", node, group.number)
-        threading.Thread(target=self._join, args=(group, message, host, then), name="join", daemon=True).start()
+        threading.Thread(
+            target=self._join, args=(group, message, host, then), name="join", daemon=True
+        ).start()
 
-    def _join(self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]) -> None:
+    def _join(
+        self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]
+    ) -> None:
         errors: list[BaseException] = []
 
         def join(rank: int, factory: Factory) -> None:
             try:
-                membership = Membership(rank, len(group.nodes), group.devices[rank], host, message.timeout, group.store)
+                membership = Membership(
+                    rank, len(group.nodes), group.devices[rank], host, message.timeout, group.store
+                )
                 group.enter(rank, factory(membership))
             except Exception as error:
                 errors.append(error)
 
         try:
             require(f"group {group.number}")
-            factory = checked(message.channel, _unpickled(message.factory)) if message.factory else find(message.channel)
-            threads = [threading.Thread(target=join, args=(rank, factory), daemon=True) for rank in group.devices]
+            factory = (
+                checked(message.channel, _unpickled(message.factory))
+                if message.factory
+                else find(message.channel)
+            )
+            threads = [
+                threading.Thread(target=join, args=(rank, factory), daemon=True) for rank in group.devices
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -329,4 +367,6 @@ def _unpickled(factory: bytes) -> Any:
         return pickle.loads(factory)
     except Exception as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise ConfigurationError(f"the registered data channel does not load on this worker (Python {version}): {error!r}") from error
+        raise ConfigurationError(
+            f"the registered data channel does not load on this worker (Python {version}): {error!r}"
+        ) from error

@@ -17,7 +17,8 @@ def interface_of(host: str) -> str:
     """Return the name of the interface with this host's address; nothing where none is found, as on systems other than Linux."""
     try:
         addresses = {
-            ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            ipaddress.ip_address(str(row[4][0]).partition("%")[0])
+            for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         }
     except (OSError, ValueError):
         return ""

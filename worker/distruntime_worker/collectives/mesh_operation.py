@@ -37,7 +37,10 @@ def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spre
         ((group, [(_, row)]),) = rows.items()
         return Collective(name, [group, options, [row]], real, begin)
     # In one order on every worker, so that no two groups wait for each other.
-    parts = [(Collective(name, [g, options, [row for _, row in rows[g]]], real, begin), [k for k, _ in rows[g]]) for g in sorted(rows)]
+    parts = [
+        (Collective(name, [g, options, [row for _, row in rows[g]]], real, begin), [k for k, _ in rows[g]])
+        for g in sorted(rows)
+    ]
     return LaneCollective(name, parts, len(ins), len(outs), begin, spread)
 
 
@@ -46,7 +49,15 @@ class LaneCollective(Step):
 
     joint = True
 
-    def __init__(self, name: str, parts: list[tuple[Collective, list[int]]], ins: int, outs: int, begin: Begin, spread: Spread) -> None:
+    def __init__(
+        self,
+        name: str,
+        parts: list[tuple[Collective, list[int]]],
+        ins: int,
+        outs: int,
+        begin: Begin,
+        spread: Spread,
+    ) -> None:
         self.name, self._parts, self._begin, self._spread = name, parts, begin, spread
         self._ins = list(range(2, 2 + ins))
         self._outs = list(range(2 + ins, 2 + ins + outs))

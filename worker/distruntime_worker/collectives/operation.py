@@ -74,12 +74,20 @@ class Collective(Step):
 
     joint = True
 
-    def __init__(self, name: str, args: list[Any], device: Callable[[torch.device], torch.device], begin: Callable[..., int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: list[Any],
+        device: Callable[[torch.device], torch.device],
+        begin: Callable[..., int],
+    ) -> None:
         self.operation = name.removeprefix(PREFIX)
         try:
             self.group, options, members = args
             root, op, factor, inplace, inputs, outputs = options
-            self.options = Options(root, None if op is None else Reduction(op, factor), inplace, (inputs, outputs))
+            self.options = Options(
+                root, None if op is None else Reduction(op, factor), inplace, (inputs, outputs)
+            )
             self.members: list[tuple[int, list[Layout], list[Layout]]] = []
             for rank, where, ins, outs in members:
                 here = device(torch.device(where))
@@ -112,9 +120,13 @@ class Collective(Step):
     def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
         """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
         new: list[torch.Tensor] = []
-        if len(values) == 2 and self.options.inplace and len(self.members) == 1:  # the commonest, and small ones come by the thousand
+        if (
+            len(values) == 2 and self.options.inplace and len(self.members) == 1
+        ):  # the commonest, and small ones come by the thousand
             rank, ins, outs = self.members[0]
-            both = [v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)]
+            both = [
+                v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)
+            ]
             group.run(rank, self._act, both[: len(ins)], both[len(ins) :], sequence)
             return new
         jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -132,7 +144,14 @@ class Collective(Step):
         group.run_all(self._act, jobs, sequence)
         return new
 
-    def _act(self, channel: DataChannel, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+    def _act(
+        self,
+        channel: DataChannel,
+        rank: int,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        sequence: int,
+    ) -> None:
         o, on = self.options, channel.capabilities.devices
         if self.operation == "barrier":
             channel.barrier()
@@ -167,18 +186,29 @@ class Collective(Step):
                 channel.scatter(into.data, data if rank == o.root else None, o.root)
             case "all_to_all":
                 assert data is not None
-                if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:  # parts would arrive over what has yet to leave
+                if (
+                    data.untyped_storage()._cdata == into.data.untyped_storage()._cdata
+                ):  # parts would arrive over what has yet to leave
                     data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
         into.land()
 
-    def _pass(self, channel: DataChannel, rank: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int) -> None:
+    def _pass(
+        self,
+        channel: DataChannel,
+        rank: int,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        sequence: int,
+    ) -> None:
         """Wait for the other members where no bytes move: one that is poisoned tells them before it comes here."""
         if self.operation == "copy":
             here = (inputs or outputs)[0].device
-            token = torch.zeros(1, dtype=torch.uint8, device=here if here.type in channel.capabilities.devices else "cpu")
+            token = torch.zeros(
+                1, dtype=torch.uint8, device=here if here.type in channel.capabilities.devices else "cpu"
+            )
             if inputs:
                 channel.send(token, 1 - rank, sequence)
             else:
@@ -187,7 +217,12 @@ class Collective(Step):
             channel.barrier()
 
     def _reduce(
-        self, channel: DataChannel, op: Reduction, inputs: list[torch.Tensor], outputs: list[torch.Tensor], on: frozenset[str]
+        self,
+        channel: DataChannel,
+        op: Reduction,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        on: frozenset[str],
     ) -> None:
         if self.operation == "reduce_scatter":
             landing = _Landing(outputs, on, numbers=True)
@@ -197,7 +232,12 @@ class Collective(Step):
         # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
-            plain = tensor.is_contiguous() and tensor.device.type in on and not tensor.is_complex() and not tensor.is_neg()
+            plain = (
+                tensor.is_contiguous()
+                and tensor.device.type in on
+                and not tensor.is_complex()
+                and not tensor.is_neg()
+            )
             if plain and self.operation == "all_reduce":
                 channel.all_reduce(tensor, op)
                 return
@@ -215,7 +255,9 @@ class Collective(Step):
 class _Landing:
     """Where the bytes of some tensors arrive: their own memory if that is flat and where the channel takes it, else a buffer."""
 
-    def __init__(self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False
+    ) -> None:
         self._tensors = tensors
         self._direct = len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].device.type in on
         self._direct = self._direct and not tensors[0].is_conj() and not tensors[0].is_neg()
@@ -247,7 +289,9 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # not view(-1): a dimension of size 1 keeps whatever stride it had
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
 

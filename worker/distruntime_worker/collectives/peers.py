@@ -52,8 +52,12 @@ class PeerChannel:
         with LISTENING:
             self._channel = Channel(listen=address, keys=keys, silence=UNREACHABLE.get())
         self._handle = handle
-        self._origin = os.urandom(16)  # which tells this worker's messages from those of one that had its node before
-        self._introduced: dict[bytes, tuple[int, Link]] = {}  # who has said `Meet`, by the name of the connection: node, and what has come
+        self._origin = os.urandom(
+            16
+        )  # which tells this worker's messages from those of one that had its node before
+        self._introduced: dict[
+            bytes, tuple[int, Link]
+        ] = {}  # who has said `Meet`, by the name of the connection: node, and what has come
         self._incoming: dict[bytes, Link] = {}  # by origin
         self._ways: dict[int, _Way] = {}
         self._dialling = threading.Lock()
@@ -71,7 +75,9 @@ class PeerChannel:
 
     def meet(self, peers: Peers) -> None:
         """Take the addresses of the others; raise `ProtocolError` where they are none."""
-        if not all(isinstance(address, str) for address in peers.addresses) or not 0 <= peers.node < len(peers.addresses):
+        if not all(isinstance(address, str) for address in peers.addresses) or not 0 <= peers.node < len(
+            peers.addresses
+        ):
             raise ProtocolError(f"Peers makes no sense: node {peers.node} of {str(peers.addresses)[:80]}")
         self._peers = peers
         self._known.set()
@@ -87,7 +93,9 @@ class PeerChannel:
         try:
             with self._dialling:
                 way = self._ways.get(node)
-                if way is None or way.address != peers.addresses[node]:  # another worker may have taken the place of a lost one
+                if (
+                    way is None or way.address != peers.addresses[node]
+                ):  # another worker may have taken the place of a lost one
                     if way is not None:
                         self._channel.hang_up(way.name)
                     way = self._dial(node, _Way(peers.addresses[node], b""))
@@ -103,8 +111,12 @@ class PeerChannel:
         self._channel.hang_up(way.name)
         way.name = f"node-{node}.{self._numbers()}".encode()
         self._channel.connect(way.address, way.name)
-        self._ways[node] = way  # what the reader hears of the connection before waits for `_dialling`, which is held
-        self._say(way.name, Meet(self._peers.secret, self._peers.node, self._origin))  # which waits for the connection
+        self._ways[node] = (
+            way  # what the reader hears of the connection before waits for `_dialling`, which is held
+        )
+        self._say(
+            way.name, Meet(self._peers.secret, self._peers.node, self._origin)
+        )  # which waits for the connection
         return way
 
     def close(self) -> None:
@@ -166,7 +178,9 @@ class PeerChannel:
                     raise ProtocolError(f"Meet as node {node}, of {len(self._peers.addresses)}")
                 link = self._incoming.setdefault(origin, Link())
                 for other in [name for name, (_, known) in self._introduced.items() if known is link]:
-                    del self._introduced[other]  # given up at its other end: what still comes on it comes again on this one
+                    del self._introduced[
+                        other
+                    ]  # given up at its other end: what still comes on it comes again on this one
                 self._introduced[peer] = node, link
                 self._say(peer, Ack(link.received))
             case Ack(received=received):

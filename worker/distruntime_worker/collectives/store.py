@@ -98,7 +98,10 @@ class GroupStore(_Store):
         return False
 
     def _await(self, keys: list[str], timeout: float) -> None:
-        if not self._changed.wait_for(lambda: self._ended or all(key in self._values for key in keys), min(timeout, threading.TIMEOUT_MAX)):
+        if not self._changed.wait_for(
+            lambda: self._ended or all(key in self._values for key in keys),
+            min(timeout, threading.TIMEOUT_MAX),
+        ):
             missing = [key for key in keys if key not in self._values]
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise TimeoutError(

@@ -50,7 +50,9 @@ class Joint:
             cause = state.failure(*where, error, collective.name, described(inputs))
         new: list[torch.Tensor] = []
         try:
-            with state.turn.paused():  # what the others here wait for may be what this one needs of them elsewhere
+            with (
+                state.turn.paused()
+            ):  # what the others here wait for may be what this one needs of them elsewhere
                 if cause is not None and collective.reads:
                     group.taint(sequence, cause, self.node, self._tell)
                 new = collective.perform(group, values, sequence)

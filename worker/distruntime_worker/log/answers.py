@@ -18,12 +18,23 @@ from distruntime.wire.codec import copy_bytes, failure_fields
 from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
 from distruntime.wire.shared import Attached
 
-from ..values.objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, plain, render, wire_tensor
+from ..values.objects import (
+    INLINE_BYTES,
+    PART_BYTES,
+    Poisoned,
+    described,
+    failure,
+    plain,
+    render,
+    wire_tensor,
+)
 from ..values.streams import Action, HostCopy, Stream
 from .look import Look
 from .state import State, Tell
 
-MOST_FAILURES = 64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
+MOST_FAILURES = (
+    64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
+)
 _SENT = 0.0002  # seconds between looks whether a large tensor has arrived
 
 
@@ -40,7 +51,9 @@ class Answers:
         if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
-            if len(after) > 2:  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
+            if (
+                len(after) > 2
+            ):  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
                 pairs = sorted(zip(after[::2], after[1::2]))
                 fetch = replace(fetch, after=[n for pair in pairs for n in pair])
             self._when(fetch, 0)
@@ -67,7 +80,12 @@ class Answers:
 
     def _names(self, after: list[Any]) -> bool:
         """Whether `after` is [stream, position, ...] of streams that there are."""
-        return bool(after) and len(after) % 2 == 0 and all(type(n) is int for n in after) and all(map(self._state.named, after[::2]))
+        return (
+            bool(after)
+            and len(after) % 2 == 0
+            and all(type(n) is int for n in after)
+            and all(map(self._state.named, after[::2]))
+        )
 
     def _stream(self, number: int) -> Stream:
         stream = self._state.named(number)
@@ -108,7 +126,9 @@ class Answers:
         entry[1]()
 
     def _reached(self, stream: Stream, position: int) -> bool:
-        return stream.reached >= position or (stream is self._state.default and self._look.position(stream)[0] >= position)
+        return stream.reached >= position or (
+            stream is self._state.default and self._look.position(stream)[0] >= position
+        )
 
     def serve(self, stream: Stream, position: int) -> None:
         """Answer what has waited for a stream to be at `position` (the stream's thread)."""
@@ -128,7 +148,9 @@ class Answers:
             stream = self._stream(number)
             if not self._reached(stream, position):
                 return False
-            if self._state.devices.first_gpu is not None and not all(event.query() for event in stream.events(position)):
+            if self._state.devices.first_gpu is not None and not all(
+                event.query() for event in stream.events(position)
+            ):
                 return False
         return True
 
@@ -148,7 +170,9 @@ class Answers:
                 return
         if isinstance(value, HostCopy) and not value.ready():
             self._later(fetch, value, [value.event])
-        elif isinstance(value, torch.Tensor) and value.is_cuda:  # a text, for which the value need not come over whole
+        elif (
+            isinstance(value, torch.Tensor) and value.is_cuda
+        ):  # a text, for which the value need not come over whole
             self._later(fetch, value, self._events(fetch.after))
         else:
             self._answer_with(fetch, value)
@@ -160,7 +184,9 @@ class Answers:
             self._reply(fetch, value.tensor if isinstance(value, HostCopy) else value)
         except Exception as error:  # whatever it is, it is the answer
             operands = described([value]) if value is not None else ""
-            cause = failure(error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands)
+            cause = failure(
+                error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands
+            )
             self._state.send(Failed(fetch.request, failure_fields(cause)), None)
 
     def _answer_wait(self, fetch: Fetch) -> None:
@@ -168,7 +194,11 @@ class Answers:
         if self._state.devices.first_gpu is None:
             self._say(fetch)
             return
-        after = fetch.after if fetch.form != "done" else [n for s in self._state.streams.values() for n in (s.number, s.reached)]
+        after = (
+            fetch.after
+            if fetch.form != "done"
+            else [n for s in self._state.streams.values() for n in (s.number, s.reached)]
+        )
         self._later(fetch, None, self._events(after))
 
     def _say(self, fetch: Fetch) -> None:
@@ -180,11 +210,17 @@ class Answers:
 
     def _events(self, after: list[Any]) -> list[Any]:
         """Return the events of a GPU that come after [stream, position, ...]."""
-        return [event for number, position in zip(after[::2], after[1::2]) for event in self._stream(number).events(position)]
+        return [
+            event
+            for number, position in zip(after[::2], after[1::2])
+            for event in self._stream(number).events(position)
+        ]
 
     def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
-        threading.Thread(target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True).start()
+        threading.Thread(
+            target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True
+        ).start()
 
     def _answer_after(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
         for event in events:
@@ -235,7 +271,10 @@ class Answers:
     def _send_parts(self, request: int, head: list[Any], data: memoryview) -> None:
         """Send a large value. When this returns its memory may be written again."""
         # One memory copy more on this way makes it a quarter slower than a plain socket.
-        parts = [self._state.send(Part(request, k), data[k : k + PART_BYTES], copy=False) for k in range(0, len(data), PART_BYTES)]
+        parts = [
+            self._state.send(Part(request, k), data[k : k + PART_BYTES], copy=False)
+            for k in range(0, len(data), PART_BYTES)
+        ]
         self._state.send(Reply(request, [*head, "parts"]), None)
         with self._state.turn.paused():
             while not self._state.closed and not all(part is None or part.done for part in reversed(parts)):

@@ -31,7 +31,10 @@ _PAUSE = 10  # times as long as a walk takes: till the next one, where only the 
 
 def limits(most: float, devices: Devices) -> dict[torch.device, int]:
     """Return the bytes that a session may hold on each device: `most` if that is an `int`, else this part of what the device has."""
-    return {devices.real(torch.device(name)): most if isinstance(most, int) else int(total * most) for name, _, total, *_ in devices.info()}
+    return {
+        devices.real(torch.device(name)): most if isinstance(most, int) else int(total * most)
+        for name, _, total, *_ in devices.info()
+    }
 
 
 def memory_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
@@ -60,7 +63,9 @@ class Budget:
         self._sum = dict.fromkeys(most, 0)
         self._next = 0.0  # time.monotonic() from which on exceeding the slack is worth a walk
         self._lock = threading.Lock()
-        self.large = max(1, min(most.values(), default=1 << 62) // _SLACK)  # bytes from which on it is worth asking before there is a value
+        self.large = max(
+            1, min(most.values(), default=1 << 62) // _SLACK
+        )  # bytes from which on it is worth asking before there is a value
 
     def watch(self, slots: dict[int, Any]) -> None:
         """Count what is in `slots`."""
@@ -102,7 +107,9 @@ class Budget:
         """Count everything once. A result whose thread has not called `add` yet may be in it twice after that, never not at all."""
         began = monotonic()
         found = dict.fromkeys(self._most, 0)
-        values = self._values.copy()  # other threads add and free meanwhile; and what is in the copy keeps its address
+        values = (
+            self._values.copy()
+        )  # other threads add and free meanwhile; and what is in the copy keeps its address
         seen: set[int] = set()
         for memory in memory_in(values.values()):
             if memory._cdata not in seen:

@@ -47,7 +47,9 @@ class Cancelling:
         """Drop what a stream has not begun and ends at or before `position`."""
         stream.cancelled = max(stream.cancelled, position)
         with self._state.gate:
-            stream.waiting.append((position, lambda: None))  # so that `run`, which has no time to look each time, looks
+            stream.waiting.append(
+                (position, lambda: None)
+            )  # so that `run`, which has no time to look each time, looks
 
     def drop(self, stream: Stream, p: list[Any], i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.

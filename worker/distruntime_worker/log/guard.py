@@ -57,7 +57,9 @@ def _resize(call: Any, args: list[Any]) -> Callable[[torch.Tensor], int] | None:
     if call is torch.ops.aten.resize_.default and all(type(n) is int for n in args[1][1:]):
         return lambda tensor: prod(args[1][1:]) * tensor.itemsize
     schema = getattr(call, "_schema", None)
-    out = schema is not None and any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    out = schema is not None and any(
+        a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+    )
     return (lambda _: 0) if out or torch.Tag.inplace_view in getattr(call, "tags", ()) else None
 
 
@@ -113,11 +115,16 @@ class Guarded:
                 return step.drop(slots, p, i, error)
         after = run(slots, p, i)
         value = slots.get(p[i + self._writes[0]])
-        if len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided:  # as below, 0.9 us sooner
+        if (
+            len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided
+        ):  # as below, 0.9 us sooner
             total = value.untyped_storage().nbytes()
             made = [(value.device, total)]
         else:
-            made = [(one.device, one.untyped_storage().nbytes()) for one in _each(slots, [p[i + k] for k in self._writes])]
+            made = [
+                (one.device, one.untyped_storage().nbytes())
+                for one in _each(slots, [p[i + k] for k in self._writes])
+            ]
             total = sum(nbytes for _, nbytes in made)
         if total >= budget.large:
             on = self._devices or [made[0][0]]

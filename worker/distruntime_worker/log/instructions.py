@@ -9,7 +9,19 @@ import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError
 from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
-from distruntime.wire.messages import CHECK, FORGET, GIVE, HOST, LEARN, RELEASE, STAMP, TAKE, UPLOAD, Failed, Reply
+from distruntime.wire.messages import (
+    CHECK,
+    FORGET,
+    GIVE,
+    HOST,
+    LEARN,
+    RELEASE,
+    STAMP,
+    TAKE,
+    UPLOAD,
+    Failed,
+    Reply,
+)
 from distruntime.wire.shared import Attached, KeptMemory
 
 from ..values.functions import Tape
@@ -74,7 +86,9 @@ class Instructions:
 
     def _as_promised(self, value: Any, expected: list[Any], name: str, which: list[int], p: list[Any]) -> Any:
         """Return a result as the master predicted it; report where it is not, and raise where it cannot be made so."""
-        if value is None or isinstance(value, Poisoned):  # None: C++ left it undefined; who reads it is told so
+        if value is None or isinstance(
+            value, Poisoned
+        ):  # None: C++ left it undefined; who reads it is told so
             return value
         real = spec_fields(value)
         if real == expected:
@@ -85,8 +99,12 @@ class Instructions:
                 f"{name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
                 f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
             )
-        if real[2] == 0 == expected[2]:  # the master's strides hold for this value; the next one gets the real ones
-            return torch.empty_strided(expected[0], expected[1], dtype=value.dtype, device=value.device).copy_(value)
+        if (
+            real[2] == 0 == expected[2]
+        ):  # the master's strides hold for this value; the next one gets the real ones
+            return torch.empty_strided(
+                expected[0], expected[1], dtype=value.dtype, device=value.device
+            ).copy_(value)
         return value
 
     def _take(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
@@ -118,11 +136,19 @@ class Instructions:
         if bad is None:
             bad = next((f for f in self._state.work(p).failures if f.position == position), None)
         if bad is None:
-            bad = next((v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)), None)
+            bad = next(
+                (v.failure for k in template.reads if isinstance(v := slots.get(p[i + 2 + k]), Poisoned)),
+                None,
+            )
         if bad is None:
             try:
                 shown = [None if isinstance(v, Tape) else v for v in results]
-                self._state.send(Reply(request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]), None)
+                self._state.send(
+                    Reply(
+                        request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]
+                    ),
+                    None,
+                )
                 return after
             except Exception as error:  # whatever it is, it is the answer
                 self._state.fail(template, slots, p, i + 2, error)
@@ -139,11 +165,16 @@ class Instructions:
                 copy_bytes(kept, memoryview(self._shared[name])[:nbytes])
                 value = bytes_tensor(dtype, sizes, kept)
             else:
-                value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data)
+                value = bytes_tensor(
+                    dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data
+                )
             team, budget = self._state.work(p).team, self._state.budget
             if device == "member" and team is None:
                 raise TypeError("an upload to a mesh's members, in no mesh's log")
-            on = [self._state.devices.real(torch.device(d)) for d in (team.devices if device == "member" else [device])]
+            on = [
+                self._state.devices.real(torch.device(d))
+                for d in (team.devices if device == "member" else [device])
+            ]
             if budget is not None:
                 budget.require(on, value.nbytes, "an upload")
             if device == "member":
@@ -172,7 +203,13 @@ class Instructions:
 
     def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         mine = self._state.mine()
-        device = mine.device if mine.cuda is not None else self._state.devices.first_gpu if mine.number == 0 else None
+        device = (
+            mine.device
+            if mine.cuda is not None
+            else self._state.devices.first_gpu
+            if mine.number == 0
+            else None
+        )
         event = None
         if device is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -209,5 +246,7 @@ class Instructions:
             if budget is not None and isinstance(value, torch.Tensor):
                 budget.add(_HOST, value.nbytes, "a copy to the host")
         except RuntimeError as error:  # no memory, or what a kernel before this one has done
-            slots[p[i + 2]] = Poisoned(self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])])))
+            slots[p[i + 2]] = Poisoned(
+                self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])]))
+            )
         return i + 3

@@ -21,7 +21,11 @@ class Look:
 
     def status(self) -> list[Any]:
         """Return [position, operator that is running or None, seconds since its stretch started] of the first stream that runs one."""
-        looks = [self.position(stream) for streams in self._state.all_streams() for stream in list(streams.values())]
+        looks = [
+            self.position(stream)
+            for streams in self._state.all_streams()
+            for stream in list(streams.values())
+        ]
         return next((look for look in looks if look[1] is not None), looks[0])
 
     def position(self, stream: Stream) -> list[Any]:

@@ -43,13 +43,21 @@ class State:
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
-        self.works: deque[Work] = deque()  # segments in the order of the log; each is done when those before it are
+        self.works: deque[Work] = (
+            deque()
+        )  # segments in the order of the log; each is done when those before it are
         self.under_way: dict[int, Work] = {}  # by the id of their words
         self.executed = 0  # position up to which the whole log has run
-        self.orphans: list[Failure] = []  # of instructions without results, such as a check: the next read brings them
+        self.orphans: list[
+            Failure
+        ] = []  # of instructions without results, such as a check: the next read brings them
         self.gate = threading.RLock()
-        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt  # tells what is published that a write of it has failed
-        self.apart: Callable[[Callable[[], None]], None] = _now  # has a thread do what waits for the master, where the reader would have to
+        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = (
+            _unspoilt  # tells what is published that a write of it has failed
+        )
+        self.apart: Callable[[Callable[[], None]], None] = (
+            _now  # has a thread do what waits for the master, where the reader would have to
+        )
         self.reader = threading.get_ident()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
@@ -71,7 +79,9 @@ class State:
 
     def waits(self) -> bool:
         """Whether some stream has something to run that its thread has not begun."""
-        return any(not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values()))
+        return any(
+            not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values())
+        )
 
     def poisoned(self) -> list[Any]:
         """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
@@ -94,7 +104,9 @@ class State:
     def failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
         """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
         work = self.work(p)
-        cause = failure(error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands)
+        cause = failure(
+            error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands
+        )
         work.failures.append(cause)
         return cause
 

@@ -36,12 +36,28 @@ class Turn:
     Threads of one session hold the turn together, and count as one.
     """
 
-    __slots__ = ("_account", "_closed", "_ready", "_threads", "_turns", "_waiting", "more", "name", "seconds", "taken")
+    __slots__ = (
+        "_account",
+        "_closed",
+        "_ready",
+        "_threads",
+        "_turns",
+        "_waiting",
+        "more",
+        "name",
+        "seconds",
+        "taken",
+    )
 
     def __init__(self, turns: Turns, name: str) -> None:
         self.name = name
-        self.taken, self.seconds = 0, 0.0  # turns, and how long it ran; while others ran beside it, its threads' part of that
-        self.more: Callable[[], bool] = _nothing  # whether something is there for it to run, which no thread has begun
+        self.taken, self.seconds = (
+            0,
+            0.0,
+        )  # turns, and how long it ran; while others ran beside it, its threads' part of that
+        self.more: Callable[[], bool] = (
+            _nothing  # whether something is there for it to run, which no thread has begun
+        )
         self._turns = turns
         self._account = 0.0  # seconds; who has least is next
         self._threads: dict[int, float] = {}  # that run, and since when
@@ -84,7 +100,9 @@ class Turn:
                 now = monotonic()
                 turns.settle(now)
         except BaseException:
-            if turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting:  # nobody is left to use the turn
+            if (
+                turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting
+            ):  # nobody is left to use the turn
                 turns.give(turns.next(), now)
             raise
         finally:
@@ -109,7 +127,9 @@ class Turn:
                 del turns.running[self]
             if turns.holder is self:
                 turns.since = now
-                done = self.idle() or (blocks and not self._threads)  # what is behind a thread that blocks cannot run
+                done = self.idle() or (
+                    blocks and not self._threads
+                )  # what is behind a thread that blocks cannot run
                 if turns.waiting:
                     following = turns.next()
                     if done or self._account > following._account + _GRAIN:
@@ -171,7 +191,9 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: dict[Turn, None] = {}  # used as ordered sets
-        self.single = True  # no more than one: what that one runs, or has begun while it was alone, is not counted
+        self.single = (
+            True  # no more than one: what that one runs, or has begun while it was alone, is not counted
+        )
         self.running: dict[Turn, None] = {}  # whose threads run: the holder, and who came to no end in time
         self.waiting: dict[Turn, None] = {}
         self.holder: Turn | None = None

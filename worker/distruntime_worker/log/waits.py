@@ -33,7 +33,14 @@ class Waits:
         return i + 5
 
     def _follow(
-        self, mine: Stream, due: list[tuple[Stream, int]], p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
+        self,
+        mine: Stream,
+        due: list[tuple[Stream, int]],
+        p: list[Any],
+        i: int,
+        seconds: float | None,
+        text: str,
+        patient: bool = False,
     ) -> bool:
         """Block this stream until those in `due` are at their positions, and at what they have not waited for when they were cancelled."""
         for target, position in due:  # which grows
@@ -50,7 +57,11 @@ class Waits:
             if not done:
                 return False
             # Only debts from before that position: a later one may be to this very stream, for what stands behind this wait.
-            due += [(other, where) for at, other, where in target.owed if at <= position and (other, where) not in due]
+            due += [
+                (other, where)
+                for at, other, where in target.owed
+                if at <= position and (other, where) not in due
+            ]
         return True
 
     def pay(self, mine: Stream, p: list[Any], i: int) -> None:
@@ -74,7 +85,14 @@ class Waits:
                 self._unwanted.add(number)
 
     def _block(
-        self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool = False
+        self,
+        mine: Stream,
+        passed: threading.Event,
+        p: list[Any],
+        i: int,
+        seconds: float | None,
+        text: str,
+        patient: bool = False,
     ) -> bool:
         """Block until `passed`; return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`."""
         if passed.is_set():
@@ -82,10 +100,21 @@ class Waits:
         with self._state.turn.paused():
             return self._until(mine, passed, p, i, seconds, text, patient)
 
-    def _until(self, mine: Stream, passed: threading.Event, p: list[Any], i: int, seconds: float | None, text: str, patient: bool) -> bool:
+    def _until(
+        self,
+        mine: Stream,
+        passed: threading.Event,
+        p: list[Any],
+        i: int,
+        seconds: float | None,
+        text: str,
+        patient: bool,
+    ) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._state.work(p).segment.start + i
-        while not passed.wait(_LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))):
+        while not passed.wait(
+            _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
+        ):
             if self._state.closed or (position < mine.cancelled and not patient):
                 return False
             if deadline is not None and time.monotonic() >= deadline:

@@ -38,7 +38,9 @@ class Devices:
         have = ["cpu", *(f"cuda:{k}" for k in range(count))]
         unknown = [name for name in only if name not in have]
         if unknown:
-            raise ConfigurationError(f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has {', '.join(have)}")
+            raise ConfigurationError(
+                f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has {', '.join(have)}"
+            )
         self.names = [name for name in have if not only or name in only]
         gpus = [name for name in self.names if name != "cpu" and not self.simulated]
         self.first_gpu = torch.device(gpus[0]) if gpus else None

@@ -41,9 +41,13 @@ class PerThread:
         """Set both, for the calling thread at once; raise `RuntimeError` if this machine cannot."""
         most = _THREADS_PER_CORE * (os.cpu_count() or 1)
         if num_threads > most:
-            raise RuntimeError(f"num_threads={num_threads}: this worker has {os.cpu_count()} cores and takes {most} at most")
+            raise RuntimeError(
+                f"num_threads={num_threads}: this worker has {os.cpu_count()} cores and takes {most} at most"
+            )
         if flush_denormal and not torch.set_flush_denormal(True):
-            raise RuntimeError("flush_denormal=True: this worker's CPU, or its torch, cannot flush denormal numbers")
+            raise RuntimeError(
+                "flush_denormal=True: this worker's CPU, or its torch, cannot flush denormal numbers"
+            )
         self._wanted = num_threads, flush_denormal
         self.apply()
 
@@ -83,12 +87,22 @@ def _precision() -> str | None:
 
 # By the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "num_threads": (lambda: per_thread.num_threads, lambda value: per_thread.want(value, per_thread.flush_denormal)),
-    "flush_denormal": (lambda: per_thread.flush_denormal, lambda value: per_thread.want(per_thread.num_threads, value)),
+    "num_threads": (
+        lambda: per_thread.num_threads,
+        lambda value: per_thread.want(value, per_thread.flush_denormal),
+    ),
+    "flush_denormal": (
+        lambda: per_thread.flush_denormal,
+        lambda value: per_thread.want(per_thread.num_threads, value),
+    ),
     "float32_matmul_precision": (_precision, torch.set_float32_matmul_precision),
     "cuda_matmul_allow_tf32": _backend("cuda.matmul.allow_tf32"),
-    "cuda_matmul_allow_fp16_reduced_precision_reduction": _backend("cuda.matmul.allow_fp16_reduced_precision_reduction"),
-    "cuda_matmul_allow_bf16_reduced_precision_reduction": _backend("cuda.matmul.allow_bf16_reduced_precision_reduction"),
+    "cuda_matmul_allow_fp16_reduced_precision_reduction": _backend(
+        "cuda.matmul.allow_fp16_reduced_precision_reduction"
+    ),
+    "cuda_matmul_allow_bf16_reduced_precision_reduction": _backend(
+        "cuda.matmul.allow_bf16_reduced_precision_reduction"
+    ),
     "cudnn_allow_tf32": _backend("cudnn.allow_tf32"),
     "cudnn_benchmark": _backend("cudnn.benchmark"),
     "cudnn_deterministic": _backend("cudnn.deterministic"),
@@ -125,4 +139,6 @@ def _set(wanted: dict[str, Any]) -> None:
         if wanted.get(name) is not None:
             write(wanted[name])
     if "use_deterministic_algorithms" in wanted:
-        torch.use_deterministic_algorithms(wanted["use_deterministic_algorithms"], warn_only=wanted.get("warn_only", False))
+        torch.use_deterministic_algorithms(
+            wanted["use_deterministic_algorithms"], warn_only=wanted.get("warn_only", False)
+        )

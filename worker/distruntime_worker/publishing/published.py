@@ -52,11 +52,16 @@ class Record:
         for value, numbers in zip(self.tensors, self.numbers):
             if isinstance(value, torch.Tensor):
                 numbers[1] = _numbered(value.untyped_storage())
-        return [[*n, spec_fields(t) if isinstance(t, torch.Tensor) else None] for n, t in zip(self.numbers, self.tensors)]
+        return [
+            [*n, spec_fields(t) if isinstance(t, torch.Tensor) else None]
+            for n, t in zip(self.numbers, self.tensors)
+        ]
 
     def nbytes(self) -> int:
         """Return the bytes of memory that it keeps."""
-        storages = {storage._cdata: storage.nbytes() for t in self.tensors if (storage := memory_of(t)) is not None}
+        storages = {
+            storage._cdata: storage.nbytes() for t in self.tensors if (storage := memory_of(t)) is not None
+        }
         return sum(storages.values())
 
 
@@ -65,7 +70,9 @@ class Published:
 
     def __init__(self, session: str) -> None:
         self.session = session
-        self.identity = secrets.token_hex(8)  # sessions number their nodes as they like, and workers come and go at one address
+        self.identity = secrets.token_hex(
+            8
+        )  # sessions number their nodes as they like, and workers come and go at one address
         self._records: dict[str, dict[int, Record]] = {}
         self._lock = threading.Lock()
 
@@ -102,7 +109,9 @@ class Published:
                     record.tensors[k] = poisoned
 
 
-Others = Callable[[], Mapping[str, Published]]  # what other sessions of this worker have published, by session
+Others = Callable[
+    [], Mapping[str, Published]
+]  # what other sessions of this worker have published, by session
 
 
 class Shelf:
@@ -110,7 +119,9 @@ class Shelf:
 
     def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
-        self._found: dict[int, tuple[dict[int, tuple[Record, list[Any]]], bool]] = {}  # by token, until they have refs
+        self._found: dict[
+            int, tuple[dict[int, tuple[Record, list[Any]]], bool]
+        ] = {}  # by token, until they have refs
         self.table = {PUBLISH: Own("publish", self._publish), ADOPT: Own("lookup", self._adopt)}
         state.spoil = published.spoil
 
@@ -123,7 +134,9 @@ class Shelf:
             case ["names"]:
                 rows = [_row("", mine, name, record) for name, record in mine.every()]
                 for owner, other in self._strangers().items():
-                    rows += [_row(owner, other, name, record) for name, record in other.every() if record.shared]
+                    rows += [
+                        _row(owner, other, name, record) for name, record in other.every() if record.shared
+                    ]
                 return [mine.identity, rows]
             case ["versions", str(name)]:
                 return [mine.identity, [record.version for record in mine.versions(name)]]
@@ -139,23 +152,34 @@ class Shelf:
         return {owner: other for owner, other in self._others().items() if other is not self.published}
 
     def _find(self, owner: str, name: str, token: int) -> list[Any]:
-        whose: Published | None = self.published if owner in ("", self.published.session) else self._strangers().get(owner)
+        whose: Published | None = (
+            self.published if owner in ("", self.published.session) else self._strangers().get(owner)
+        )
         if whose is None:
             return ["", []]
         foreign = whose is not self.published
-        found = {record.version: (record, record.rows()) for record in whose.versions(name) if record.shared or not foreign}
+        found = {
+            record.version: (record, record.rows())
+            for record in whose.versions(name)
+            if record.shared or not foreign
+        }
         if found:
             if foreign:
                 self.read_only.watch()
             self._found[token] = found, foreign
-        return [whose.identity, [[version, record.envelope, rows] for version, (record, rows) in found.items()]]
+        return [
+            whose.identity,
+            [[version, record.envelope, rows] for version, (record, rows) in found.items()],
+        ]
 
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
     def _publish(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
         match fields:
-            case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if version > 0 and _all_workers(listed):
+            case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if (
+                version > 0 and _all_workers(listed)
+            ):
                 pass
             case _:
                 raise ProtocolError(f"{str(fields)[:80]} is no publication")
@@ -173,7 +197,9 @@ class Shelf:
 
     def _unfit(self, values: list[Any]) -> Exception | None:
         if any(self.read_only.holds(value) for value in values):
-            return NotSupportedError("what another session shares cannot be published again: publish a copy, copy=True")
+            return NotSupportedError(
+                "what another session shares cannot be published again: publish a copy, copy=True"
+            )
         if not all(isinstance(value, torch.Tensor) for value in values):
             return InternalError("what is to be published is no tensor, or not here")
         return None
@@ -187,8 +213,12 @@ class Shelf:
                 continue
             value = record.tensors[k] if record is not None and k < len(rows) else None
             if value is None:
-                value = Poisoned(self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", ""))
-            elif isinstance(value, torch.Tensor) and spec_fields(value) != rows[k][2]:  # by what the log held when it was asked for
+                value = Poisoned(
+                    self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", "")
+                )
+            elif (
+                isinstance(value, torch.Tensor) and spec_fields(value) != rows[k][2]
+            ):  # by what the log held when it was asked for
                 error = UsageError("a tensor has changed its shape since it was published: publish it again")
                 value = Poisoned(self._state.failure(p, i, error, "lookup", described([value])))
             elif foreign and isinstance(value, torch.Tensor):
@@ -202,11 +232,22 @@ def _all_workers(listed: list[Any]) -> bool:
     """Whether these are [identity, node, host, pid, [device, ...]]: masters of other sessions are told of them."""
     for row in listed:
         match row:
-            case [str(), int(), str(), int(), list(devices)] if all(isinstance(device, str) for device in devices):
+            case [str(), int(), str(), int(), list(devices)] if all(
+                isinstance(device, str) for device in devices
+            ):
                 continue
         return False
     return True
 
 
 def _row(owner: str, whose: Published, name: str, record: Record) -> list[Any]:
-    return [owner, whose.identity, name, record.version, record.shared, record.what, record.listed, record.nbytes()]
+    return [
+        owner,
+        whose.identity,
+        name,
+        record.version,
+        record.shared,
+        record.what,
+        record.listed,
+        record.nbytes(),
+    ]

@@ -21,4 +21,6 @@ class WorkerConfig:
     data_host: str = ""  # where other workers reach this one; empty: found out
     data_port: int = 0  # of this worker's own channel for other workers; 0: any free one
     once: bool = False  # whether to end with its last session
-    max_memory: int | float | None = None  # that each session may hold on each device: bytes, or as a float a part of what it has
+    max_memory: int | float | None = (
+        None  # that each session may hold on each device: bytes, or as a float a part of what it has
+    )

@@ -88,7 +88,11 @@ def keep_pages() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        for option, setting in ((-4, 0), (-1, (1 << 31) - 1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h
+        for option, setting in (
+            (-4, 0),
+            (-1, (1 << 31) - 1),
+            (-8, 1),
+        ):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h
             libc.mallopt(option, setting)
 
 
@@ -109,12 +113,16 @@ class Daemon:
         self._config = config
         self._devices = Devices(config.devices, config.simulate_cuda)
         # Its silence is the master's to notice: a large frame that is on its way here says nothing for as long as it takes.
-        self._channel = Channel(listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True)
+        self._channel = Channel(
+            listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True
+        )
         self._incarnation = os.urandom(16)
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
         self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
-        self._gone: deque[bytes] = deque(maxlen=4096)  # of them, those that have ended, whose greeting may still lie unread
+        self._gone: deque[bytes] = deque(
+            maxlen=4096
+        )  # of them, those that have ended, whose greeting may still lie unread
         self._turns = Turns()
         self._dials = count().__next__
         self._hang_ups = 0  # of the dialled master, in the handshake, in a row
@@ -141,7 +149,9 @@ class Daemon:
         self._channel.hang_up(self._master)
         self._master = b"master-%d" % self._dials()
         self._channel.connect(self._config.master, self._master)
-        self._greet(self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation))
+        self._greet(
+            self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation)
+        )
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
@@ -153,7 +163,9 @@ class Daemon:
             for peer, frames in arrived:
                 self._handle(peer, frames)
                 del frames  # or this variable would hold the last upload until something else comes,
-            for session in [session for session in self._sessions.values() if session.backlog and not session.held]:
+            for session in [
+                session for session in self._sessions.values() if session.backlog and not session.held
+            ]:
                 self._go_on(session)
                 del session  # and this one an ended session
             self._watch()
@@ -183,7 +195,9 @@ class Daemon:
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
-                    self._channel.hang_up(self._master)  # or libzmq would go on by itself, with what is to be sent again in order
+                    self._channel.hang_up(
+                        self._master
+                    )  # or libzmq would go on by itself, with what is to be sent again in order
                     self._dial_at = time.monotonic() + _PAUSE
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
@@ -212,7 +226,9 @@ class Daemon:
             self._looked = now
             for session in [session for session in self._sessions.values() if session.spent]:
                 dead = not session.lasting and has_died(session.process)
-                self._end(session, "its master has died" if dead else f"its master was away for {session.keep:g} s")
+                self._end(
+                    session, "its master has died" if dead else f"its master was away for {session.keep:g} s"
+                )
 
     def _leave(self, session: Session) -> None:
         """Note that a session's master is not connected any more."""
@@ -220,7 +236,9 @@ class Daemon:
         if session.spent:
             self._end(session, "its master has died")
         else:
-            log.info("session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep)
+            log.info(
+                "session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep
+            )
 
     def _leave_for_another(self, session: Session) -> None:
         """Dial the master anew: it has given this connection up, and waits for the worker on another."""
@@ -270,7 +288,9 @@ class Daemon:
                 session.backlog.append((peer, frames))
                 return
             payloads = buffers[1:]
-            if not isinstance(message, Hello) and session.link.count(sum(map(len, payloads)) if payloads else 0, False):
+            if not isinstance(message, Hello) and session.link.count(
+                sum(map(len, payloads)) if payloads else 0, False
+            ):
                 self._greet(peer, Ack(session.link.received))
             match message:
                 case Segment():
@@ -341,22 +361,30 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif not isinstance(message, Goodbye) and peer not in self._retired:  # of a master that is no longer ours
+        elif (
+            not isinstance(message, Goodbye) and peer not in self._retired
+        ):  # of a master that is no longer ours
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         self._watch()  # the session's master may have gone since the last look, and this be its successor
-        if peer in self._gone:  # the session would be in use for ever, by nobody: no event tells of that connection's end any more
+        if (
+            peer in self._gone
+        ):  # the session would be in use for ever, by nobody: no event tells of that connection's end any more
             return
         found = self._sessions.get(hello.session)
         reason = self._refusal(hello, found)
         if reason:
             self._strangers.note(f"refused a master on {hello.host}: {reason}")
-            self._greet(peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token)))
+            self._greet(
+                peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token))
+            )
             return
         if hello.mode == "again":
             assert found is not None
-            if found.link.peer is not None:  # it knows of the break before we do, or this greeting is an older one that was on its way
+            if (
+                found.link.peer is not None
+            ):  # it knows of the break before we do, or this greeting is an older one that was on its way
                 self._greet(found.link.peer, Refused("the session goes on on another connection", False))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
@@ -377,7 +405,9 @@ class Daemon:
         session = Session(peer, hello, self._devices, self._channel, self._published, turn, budget, before)
         self._sessions[hello.session] = self._by_peer[peer] = session
         self._served = True
-        log.info("session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python)
+        log.info(
+            "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
+        )
         self._greet(peer, self._about_us(session, hello))
 
     def _refusal(self, hello: Hello, found: Session | None) -> str:
@@ -387,7 +417,9 @@ class Daemon:
         if not 0 <= hello.keep <= 1e9:
             raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
         if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
-            raise ProtocolError(f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}")
+            raise ProtocolError(
+                f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}"
+            )
         match hello.mode:
             case "again" if found is not None and compare_digest(found.token, hello.token):
                 return (
@@ -438,7 +470,11 @@ class Daemon:
             session.shared.nonce,
             self._devices.info(),
             self._devices.simulated,
-            [[other.name, other.process] for other in self._sessions.values() if other.alone_since is not None],
+            [
+                [other.name, other.process]
+                for other in self._sessions.values()
+                if other.alone_since is not None
+            ],
         )
 
     def _reply(self, session: Session, message: Ask) -> None:

@@ -13,7 +13,18 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import AWAIT, WAIT, Done, MeshBody, MeshSegment, Message, OpenLines, OpenStream, OpenTeam, Segment
+from distruntime.wire.messages import (
+    AWAIT,
+    WAIT,
+    Done,
+    MeshBody,
+    MeshSegment,
+    Message,
+    OpenLines,
+    OpenStream,
+    OpenTeam,
+    Segment,
+)
 from distruntime.wire.shared import Attached
 
 from ..checkpoint import files as checkpoint
@@ -79,7 +90,9 @@ class Executor:
         state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
         state.own.update(self.shelf.table)
         self.chain.begin(state)
-        self.received = 0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
+        self.received = (
+            0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
+        )
         self.running = False  # whether stream 0 runs a segment
         self._last_team: Any = None  # whose segment came last
         self._turn: threading.Event | None = None  # set when what came before the last change of logs has run
@@ -99,7 +112,9 @@ class Executor:
         if not 0 < message.stream < 4096 or message.stream in streams:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
-            stream = Stream(message.stream, self.state.devices.real(torch.device(message.device)), message.priority)
+            stream = Stream(
+                message.stream, self.state.devices.real(torch.device(message.device)), message.priority
+            )
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
         streams[message.stream] = stream
@@ -108,7 +123,11 @@ class Executor:
     def open_team(self, message: OpenTeam) -> None:
         """Take part in a mesh (the reader)."""
         state, devices = self.state, message.devices
-        good = bool(devices) and all(name in state.devices.names for name in devices) and len(set(devices)) == len(devices)
+        good = (
+            bool(devices)
+            and all(name in state.devices.names for name in devices)
+            and len(set(devices)) == len(devices)
+        )
         if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
             raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
         team = Team(message.team, devices)
@@ -119,13 +138,19 @@ class Executor:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
         team, rows = self.state.teams.get(message.team), message.members
         if team is None or message.number in team.lines:
-            raise ProtocolError(f"lines {message.number} of mesh {message.team}, which is not open or has them")
-        good = len(rows) == len(team.devices) and all(isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows)
+            raise ProtocolError(
+                f"lines {message.number} of mesh {message.team}, which is not open or has them"
+            )
+        good = len(rows) == len(team.devices) and all(
+            isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows
+        )
         if not good or len({tuple(row) for row in rows}) < len(rows):
             raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense: {rows!r:.80}")
         for (group, rank), device in zip(rows, team.devices):
             if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
-                raise ProtocolError(f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}")
+                raise ProtocolError(
+                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}"
+                )
         team.lines[message.number] = rows
 
     def mesh_work(self, message: MeshSegment, body: Message) -> Work:
@@ -135,7 +160,12 @@ class Executor:
             raise ProtocolError("MeshSegment without the body of a mesh that is open")
         team.enter(body.start, len(body.words))
         self.learn(body.templates, team)
-        return Work(Segment(message.seq, body.start, [], body.words, body.stretches), [], len(body.stretches) or 1, team=team)
+        return Work(
+            Segment(message.seq, body.start, [], body.words, body.stretches),
+            [],
+            len(body.stretches) or 1,
+            team=team,
+        )
 
     def line_up(self, work: Work) -> None:
         """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
@@ -143,7 +173,9 @@ class Executor:
         with state.gate:
             if work.team is not self._last_team:
                 self._last_team, self._turn = work.team, threading.Event() if state.works else None
-            if self._turn is not None and not self._turn.is_set():  # the next of the same log must not overtake it on another stream
+            if (
+                self._turn is not None and not self._turn.is_set()
+            ):  # the next of the same log must not overtake it on another stream
                 work.turn = self._turn
             state.works.append(work)
 
@@ -169,7 +201,9 @@ class Executor:
                 case _:
                     raise ProtocolError(f"segment {work.segment.seq}: {row!r} is no stretch")
         if i != len(work.segment.words):
-            raise ProtocolError(f"segment {work.segment.seq}: stretches of {i} words for {len(work.segment.words)}")
+            raise ProtocolError(
+                f"segment {work.segment.seq}: stretches of {i} words for {len(work.segment.words)}"
+            )
 
     def run(self, work: Work) -> None:
         """Run a segment that is all stream 0's; raise `ProtocolError` where its words make no sense."""
@@ -202,7 +236,9 @@ class Executor:
                             self.running = False
                             return
         except NONSENSE as error:
-            raise ProtocolError(f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}") from error
+            raise ProtocolError(
+                f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}"
+            ) from error
         self._finish(work)
         stream.reached = start + n  # only now: whoever waits wants to hear of failures first
         if waiting:
@@ -287,9 +323,13 @@ class Executor:
             step = Template(name, call, args, kwargs, results, real, state.fail)
         self.chain.add(state, number, step)
 
-    def _add_to(self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+    def _add_to(
+        self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any
+    ) -> None:
         if number != team.next_template:
-            raise ProtocolError(f"template {number} of mesh {team.number} came where {team.next_template} was expected")
+            raise ProtocolError(
+                f"template {number} of mesh {team.number} came where {team.next_template} was expected"
+            )
         team.next_template += 1
         state, real = self.state, self.state.devices.real
         if name.startswith(PREFIX):
@@ -297,7 +337,10 @@ class Executor:
             return
         call, lanes = _FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
-            own = team.member_device(args, k), {key: team.member_device(value, k) for key, value in kwargs.items()}
+            own = (
+                team.member_device(args, k),
+                {key: team.member_device(value, k) for key, value in kwargs.items()},
+            )
             lanes.append(Template(name, call, *own, results, real, state.fail))
         if len(lanes) == 1:
             self.chain.add(team, number, lanes[0])

@@ -18,7 +18,17 @@ from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
-from distruntime.wire.messages import Failed, Hello, MeshSegment, Message, OpenGroup, OpenStream, Peers, Reply, Segment
+from distruntime.wire.messages import (
+    Failed,
+    Hello,
+    MeshSegment,
+    Message,
+    OpenGroup,
+    OpenStream,
+    Peers,
+    Reply,
+    Segment,
+)
 from distruntime.wire.shared import Attached
 
 from ..collectives.peers import PeerChannel
@@ -79,7 +89,9 @@ class Session:
         )
         self.executor.state.apart = self._do_apart
         self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
-        self.backlog: list[tuple[bytes, Sequence[Any]]] = []  # those that do, by who sent them; not counted yet
+        self.backlog: list[
+            tuple[bytes, Sequence[Any]]
+        ] = []  # those that do, by who sent them; not counted yet
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -89,7 +101,9 @@ class Session:
         """Whether its master has been away for as long as it has asked for, or is known to have died without a wish to be followed."""
         if self.alone_since is None:
             return False
-        return time.monotonic() - self.alone_since > self.keep or (not self.lasting and has_died(self.process))
+        return time.monotonic() - self.alone_since > self.keep or (
+            not self.lasting and has_died(self.process)
+        )
 
     def leave(self) -> None:
         """Note that there is no connection to the master any more."""
@@ -135,7 +149,9 @@ class Session:
             return None
         if payload is None:
             return self._channel.send(self.link, [encode(message)])
-        return self._channel.send(self.link, [encode(message), bytes(payload) if copy else payload], copy=False)
+        return self._channel.send(
+            self.link, [encode(message), bytes(payload) if copy else payload], copy=False
+        )
 
     def listen(self, address: str, keys: KeyPair | None) -> str:
         """Open the channel to other workers, if it is not; return where it listens."""
@@ -153,7 +169,9 @@ class Session:
     def tell(self, node: int, message: Message) -> None:
         """Send to another worker, from any thread."""
         if self._peers is None:
-            raise ProtocolError(f"{type(message).__name__} for node {node}, before the workers were told of each other")
+            raise ProtocolError(
+                f"{type(message).__name__} for node {node}, before the workers were told of each other"
+            )
         self._peers.send(node, message)
 
     def join(self, message: OpenGroup, host: str) -> None:
@@ -172,7 +190,9 @@ class Session:
         try:
             self._run_all(stream)
         finally:
-            if self.executor.state.closed:  # the session itself is in cycles, and goes when Python looks for those
+            if (
+                self.executor.state.closed
+            ):  # the session itself is in cycles, and goes when Python looks for those
                 self.executor.state.slots.clear()
 
     def _run_all(self, stream: Stream) -> None:
@@ -219,7 +239,9 @@ class Session:
     def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
         if message.seq != self.executor.received + 1 or len(payloads) != 1:
-            raise ProtocolError(f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies")
+            raise ProtocolError(
+                f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies"
+            )
         self.executor.received = message.seq
         work = self.executor.mesh_work(message, decode(payloads[0]))
         self.executor.line_up(work)

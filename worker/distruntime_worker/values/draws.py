@@ -65,7 +65,9 @@ class Draws:
             self._inside += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with _changing:
             self._inside -= 1
             if not self._inside:

@@ -80,7 +80,9 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
     fixed = sum(not a.kwarg_only for a in arguments)
     with torch.set_grad_enabled(any(differentiable)):
         values = [_leaf(a, wanted, inputs) for a in args]
-        results = call(*values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])})
+        results = call(
+            *values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])}
+        )
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
@@ -105,8 +107,12 @@ def _leaf(value: Any, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> Any
 def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the gradients of a recorded composite's differentiable inputs; zeros where one was not used."""
     pairs = [(o, g) for o, g in zip(tape.outputs, grads) if g is not None and o.requires_grad]
-    found = torch.autograd.grad([o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(tape.inputs, found)]
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True
+    )
+    return [
+        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(tape.inputs, found)
+    ]
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

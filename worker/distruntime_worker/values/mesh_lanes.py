@@ -37,7 +37,9 @@ class Team:
         # As of a worker's own log: see State.
         self.templates, self.info = dict[int, Run](), dict[int, Step]()
         self.next_template = FIRST_TEMPLATE
-        self.lines: dict[int, list[list[int]]] = {}  # by the number of a dimension, each member's [group, rank] along it
+        self.lines: dict[
+            int, list[list[int]]
+        ] = {}  # by the number of a dimension, each member's [group, rank] along it
         self.generators = Generators(len(devices))
         self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
         self.streams: dict[int, Stream] = {0: self.default}
@@ -45,7 +47,9 @@ class Team:
     def enter(self, start: int, words: int) -> None:
         """Take note of a segment that has come (the reader)."""
         if start != self.received:
-            raise ProtocolError(f"a segment of mesh {self.number} begins at {start}, and {self.received} words have come")
+            raise ProtocolError(
+                f"a segment of mesh {self.number} begins at {start}, and {self.received} words have come"
+            )
         self.received += words
 
     def member_device(self, pattern: Any, lane: int) -> Any:
@@ -101,7 +105,12 @@ class Lanes(Step):
         first = templates[0]
         self.lanes, self.devices, self._spread, self._generators = templates, devices, spread, generators
         self.runs: list[Run] = [template.run for template in templates]
-        self.name, self.reads, self.writes, self.mutates = first.name, first.reads, first.writes, first.mutates
+        self.name, self.reads, self.writes, self.mutates = (
+            first.name,
+            first.reads,
+            first.writes,
+            first.mutates,
+        )
         self.unsaid, self.views, self.length = first.unsaid, first.views, first.length
         self.pattern = first.pattern
 

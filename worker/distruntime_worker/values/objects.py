@@ -33,7 +33,13 @@ class Poisoned:
 
 def memory_of(value: Any) -> torch.UntypedStorage | None:
     """Return the memory that a value in a slot is in, or would be."""
-    return value.untyped_storage() if isinstance(value, torch.Tensor) else value.memory if isinstance(value, Poisoned) else None
+    return (
+        value.untyped_storage()
+        if isinstance(value, torch.Tensor)
+        else value.memory
+        if isinstance(value, Poisoned)
+        else None
+    )
 
 
 def class_name(error: BaseException) -> str:
@@ -69,7 +75,13 @@ def spec_fields(tensor: torch.Tensor) -> list[Any]:
             "Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
-    return [list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), dtype_name(tensor.dtype), bits]
+    return [
+        list(tensor.shape),
+        list(tensor.stride()),
+        tensor.storage_offset(),
+        dtype_name(tensor.dtype),
+        bits,
+    ]
 
 
 def render(value: torch.Tensor, options: dict[str, Any]) -> str:

@@ -12,7 +12,9 @@ from collections import deque
 import torch
 
 _LEAST = 1 << 16  # bytes of a buffer; the sizes are powers of two
-_PIECE = 1 << 24  # bytes that are copied at a time: of a large tensor, the next piece is filled while this one travels
+_PIECE = (
+    1 << 24
+)  # bytes that are copied at a time: of a large tensor, the next piece is filled while this one travels
 _MOST = 1 << 28  # bytes that are pinned in all
 
 

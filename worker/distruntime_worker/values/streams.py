@@ -33,7 +33,9 @@ class Work:
     failures: list[Failure] = field(default_factory=list)
     corrections: list[Any] = field(default_factory=list)
     team: Any = None  # whose segment it is, if it is a mesh's
-    turn: threading.Event | None = None  # set when everything before it has run, where the streams must wait for that
+    turn: threading.Event | None = (
+        None  # set when everything before it has run, where the streams must wait for that
+    )
 
 
 Stretch = tuple[Work, int, int]  # the words from one index to another of a segment
@@ -90,7 +92,11 @@ class Stream:
         """The CUDA streams behind this one: stream 0 is the default stream of every GPU."""
         if self.cuda is not None:
             return [self.cuda]
-        return [torch.cuda.default_stream(k) for k in range(torch.cuda.device_count())] if self.number == 0 else []
+        return (
+            [torch.cuda.default_stream(k) for k in range(torch.cuda.device_count())]
+            if self.number == 0
+            else []
+        )
 
     def mark(self, position: int) -> None:
         """Note that everything up to `position` has been issued."""

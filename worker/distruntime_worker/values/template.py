@@ -35,7 +35,9 @@ def operator(name: str) -> Callable[..., Any]:
     if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
         importlib.import_module(_ON_IMPORT[namespace])
     try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+        found: Callable[..., Any] = getattr(
+            getattr(getattr(torch.ops, namespace), base), overload or "default"
+        )
     except (AttributeError, RuntimeError):
 
         def missing(*_: Any, **__: Any) -> None:
@@ -65,8 +67,16 @@ class Template(Step):
         self.views: list[int] = []
         self.unsaid: list[int] = []
         schema = getattr(call, "_schema", None)
-        written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write} if schema else set()
-        viewed = {a.name for a in schema.arguments if a.alias_info is not None and not a.alias_info.is_write} if schema else set()
+        written = (
+            {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+            if schema
+            else set()
+        )
+        viewed = (
+            {a.name for a in schema.arguments if a.alias_info is not None and not a.alias_info.is_write}
+            if schema
+            else set()
+        )
         names = [a.name for a in schema.arguments] if schema else []
         unsaid = unsaid_writes(name, names, {**dict(zip(names, args)), **kwargs})
         closure: dict[str, Any] = {"call": call, "fail": fail, "template": self}

@@ -13,11 +13,22 @@ import torch
 import torch.distributed
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire.data_channel import Factory, checked_class, entry_point, entry_point_names, registered, registered_names
+from distruntime.wire.data_channel import (
+    Factory,
+    checked_class,
+    entry_point,
+    entry_point_names,
+    registered,
+    registered_names,
+)
 
 log = logging.getLogger("distruntime.worker")
 
-_MPIRUN = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # what mpirun puts into the environment, whichever it is
+_MPIRUN = (
+    "PMI_RANK",
+    "PMIX_RANK",
+    "OMPI_COMM_WORLD_RANK",
+)  # what mpirun puts into the environment, whichever it is
 
 # By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
 _SHIPPED = {
@@ -61,10 +72,14 @@ def find(name: str) -> Factory:
         try:
             return checked_class(name, getattr(importlib.import_module(module, __package__), cls))
         except (ImportError, OSError, RuntimeError) as error:  # a library that does not load
-            raise ConfigurationError(f"the data channel {name!r} does not load on this worker: {error}") from error
+            raise ConfigurationError(
+                f"the data channel {name!r} does not load on this worker: {error}"
+            ) from error
     found = entry_point(name)
     if found is None:
-        raise ConfigurationError(f"there is no data channel {name!r} on this worker: it has {', '.join(names())}")
+        raise ConfigurationError(
+            f"there is no data channel {name!r} on this worker: it has {', '.join(names())}"
+        )
     return found
 
 

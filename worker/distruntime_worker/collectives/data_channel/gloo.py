@@ -18,7 +18,15 @@ import torch
 import torch.distributed
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+from distruntime.wire.data_channel import (
+    MOVES,
+    REDUCES,
+    Capabilities,
+    DataChannel,
+    Membership,
+    Reduction,
+    numbers,
+)
 from distruntime.wire.deadlines import MEET
 
 from ..listening import LISTENING, Endpoint, tcp_sockets
@@ -78,10 +86,17 @@ class Gloo(DataChannel):
         store = self.membership.store
         places = [_endpoint(json.loads(store.get(f"gloo-{rank}-listens"))) for rank in range(self.size)]
         sockets = tcp_sockets() if where is not None else None
-        own = [] if sockets is None else [pair for pair in sockets.connected if pair[0] == where or pair[1] in places]
+        own = (
+            []
+            if sockets is None
+            else [pair for pair in sockets.connected if pair[0] == where or pair[1] in places]
+        )
         store.set(f"gloo-{self.rank}-ends", json.dumps(own))
         for rank in range(self.size):
-            others = {(_endpoint(there), _endpoint(here)) for here, there in json.loads(store.get(f"gloo-{rank}-ends"))}
+            others = {
+                (_endpoint(there), _endpoint(here))
+                for here, there in json.loads(store.get(f"gloo-{rank}-ends"))
+            }
             if rank == self.rank or where is None or places[rank] is None:
                 continue
             # One end is where this one or that one listens: no connection of another group counts.
@@ -103,7 +118,9 @@ class Gloo(DataChannel):
             except RuntimeError as error:
                 raise self._not_with(rank, f"has a connection that does not work: {error}") from error
             if not torch.equal(came[rank], _word(secret, rank, self.rank)):
-                raise self._not_with(rank, "has a connection whose other end does not know the group's secret")
+                raise self._not_with(
+                    rank, "has a connection whose other end does not know the group's secret"
+                )
 
     def _not_with(self, rank: int, why: str) -> ConnectionError:
         return ConnectionError(
@@ -129,14 +146,20 @@ class Gloo(DataChannel):
     def gather(self, output: torch.Tensor | None, data: torch.Tensor, root: int) -> None:
         options = dist.GatherOptions()
         options.rootRank = root
-        self._group.gather([list(output.chunk(self.size))] if output is not None else [], [data], options).wait()
+        self._group.gather(
+            [list(output.chunk(self.size))] if output is not None else [], [data], options
+        ).wait()
 
     def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = root
-        self._group.scatter([output], [list(data.chunk(self.size))] if data is not None else [], options).wait()
+        self._group.scatter(
+            [output], [list(data.chunk(self.size))] if data is not None else [], options
+        ).wait()
 
-    def all_to_all(self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]) -> None:
+    def all_to_all(
+        self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
+    ) -> None:
         self._group.alltoall_base(output, data, output_splits, data_splits).wait()
 
     def barrier(self) -> None:
@@ -161,7 +184,9 @@ class Gloo(DataChannel):
         for peer in range(self.size):
             if peer != self.rank:
                 try:
-                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(timedelta(milliseconds=1))
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(
+                        timedelta(milliseconds=1)
+                    )
                 except RuntimeError:
                     continue  # what was wanted
 
@@ -182,9 +207,13 @@ def _device(host: str) -> tuple[Any, Endpoint | None]:
         if len(new) == 1:
             return device, next(iter(new))
         if not new:
-            log.warning("where gloo listens cannot be seen here: who is at the other ends of its connections is not looked at")
+            log.warning(
+                "where gloo listens cannot be seen here: who is at the other ends of its connections is not looked at"
+            )
             return device, None
-    raise ConfigurationError(f"another library of this worker has begun to listen somewhere, {_TRIES} times while gloo did: try again")
+    raise ConfigurationError(
+        f"another library of this worker has begun to listen somewhere, {_TRIES} times while gloo did: try again"
+    )
 
 
 def _endpoint(listed: Any) -> Endpoint | None:
@@ -193,7 +222,9 @@ def _endpoint(listed: Any) -> Endpoint | None:
 
 def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
     """Return what one member says to another."""
-    return torch.frombuffer(bytearray(hmac.digest(secret, f"gloo {source} {to}".encode("ascii"), "sha256")), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(hmac.digest(secret, f"gloo {source} {to}".encode("ascii"), "sha256")), dtype=torch.uint8
+    )
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,15 @@ import torch
 from mpi4py import MPI as mpi  # starts MPI, with MPI_THREAD_MULTIPLE where it can
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+from distruntime.wire.data_channel import (
+    MOVES,
+    REDUCES,
+    Capabilities,
+    DataChannel,
+    Membership,
+    Reduction,
+    numbers,
+)
 
 _EAGER = 0.02  # seconds of looking without a pause: a large message moves on only while it is looked at
 _PAUSE = 0.0002  # seconds between looks from then on
@@ -29,7 +37,15 @@ _TYPES = {
     torch.float32: mpi.FLOAT,
     torch.float64: mpi.DOUBLE,
 }
-_OPS = {"SUM": mpi.SUM, "PRODUCT": mpi.PROD, "MIN": mpi.MIN, "MAX": mpi.MAX, "BAND": mpi.BAND, "BOR": mpi.BOR, "BXOR": mpi.BXOR}
+_OPS = {
+    "SUM": mpi.SUM,
+    "PRODUCT": mpi.PROD,
+    "MIN": mpi.MIN,
+    "MAX": mpi.MAX,
+    "BAND": mpi.BAND,
+    "BOR": mpi.BOR,
+    "BXOR": mpi.BXOR,
+}
 _REDUCED = numbers(torch.float16, torch.bfloat16)
 _INTEGERS = frozenset(d for d in _REDUCED if not d.is_floating_point)
 
@@ -44,7 +60,10 @@ class MPI(DataChannel):
 
     capabilities = Capabilities(
         frozenset({*MOVES, *REDUCES}),
-        {**dict.fromkeys(("SUM", "PRODUCT", "MIN", "MAX"), _REDUCED), **dict.fromkeys(("BAND", "BOR", "BXOR"), _INTEGERS)},
+        {
+            **dict.fromkeys(("SUM", "PRODUCT", "MIN", "MAX"), _REDUCED),
+            **dict.fromkeys(("BAND", "BOR", "BXOR"), _INTEGERS),
+        },
     )
 
     def __init__(self, membership: Membership) -> None:
@@ -53,10 +72,14 @@ class MPI(DataChannel):
         membership.store.set(f"mpi-{self.rank}", json.dumps([_job, mpi.COMM_WORLD.rank]))
         members = [json.loads(membership.store.get(f"mpi-{rank}")) for rank in range(self.size)]
         if {job for job, _ in members} != {_job}:
-            raise ConfigurationError("the workers of an mpi group are started by one mpirun: mpirun -n 2 distruntime-worker --master ...")
+            raise ConfigurationError(
+                "the workers of an mpi group are started by one mpirun: mpirun -n 2 distruntime-worker --master ..."
+            )
         ranks = [rank for _, rank in members]
         if len(set(ranks)) < self.size:
-            raise ConfigurationError("an mpi group has one member on each worker, got several places of one node")
+            raise ConfigurationError(
+                "an mpi group has one member on each worker, got several places of one node"
+            )
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise ConfigurationError("this MPI was built without MPI_THREAD_MULTIPLE")
         # The master opens one group at a time, so one tag does for all.
@@ -68,7 +91,11 @@ class MPI(DataChannel):
             waited = time.monotonic() - started
             if self._end.is_set() or waited > self.membership.timeout:
                 _left_behind.append((request, memory))
-                raise ConnectionAbortedError("the group has ended") if self._end.is_set() else TimeoutError("MPI: not done in time")
+                raise (
+                    ConnectionAbortedError("the group has ended")
+                    if self._end.is_set()
+                    else TimeoutError("MPI: not done in time")
+                )
             if waited > _EAGER:
                 self._end.wait(_PAUSE)
             else:
@@ -87,12 +114,18 @@ class MPI(DataChannel):
         self._finish(self._comm.Iallgather(_buffer(data), _buffer(output)), data, output)
 
     def gather(self, output: torch.Tensor | None, data: torch.Tensor, root: int) -> None:
-        self._finish(self._comm.Igather(_buffer(data), None if output is None else _buffer(output), root), data, output)
+        self._finish(
+            self._comm.Igather(_buffer(data), None if output is None else _buffer(output), root), data, output
+        )
 
     def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> None:
-        self._finish(self._comm.Iscatter(None if data is None else _buffer(data), _buffer(output), root), data, output)
+        self._finish(
+            self._comm.Iscatter(None if data is None else _buffer(data), _buffer(output), root), data, output
+        )
 
-    def all_to_all(self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]) -> None:
+    def all_to_all(
+        self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
+    ) -> None:
         into, out = [output.numpy(), output_splits, mpi.BYTE], [data.numpy(), data_splits, mpi.BYTE]
         self._finish(self._comm.Ialltoallv(out, into), data, output)
 
@@ -107,7 +140,9 @@ class MPI(DataChannel):
         self._finish(self._comm.Ireduce(mine, result, _OPS[op.name], root), data)
 
     def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: Reduction) -> None:
-        self._finish(self._comm.Ireduce_scatter_block(_buffer(data), _buffer(output), _OPS[op.name]), data, output)
+        self._finish(
+            self._comm.Ireduce_scatter_block(_buffer(data), _buffer(output), _OPS[op.name]), data, output
+        )
 
     def abort(self) -> None:
         self._end.set()

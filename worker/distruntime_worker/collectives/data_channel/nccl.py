@@ -9,7 +9,15 @@ from typing import Any, final
 import torch
 import torch.distributed
 
-from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, DataChannel, Membership, Reduction, numbers
+from distruntime.wire.data_channel import (
+    MOVES,
+    REDUCES,
+    Capabilities,
+    DataChannel,
+    Membership,
+    Reduction,
+    numbers,
+)
 
 from ..interfaces import interface_of
 
@@ -68,15 +76,25 @@ class NCCL(DataChannel):
         options = dist.GatherOptions()
         options.rootRank = root
         with torch.cuda.device(self._device):
-            self._finish(self._group.gather([list(output.chunk(self.size))] if output is not None else [[]], [data], options))
+            self._finish(
+                self._group.gather(
+                    [list(output.chunk(self.size))] if output is not None else [[]], [data], options
+                )
+            )
 
     def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = root
         with torch.cuda.device(self._device):
-            self._finish(self._group.scatter([output], [list(data.chunk(self.size))] if data is not None else [[]], options))
+            self._finish(
+                self._group.scatter(
+                    [output], [list(data.chunk(self.size))] if data is not None else [[]], options
+                )
+            )
 
-    def all_to_all(self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]) -> None:
+    def all_to_all(
+        self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
+    ) -> None:
         with torch.cuda.device(self._device):
             self._finish(self._group.alltoall_base(output, data, output_splits, data_splits))
 

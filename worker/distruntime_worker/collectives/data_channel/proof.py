@@ -45,7 +45,9 @@ class Dialler:
         """Return the proof; raise `Unproven` unless the answer proves that rank `to` gave it."""
         said = self.hello + answer[:_RANDOM]
         if not hmac.compare_digest(answer[_RANDOM:], _proof(self._secret, b"listener", said)):
-            raise Unproven(f"whoever answers in the place of rank {self._to} does not hold the group's secret")
+            raise Unproven(
+                f"whoever answers in the place of rank {self._to} does not hold the group's secret"
+            )
         return _proof(self._secret, b"dialler", said)
 
 

@@ -125,7 +125,9 @@ class SocketChannel(DataChannel):
             return listener, self._path
         host = self.membership.host
         with LISTENING:
-            listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener = socket.create_server(
+                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
         return listener, [host, listener.getsockname()[1]]
 
     # -- messages ------------------------------------------------------------------------------------------------------------------
@@ -153,11 +155,17 @@ class SocketChannel(DataChannel):
     def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
         deadline, body = time.monotonic() + self._timeout, tensor_bytes(data)
         with self._changed:
-            here = self._changed.wait_for(lambda: self._ended or (source, tag) in self._arrived, self._timeout)
+            here = self._changed.wait_for(
+                lambda: self._ended or (source, tag) in self._arrived, self._timeout
+            )
             message = self._arrived.pop((source, tag), None)
         try:
             if message is None:
-                raise ConnectionError("the group has ended") if here else TimeoutError("nothing has come in time")
+                raise (
+                    ConnectionError("the group has ended")
+                    if here
+                    else TimeoutError("nothing has come in time")
+                )
             if message.size != len(body):
                 raise ConnectionError(f"it sends {message.size}")
             _fill(message.sock, body, deadline)
@@ -210,13 +218,19 @@ class SocketChannel(DataChannel):
         while True:
             try:
                 return self._dial(to, deadline)
-            except (Unproven, ConnectionRefusedError, FileNotFoundError) as error:  # which another try does not mend
+            except (
+                Unproven,
+                ConnectionRefusedError,
+                FileNotFoundError,
+            ) as error:  # which another try does not mend
                 raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
             except OSError as error:  # strangers may have taken all places: one that is closed for the next may be this one
                 now = time.monotonic()
                 give_up = give_up or now + _CONNECT
                 with self._changed:
-                    if now > min(give_up, deadline) or self._changed.wait_for(lambda: self._ended, random.uniform(0.001, 0.05)):
+                    if now > min(give_up, deadline) or self._changed.wait_for(
+                        lambda: self._ended, random.uniform(0.001, 0.05)
+                    ):
                         raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
 
     def _where(self, to: int) -> str:

@@ -76,7 +76,9 @@ class _Encryption:
             context.num_tickets = 0  # nobody resumes a session
         password = os.urandom(16).hex()
         private = self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(password.encode("ascii"))
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(password.encode("ascii")),
         )
         # OpenSSL reads a key from a file only: one that is private, encrypted, and gone at once.
         with tempfile.NamedTemporaryFile() as file:
@@ -86,7 +88,9 @@ class _Encryption:
         return context
 
     def around(self, sock: socket.socket, dialled: bool) -> socket.socket:
-        return self._contexts[dialled].wrap_socket(sock, server_side=not dialled, do_handshake_on_connect=False)
+        return self._contexts[dialled].wrap_socket(
+            sock, server_side=not dialled, do_handshake_on_connect=False
+        )
 
     def greet(self, sock: socket.socket, timeout: float) -> None:
         assert isinstance(sock, ssl.SSLSocket)

@@ -106,7 +106,7 @@ def test_no_stroke_of_ctrl_c_leaves_a_save_that_never_ends(session: object, tmp_
     dr.save({"x": x}, tmp_path)
     after, strike = 1, None
     while strike is None or strike.struck:
-        strike = Strike("saving.py", after)
+        strike = Strike("phases.py", after)
         try:
             with strike:
                 dr.save({"x": x}, tmp_path)
@@ -114,7 +114,7 @@ def test_no_stroke_of_ctrl_c_leaves_a_save_that_never_ends(session: object, tmp_
             pass
         until(lambda: not under_way, 20)
         after += 9
-    assert after > 200, "saving.py runs fewer instructions than that"
+    assert after > 200, "phases.py runs fewer instructions than that"
     assert dr.load(tmp_path)["x"].sum().item() == 5
 
 

@@ -35,7 +35,7 @@ from distruntime_worker.collectives.store import GroupStore
 from network import Network
 from processes import until
 
-MALLORY = Path(__file__).parent / "mallory.py"
+MALLORY = Path(__file__).parents[1] / "help" / "mallory.py"
 NOBODY = 65534
 
 Fresh = Callable[..., Any]

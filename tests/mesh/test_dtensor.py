@@ -27,6 +27,7 @@ from torch.distributed.tensor.experimental import implicit_replication, local_ma
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
+from distruntime.session.session import active_session
 from meshes import MLP, copied, make, mesh, same, two_workers
 
 __all__ = ["mesh", "two_workers"]
@@ -311,7 +312,7 @@ def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) 
     whole, cut = (distribute_tensor(X, lines, [p]) for p in (Replicate(), Shard(0)))
     table, ids = distribute_tensor(X, lines, [Shard(0)]), torch.tensor([7, 0, 3, 4, 5])
     asked = distribute_tensor(ids, lines, [Replicate()])
-    masks, session = [], dr.session.active_session()
+    masks, session = [], active_session()
     own: list[list[int]] = []
     for _ in range(2):
         same(whole.redistribute(lines, [Shard(1)]), X)

@@ -306,7 +306,7 @@ MOVED = {
 def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
     """At every mesh, not at the first alone; and not by computing what rank 0 would."""
     tries = "for _ in 'ab':\n    try: dtensor.prepare()\n    except distruntime.NotSupportedError as error: print(error)"
-    program = f"import distruntime\nfrom distruntime import dtensor\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
+    program = f"import distruntime\nfrom distruntime.mesh import torch_dtensor as dtensor\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
     printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -16,7 +16,7 @@ from ..log.handle import Handle, Residence
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.moment import at_one_moment
-from ..log.node import relieve
+from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.spec import layout
 from .group import ProcessGroup, groups_of

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..errors import CheckpointError, DistruntimeError, NodeFailed, SessionClosed, WaitTimeout
 from ..log.handle import Handle
-from ..log.line import Line, line_text
 from ..log.ledger import Cause
+from ..log.line import Line, line_text
 from ..log.node import Node
 from ..session.failures import remote_error
 from ..session.requests import Request

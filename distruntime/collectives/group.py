@@ -26,8 +26,8 @@ from ..errors import (
 from ..log.handle import Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
-from ..log.moment import at_one_moment
 from ..log.log import Log
+from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..session.meeting import Meeting

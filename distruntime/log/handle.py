@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..errors import InternalError
-
 from .line import Line
 from .log import Log
 from .node import Node

@@ -20,9 +20,9 @@ from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
 from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import issue_joint
 from ..log.line import user_line
+from ..log.log import relieve
 from ..log.mesh_log import MeshLog
 from ..log.moment import at_one_moment
-from ..log.log import relieve
 from ..log.shards import mesh_of
 from ..log.spec import NO_TENSOR, Spec, contiguous, layout
 from ..operators.proxies import wrap

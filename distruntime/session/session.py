@@ -18,8 +18,8 @@ from typing import Any
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
-from ..log.line import user_line
 from ..log.ledger import Cause
+from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
@@ -590,9 +590,11 @@ class Session:
                     node.flush()
                 there = [node for node in self.nodes if node.failed is None and node.presence.absence is None]
                 busy = next((n for n in there if n.flights), None)
-                idle = lambda: (
-                    not any(n.flights for n in there if n.failed is None and n.presence.absence is None)
-                )  # noqa: E731
+
+                def idle() -> bool:
+                    here = [n for n in there if n.failed is None and n.presence.absence is None]
+                    return not any(n.flights for n in here)
+
                 self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [
                     (n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in self.nodes if n.ledger.unread

@@ -111,7 +111,7 @@ def traced(tmp_path: Path, fresh_session: Callable[..., Any]) -> Any:
 def until_idle(session: dr.Session) -> None:
     """Wait until the worker has acknowledged everything; then an operation starts at once."""
     (node,), deadline, pause = session.nodes, time.monotonic() + 60, threading.Event()
-    while node.flights or node.log or node.freed:
+    while node.flights or node.words or node.freed:
         assert time.monotonic() < deadline
         pause.wait(0.001)
 

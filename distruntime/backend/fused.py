@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import issue
 from ..log.line import user_line
-from ..log.node import relieve
+from ..log.log import relieve
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
 from ..operators.dispatch import dispatch

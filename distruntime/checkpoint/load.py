@@ -286,7 +286,7 @@ class _Reading:
                 reports.append(report)
                 read.update(made)
         _answers(
-            self._session, [self._session.fetch(r.place.node, r.ref, ready(r), "item", {}) for r in reports]
+            self._session, [self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports]
         )
         for keys, pack in packs:
             read.update(self._apart(keys, download(pack, "explicit load")))
@@ -308,14 +308,14 @@ class _Reading:
         return {"folder": self._found.folder, "save": self._found.save, "tensors": tensors}
 
     def _read(self, reader: Residence, keys: list[str]) -> tuple[Handle, dict[str, Any]]:
-        plan = send_plan(reader.node, self._plan(keys))
+        plan = send_plan(reader.worker, self._plan(keys))
         one = spec((), (), 0, torch.int64)
-        report = Handle(next_ref(), one, host_of(self._session, reader.node), Storage(one))
+        report = Handle(next_ref(), one, host_of(self._session, reader.worker), Storage(one))
         handles = [
             Handle(next_ref(), w.spec, reader, Storage(w.spec)) for w in (self._wanted[key] for key in keys)
         ]
         issue_function(
-            reader.node,
+            reader.worker,
             "checkpoint_read",
             [plan, torch.device(reader.place.device)],
             fresh=[report, *handles],
@@ -324,9 +324,9 @@ class _Reading:
 
     def _read_packed(self, reader: Residence, keys: list[str]) -> Handle:
         whole = spec((sum(self._wanted[key].spec.nbytes for key in keys),), (1,), 0, torch.uint8)
-        pack = Handle(next_ref(), whole, host_of(self._session, reader.node), Storage(whole))
+        pack = Handle(next_ref(), whole, host_of(self._session, reader.worker), Storage(whole))
         issue_function(
-            reader.node, "checkpoint_read_packed", [send_plan(reader.node, self._plan(keys))], fresh=pack
+            reader.worker, "checkpoint_read_packed", [send_plan(reader.worker, self._plan(keys))], fresh=pack
         )
         return pack
 

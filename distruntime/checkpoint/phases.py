@@ -14,8 +14,9 @@ from typing import Any
 
 from ..errors import CheckpointError, DistruntimeError, NodeFailed, SessionClosed, WaitTimeout
 from ..log.handle import Handle
+from ..log.ledger import Cause
 from ..log.line import Line, line_text
-from ..log.node import Cause, Node
+from ..log.node import Node
 from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.session import Session
@@ -86,7 +87,7 @@ class Saving:
         if self._filed is not None:
             node, key = self._filed
             with node.lock:
-                node.unread.pop(key, None)
+                node.ledger.unread.pop(key, None)
         if self._failure is not None:
             raise self._failure()
 
@@ -116,7 +117,7 @@ class Saving:
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
         while not self._whole.done and not self._session.result(self._whole, patience):
             if not self._looks or any(
-                node.failed is None and node.absence is not None for node in self._session.nodes
+                node.failed is None and node.presence.absence is not None for node in self._session.nodes
             ):
                 return self._whole.done
             patience = _LOOK
@@ -239,7 +240,7 @@ class Saving:
         """Let the next `synchronize` raise it, or `shutdown`, if nobody waits before."""
         key = (0, _keys())
         with node.lock:
-            node.unread[key] = cause
+            node.ledger.unread[key] = cause
         self._filed = node, key
 
     def _end(self, failure: Callable[[], BaseException] | None, silent: bool = False) -> None:

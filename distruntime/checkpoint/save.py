@@ -243,7 +243,7 @@ class _Gathered:
             self._assign(name, wrap(DistributedTensor, member_of(handle, k)))
 
     def _assign(self, key: str, tensor: DistributedTensor) -> None:
-        node, place = tensor._handle.place.node, tensor._handle.place.place
+        node, place = tensor._handle.place.worker, tensor._handle.place.place
         share = self._share(node)
         share.keys.append(key)
         share.tensors.append(tensor)
@@ -304,7 +304,7 @@ def _about(of: Spec, place: Place | None) -> dict[str, Any]:
 
 def _one_of(place: Residence) -> Node:
     members: Any = place.node
-    return next(iter(members.ranks)) if place.node.members else place.node
+    return next(iter(members.ranks)) if place.node.members else place.worker
 
 
 def host_of(session: Session, node: Node) -> Residence:

@@ -470,10 +470,8 @@ def node_of(
         raise ConnectionFailed(
             f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: is it a distruntime-worker?"
         )
-    node = Node(index, peer, address, session.channel.send, session.lock)
-    node.welcome, node.round_trip = welcome, round_trip
-    node.shared = session.challenge.answered(welcome.shared, welcome.nonce)
-    return node
+    shared = session.challenge.answered(welcome.shared, welcome.nonce)
+    return Node(session, index, peer, address, welcome, round_trip, shared)
 
 
 def _last_words(workers: Sequence[WorkerProcess | None]) -> str:

@@ -159,7 +159,7 @@ class Keeper:
         if isinstance(message, Welcome):
             attempt.taken = self._again(node, peer, message) if again else self._anew(node, peer, message)
         elif again:
-            node.taken = message.taken  # then nobody is to take it back
+            node.presence.taken = message.taken  # then nobody is to take it back
             self.session.lose(node, f"does not have this session any more: {message.reason}")
         elif self._refused.get(node.index) != message.reason:
             self._refused[node.index] = message.reason
@@ -188,7 +188,7 @@ class Keeper:
             self.session.greet(peer, Goodbye("the session has all its workers"))
 
     def _again(self, node: Node, peer: bytes, welcome: Welcome) -> bool:
-        absence = node.absence
+        absence = node.presence.absence
         self.session.reached(node, peer, welcome.received)
         if absence is not None and absence.told:
             log.warning("%s is back after %s", node, span(time.monotonic() - absence.since))
@@ -227,7 +227,7 @@ class Keeper:
     def lost(self, node: Node) -> None:
         """Report a loss, and begin to look for who may come in its place."""
         log.warning("%s %s", node, node.failed)
-        if node.taken:
+        if node.presence.taken:
             return
         if self.session.starter is None:
             self.revive(node)
@@ -254,7 +254,7 @@ class Keeper:
             if ended is not None:
                 ended.stop(0)
             session.local_workers[node.index] = session.starter(node.index)
-            node.connecting = True
+            node.presence.connecting = True
         self._search(node)
 
     def _search(self, node: Node) -> None:
@@ -272,7 +272,7 @@ class Keeper:
         if self.session.closed is not None or self.session.nodes[node.index] is not node:
             return False
         if mode == "again":
-            return node.failed is None and node.absence is not None
+            return node.failed is None and node.presence.absence is not None
         return node.failed is not None and (node.index in self._awaited or bool(self.session.channel.address))
 
     def _dial(self, node: Node) -> None:
@@ -297,7 +297,7 @@ class Keeper:
             self._search(node)
 
     def _try(self, node: Node, mode: str, patience: float) -> _Attempt:
-        channel, absence = self.session.channel, node.absence
+        channel, absence = self.session.channel, node.presence.absence
         peer, attempt = f"node-{node.index}.{self._numbers()}".encode(), _Attempt(node, mode)
         self._attempts[peer] = attempt
         address = _endpoint(node.address)
@@ -326,8 +326,8 @@ class Keeper:
         self._looked = now
         self.session.strangers.look()
         for node in self.session.nodes:
-            absence = node.absence
-            if node.connecting:
+            absence = node.presence.absence
+            if node.presence.connecting:
                 self._look_after(node)
             if absence is None or node.failed is not None:
                 continue
@@ -355,7 +355,7 @@ class Keeper:
         ended = worker.poll() if worker is not None else None
         if worker is None or ended is None:
             return
-        node.connecting = False
+        node.presence.connecting = False
         words = "\n  ".join(worker.last_words())
         log.warning(
             "%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  %s",

@@ -125,7 +125,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     welcome = node.welcome
     assert welcome is not None
     devices = welcome.devices
-    if fresh and node.failed is None and node.absence is None:
+    if fresh and node.failed is None and node.presence.absence is None:
         started = time.perf_counter()
         asked = session.ask(node, "info")
         if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
@@ -147,5 +147,5 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
         welcome.python,
         node.round_trip,
         node.state,
-        node.failed or (node.absence.text if node.absence is not None else ""),
+        node.failed or (node.presence.absence.text if node.presence.absence is not None else ""),
     )

@@ -35,7 +35,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     begin(session, old, "was restarted by dr.restart()")
     deadline = time.monotonic() + wait
     worker = session.local_workers[node] if node < len(session.local_workers) else None
-    old.connecting = True
+    old.presence.connecting = True
     try:
         session.requests.wait(
             lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None),
@@ -44,7 +44,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
             old,
         )
     finally:
-        old.connecting = False
+        old.presence.connecting = False
     if session.nodes[node] is old:
         words = worker.last_lines(5) if worker is not None else ""
         where = f"at {old.address}" if session.starter is None else "on this machine"

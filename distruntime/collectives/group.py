@@ -26,6 +26,7 @@ from ..errors import (
 from ..log.handle import Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
+from ..log.log import Log
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
@@ -68,7 +69,7 @@ class ProcessGroup:
         # By node, its own ranks in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
-            self.own.setdefault(home.node, []).append(rank)
+            self.own.setdefault(home.worker, []).append(rank)
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
 
     def size(self) -> int:
@@ -124,7 +125,7 @@ class Groups:
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
         self._offers: dict[tuple[Node, str], Capabilities] = {}
-        self._launches: dict[Node, Storage] = {}
+        self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
         self.mail: Any = None  # as a group's, of what was sent without one
         session.on_loss.append(self._lost)
@@ -170,7 +171,7 @@ class Groups:
                 )
             home.node.require_alive()
         name = self.backend_for(homes, backend)
-        capabilities = self._capabilities(name, list(dict.fromkeys(home.node for home in homes)))
+        capabilities = self._capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
         for home in homes:
             if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
                 raise NotSupportedError(
@@ -307,7 +308,7 @@ class Groups:
                 if node.failed is None and self.session.closed is None:
                     self.session.post(node, BreakGroup(group.number, reason))
 
-    def launches(self, node: Node) -> Storage:
+    def launches(self, node: Log) -> Storage:
         """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""
         return self._launches.setdefault(node, Storage(NO_TENSOR))
 
@@ -324,7 +325,7 @@ class Groups:
                         issue_joint(
                             words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line()
                         )
-                        ends[node] = node.base + len(node.log)
+                        ends[node] = node.base + len(node.words)
                 group.closed = True
                 group.mail = None  # whoever keeps the closed group need not keep what nobody received
             except BaseException as error:  # a signal's handler that raises: see joint.py

@@ -431,7 +431,7 @@ def barrier(
 def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     """Return what a member is doing that has not come to a barrier, where `event` is; nothing of one that has."""
     home = group.homes[rank]
-    node, session = home.node, group.session
+    node, session = home.worker, group.session
     asked = session.ask(node, "status")
     if not session.result(asked, ASK.get()) or asked.lost is not None:
         session.requests.forget(asked)

@@ -15,8 +15,8 @@ from ..errors import NotSupportedError, UsageError
 from ..log.handle import Handle, Residence
 from ..log.issue import issue_joint
 from ..log.line import user_line
+from ..log.log import relieve
 from ..log.moment import at_one_moment
-from ..log.node import relieve
 from ..log.read_only import require_writable
 from ..log.spec import layout
 from .group import ProcessGroup, groups_of

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from ..errors import InternalError
 from .line import Line
+from .log import Log
 from .node import Node
 from .spec import Spec
 
@@ -52,7 +54,7 @@ class Residence:
         "unproven",
     )
 
-    def __init__(self, place: Place, node: Node, number: int, released: Callable[[int], None]) -> None:
+    def __init__(self, place: Place, node: Log, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
         self.lazy = torch.device("lazy", number)  # what the wrapper's C++ side claims: see docs/design.md
         self.device = torch.device("remote", number)
@@ -64,6 +66,13 @@ class Residence:
             tuple[int, ...], Any
         ] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
         self._released = released
+
+    @property
+    def worker(self) -> Node:
+        """The one worker that it is on; raise `InternalError` for a mesh's place."""
+        if not isinstance(self.node, Node):
+            raise InternalError(f"{self.place} are a mesh, where one worker was expected")
+        return self.node
 
     @property
     def on_cpu(self) -> bool:

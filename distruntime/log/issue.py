@@ -11,7 +11,7 @@ from ..wire.codec import Buffer
 from .current import current_streams
 from .handle import Handle, Residence, Storage
 from .line import Line
-from .node import Node
+from .log import Log
 from .read_only import require_writable
 from .spec import NO_TENSOR
 
@@ -50,7 +50,7 @@ def issue(
 
 
 def issue_default(
-    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Node, line: Line
+    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Log, line: Line
 ) -> None:
     """As `issue`, for what concerns a whole worker, its generators or settings: after all before it, and before all after it."""
     with node.lock:
@@ -73,9 +73,9 @@ def issue_bytes(
     """Issue an instruction whose last word is the number of a payload frame; return what tells when the bytes have been read."""
     node = place.node
     with node.lock:
-        issue([*words, node.payload(data)], fresh, written, [h.storage for h in written], place, line)
+        issue([*words, node.attach(data)], fresh, written, [h.storage for h in written], place, line)
         node.flush()
-        return node.sent
+        return node.outlet.last
 
 
 def issue_shared(
@@ -95,7 +95,7 @@ def issue_shared(
 
 
 def _append(
-    words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Node, line: Line
+    words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Log, line: Line
 ) -> None:
     born = node.append(words, line)
     for handle in fresh:
@@ -127,7 +127,7 @@ def issue_joint(
     if order is None:
         _append(words, fresh, written, node, line)
         if serial is not None:
-            serial.written = node.base + len(node.log)
+            serial.written = node.base + len(node.words)
         return
     stream = stream_at(homes[0])
     others = {stream_at(home) for home in homes[1:]} - {stream}

@@ -1,32 +1,31 @@
 """The command log of a mesh: one that goes to the workers of all its members, encoded once.
 
-To whoever issues, it is a node: the same log, templates and window, with positions of its own. What it sends is a segment of each
-worker, between that worker's own. Of the logs that go to one worker only one holds unsent words at a time: see `Node.take_turn`.
+To whoever issues, it is a log like a worker's, with templates, a window and positions of its own. What it sends becomes a
+segment of each worker, between that worker's own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, final
 
 from ..errors import NodeFailed
 from ..wire.channel import for_many
-from ..wire.codec import encode
+from ..wire.codec import Buffer
 from ..wire.messages import MeshBody, OpenTeam, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
-from .node import Node, _enough, _Flight
+from .log import Flight, Log
+from .node import Node
 
-WINDOW = 1 << 18  # words in flight, as a node's
-_LOOKS = 8  # of the pump, a millisecond each
-CHECKS = (
-    1 << 40
-)  # the checks of mesh k are numbered from (k + 1) times this: workers report them among their own
+# The pump leaves a log alone for so many looks in a row, of a millisecond each.
+_LOOKS = 8
+# The predictions of mesh k are numbered from (k + 1) times this: workers report them among their own.
+CHECKS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,24 @@ class MeshPlace(Place):
         return f"{len(self.members)} member{'s' if len(self.members) > 1 else ''} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
 
 
-class Team(Node):
+@final
+class MeshLog(Log):
     """The members of a mesh, in its order, and the log of what all of them run.
 
     `ranks` has, by worker, the indices of the members there; `lanes`, by member, its worker and its number among those.
     """
 
     def __init__(self, session: Any, number: int, places: Sequence[Place]) -> None:
-        super().__init__(-1 - number, b"", "", _never, session.lock)
-        self.session, self.number = session, number
+        # The workers' own logs are active.
+        super().__init__(
+            session,
+            -1 - number,
+            lambda _, *body: MeshBody(number, *body),
+            self._send_to_all,
+            active=False,
+            checks=CHECKS * (number + 1),
+        )
+        self.number = number
         self.members = tuple(places)
         self.ranks: dict[Node, list[int]] = {}
         self.lanes: list[tuple[Node, int]] = []
@@ -58,30 +66,25 @@ class Team(Node):
             self.lanes.append((node, len(mine)))
             mine.append(k)
         self.asynchronous = any(node.asynchronous for node in self.ranks)
-        self.throttle = session.throttle
-        self.stir, self.parked = session.stir, session.parked
         self.place = MeshPlace(self.index, "member", self.members)
-        self.forgetters.append(partial(session.places.forget, self))
-        self.along: dict[tuple[tuple[int, ...], ...], Any] = {}  # see lines.py
-        self.spoken: dict[tuple[tuple[int, ...], ...], Any] = {}  # torch's groups of such rows: see mesh.py
-        self._meeting, self._lines = threading.RLock(), count().__next__
-        self._seen = (
-            0,
-            0,
-            0,
-        )  # by the pump: `base`, how often it was that, and the position after the last word
-        self.enough = -1  # it is the turn of the workers' own logs
-        self.failed = next(
-            (f"has a lost member: {node} {node.failed}" for node in self.ranks if node.failed is not None),
-            None,
-        )
+        # The members' groups along dimensions, by their rows.
+        self._lines: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._making, self._lines_numbers = threading.RLock(), count().__next__
+        # torch's groups of such rows: see mesh.py.
+        self.torch_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        # What the pump saw at its last look: `base`, how often it was that, and the position after the last word.
+        self._seen = (0, 0, 0)
+        lost = [node for node in self.ranks if node.failed is not None]
+        if lost:
+            self.failed = f"has a lost member: {lost[0]} {lost[0].failed}"
+        self.deserted = len(lost) == len(self.ranks)
         for node, ranks in self.ranks.items():
             if node.failed is None:
                 session.post(node, OpenTeam(number, [places[k].device for k in ranks]))
         with self.lock:
             for node in self.ranks:
-                node.teams.append(self)
-            session.teams.append(self)
+                node.meshes.append(self)
+            session.meshes.append(self)
 
     @property
     def host(self) -> str:
@@ -91,18 +94,19 @@ class Team(Node):
     def __str__(self) -> str:
         return f"the mesh of {self.place}"
 
-    def lines_of(self, rows: list[list[int]], make: Callable[[Team, int, list[list[int]]], Any]) -> Any:
+    def lines_of(self, rows: list[list[int]], make: Callable[[MeshLog, int, list[list[int]]], Any]) -> Any:
         """Return what `make` makes of these rows of members, once for all meshes of these members; anew where it has broken."""
         key = tuple(map(tuple, rows))
-        found = self.along.get(key)
+        found = self._lines.get(key)
         if found is None or found.broken is not None:
-            with self._meeting:  # a second thread may want the same ones meanwhile
-                found = self.along.get(key)
+            # A second thread may want the same ones meanwhile.
+            with self._making:
+                found = self._lines.get(key)
                 if found is not None and found.broken is not None:
                     found.close()
                     found = None
                 if found is None:
-                    found = self.along[key] = make(self, self._lines(), rows)
+                    found = self._lines[key] = make(self, self._lines_numbers(), rows)
         return found
 
     def residence(self) -> Residence:
@@ -110,20 +114,20 @@ class Team(Node):
         found: Residence = self.session.places.entered(self.place, self)
         return found
 
-    def on_wire(self, stream: int) -> int:
+    def stream_on_wire(self, stream: int) -> int:
         """Return the number by which the workers know a stream of this log."""
         return stream_number(self.number, stream)
 
     def gathering(self) -> bool:
         """Whether more has been issued since the pump's last look, while the members are busy; 8 looks in a row at most.
 
-        A segment costs the master 20 to 40 us for each member: one every millisecond, some 120 operators, would be 0.2 us an operator
-        and member. A full one takes some 7 ms to gather.
+        A segment costs the master 20 to 40 us for each member. One every millisecond, some 120 operators, would cost 0.2 us
+        an operator and member. A full one takes some 7 ms to gather.
         """
         base, looks, end = self._seen
-        looks, now = looks + 1 if base == self.base else 1, self.base + len(self.log)
+        looks, now = looks + 1 if base == self.base else 1, self.base + len(self.words)
         self._seen = self.base, looks, now
-        return bool(self.log and self.flights) and now != end and looks < _LOOKS
+        return bool(self.words and self.flights) and now != end and looks < _LOOKS
 
     def workers(self) -> list[Node]:
         """Return the members' workers that are there."""
@@ -131,104 +135,40 @@ class Team(Node):
 
     def openings(self) -> list[tuple[Node, str, int]]:
         """Return, for each worker, the device on which a stream of this mesh is opened, and this mesh's number."""
-        return [
-            (node, self.members[ranks[0]].device, self.number)
-            for node, ranks in self.ranks.items()
-            if node.failed is None
-        ]
+        return [(node, self.members[self.ranks[node][0]].device, self.number) for node in self.workers()]
 
-    def rivals(self) -> Sequence[Node]:
-        """Return the other logs that go to a worker of this one."""
-        return [
-            *self.ranks,
-            *dict.fromkeys(team for node in self.ranks for team in node.teams if team is not self),
-        ]
+    def siblings(self) -> Sequence[Log]:
+        """Return the logs of its workers, and of the other meshes with a member there."""
+        others = dict.fromkeys(mesh for node in self.ranks for mesh in node.meshes if mesh is not self)
+        return [*self.ranks, *others]
 
-    def flush(self, upto: int | None = None) -> None:
-        """Send what has gathered to every member's worker that is there. Never blocks."""
-        with self.lock:
-            if self._flushing:
-                return
-            if self.enough < 0 and not self.take_turn():
-                return
-            self._flushing = True
-            try:
-                order, stretches = self.order, []
-                if order is not None:
-                    order.settle()
-                freed = self.freed
-                while freed:
-                    self.log.append(-freed.pop())
-                log: Any = self.log
-                if not log:
-                    return
-                workers = self.workers()
-                if not workers:
-                    log.clear()
-                    self.lines, self._new_templates = [], []
-                    return
-                taken, lines = len(log), len(self.lines)
-                if order is not None:
-                    stretches = log.stretched(taken)
-                frame = for_many(
-                    encode(MeshBody(self.number, self.base, self._new_templates, log[:taken], stretches))
-                )
-                rest = log[taken:] if order is None else log.rest(taken)
-                while order is not None and len(rest) + taken != len(
-                    log
-                ):  # a finalizer ran in there and issued something
-                    rest = log.rest(taken)
-                with shield:  # Ctrl-C between two workers would leave one without what the others have
-                    whole = _Flight(0, self.lines[:lines], taken, self.base + taken, 0, self._checks, [])
-                    whole.releases.append(_Part(self, len(workers)))
-                    self.base += taken
-                    self.log, self.lines, self._new_templates = rest, self.lines[lines:], []
-                    self.flights.append(whole)
-                    self._words += taken
-                    self.busy = self._words > WINDOW
-                    self.enough = _enough(len(self.flights))
-                    for node in workers:
-                        node.carry(whole, frame)
-                if self.parked[0]:
-                    self.stir()
-            finally:
-                self._flushing = False
-            if self.late is not None:
-                self._let_late()
+    def _send_to_all(self, frames: Sequence[Buffer], *, copy: bool) -> None:
+        """Send the segment that was made last to every member's worker that is there."""
+        frame, whole = for_many(bytes(frames[0])), self.flights[-1]
+        # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield ends, and by
+        # then the segment is sent.
+        with shield:
+            workers = self.workers()
+            whole.waiting = len(workers)
+            for node in workers:
+                node.carry(Flight(0, self, whole.line_table, 0, 0, 0, 0, [partial(self._ran, whole)]), frame)
+            self.outlet.unsent = None
 
-    def check(self, correct: Callable[[int | None, list[Any]], None]) -> int:
-        """As a node's; the members' workers bring the corrections, the first of them counts."""
-        number = super().check(correct) + CHECKS * (self.number + 1)
-        self.checks[number] = self.checks.pop(self._checks)
-        for node in self.ranks:
-            node.checks[number] = correct
-        return number
-
-    def landed(self) -> None:
-        """Take note of segments that every member has run. Call under `lock`."""
-        flights: deque[_Flight] = self.flights
-        while flights and flights[0].releases[0].left == 0:  # type: ignore[attr-defined]
-            flight = flights.popleft()
-            self._words -= flight.words
-            if not self.asynchronous:
-                self.executed = flight.end
-            for number in [n for n in self.checks if n <= CHECKS * (self.number + 1) + flight.checks]:
-                self.checks.pop(number)(None, [])
-                for node in self.ranks:
-                    node.checks.pop(number, None)
-        self.busy = self._words > WINDOW
-        if self.enough >= 0:
-            self.enough = _enough(len(flights))
-            if self.log and len(self.log) > self.enough:
-                self.flush()
+    def _ran(self, whole: Flight) -> None:
+        """Take note that a worker has run a segment, or is lost. Called under `lock`."""
+        whole.waiting -= 1
+        if whole.waiting == 0:
+            while self.flights and self.flights[0].waiting == 0:
+                self._land(self.flights.popleft())
+            self._go_on()
 
     def fail(self, why: str) -> None:
         """Mark a member as lost. The others run what has been issued, and free what is let go of: their shards are there."""
         with self.lock:
+            self.deserted = not self.workers()
             if self.failed is None:
                 self.failed = why
-                for drop in self.forgetters:
-                    drop()
+                self.session.places.forget(self)
             self.flush()
 
     def lost_error(self) -> NodeFailed:
@@ -239,31 +179,15 @@ class Team(Node):
         )
 
 
-class _Part:
-    """Counts the workers that have not run a mesh's segment, and are there."""
-
-    def __init__(self, team: Team, left: int) -> None:
-        self.team, self.left = team, left
-
-    def __call__(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.team.landed()
-
-
-def _never(*_: Any, **__: Any) -> None:
-    raise AssertionError("a mesh sends through its members")
-
-
-def team_of(session: Any, places: Sequence[Place]) -> Team:
+def mesh_log_of(session: Any, places: Sequence[Place]) -> MeshLog:
     """Return the log of these members, in this order, made at the first use."""
     wanted = tuple(places)
     with session.lock:
-        teams: list[Team] = session.teams
-        for team in teams:
-            if team.members == wanted:
-                return team
-        return Team(session, len(teams), wanted)
+        meshes: list[MeshLog] = session.meshes
+        for mesh in meshes:
+            if mesh.members == wanted:
+                return mesh
+        return MeshLog(session, len(meshes), wanted)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

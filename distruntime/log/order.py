@@ -15,7 +15,7 @@ from typing import Any
 from ..wire.messages import RELEASE, WAIT
 from .handle import Handle, Storage
 from .line import Line
-from .node import Node
+from .log import Log
 from .spec import NO_TENSOR
 from .stretches import StretchedLog, put
 
@@ -34,7 +34,7 @@ class Use:
 class Order:
     """The order among the streams of one node. Every method is called under the node's lock."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Log) -> None:
         self.node = node
         self.implicit = True  # whether reads and writes wait by themselves
         self.count = 1  # streams so far; their numbers are used again when a Stream object dies
@@ -54,9 +54,9 @@ class Order:
         self._freed: dict[
             int, list[int]
         ] = {}  # words of frees by stream, which go with its next instruction or the next flush
-        self._since = node.base + len(node.log)
+        self._since = node.base + len(node.words)
         self._strays = 0  # position after the last instruction of stream 0 that came past these rules
-        node.log, self.last[0] = StretchedLog(self.free, self._stray, node.log, [[0, 0]]), self._since
+        node.words, self.last[0] = StretchedLog(self.free, self._stray, node.words, [[0, 0]]), self._since
 
     def open(self) -> int:
         """Return the number of a new stream."""
@@ -107,7 +107,7 @@ class Order:
             put(node, stream, self._freed.pop(stream))
         end = put(node, stream, words)
         born = (end, line[1], line[2])
-        node.lines.append(born)
+        node.line_table.append(born)
         self.last[stream] = end
         for use in uses:
             use.readers[stream] = end
@@ -124,12 +124,12 @@ class Order:
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
             self.checked[stream] = end
-        if len(node.log) > node.enough:
+        if len(node.words) > node.enough:
             node.flush()
         return born
 
     def _stray(self) -> None:
-        self._strays = self.last[0] = self.node.base + len(self.node.log)
+        self._strays = self.last[0] = self.node.base + len(self.node.words)
 
     def _use(self, storage: Storage) -> Use:
         use: Use | None = storage.order
@@ -172,7 +172,7 @@ class Order:
             return
         self.last[stream] = end = put(self.node, stream, [WAIT, other, position, seconds, text])
         if line is not None:
-            self.node.lines.append((end, line[1], line[2]))
+            self.node.line_table.append((end, line[1], line[2]))
         if seconds is not None:  # it may go on without
             return
         clock = dict(self._clocks[stream])
@@ -198,13 +198,13 @@ class Order:
     def put(self, stream: int, words: list[Any], line: Line) -> None:
         """Append what neither makes nor reads a value: a wait for another node."""
         self.last[stream] = put(self.node, stream, words)
-        self.node.lines.append((self.last[stream], line[1], line[2]))
+        self.node.line_table.append((self.last[stream], line[1], line[2]))
 
     def cut(self, stream: int) -> None:
         """Let a GPU worker mark the place where a stream is now: an event stands there."""
         if self.node.asynchronous:
-            log: Any = self.node.log
-            log.cut(stream)
+            words: Any = self.node.words
+            words.cut(stream)
 
     def fence(self) -> None:
         """Make stream 0 wait for everything issued so far."""
@@ -256,7 +256,7 @@ class Order:
         for stream in streams:
             self._freed.setdefault(stream, []).extend((RELEASE, ref, len(streams)))
 
-    def settle(self) -> None:
+    def append_frees(self) -> None:
         """Append the frees that no instruction took along."""
         self._collect()
         for stream in list(self._freed):

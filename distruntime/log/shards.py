@@ -10,7 +10,7 @@ from ..wire.messages import GIVE, TAKE
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue_joint
 from .line import user_line
-from .mesh_log import Team
+from .mesh_log import MeshLog
 from .spec import NO_TENSOR
 
 
@@ -28,7 +28,7 @@ def member_of(handle: Handle, k: int) -> Handle:
     return taken
 
 
-def mesh_of(team: Team, home: Residence, handles: Sequence[Handle], into: Handle | None = None) -> Handle:
+def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None = None) -> Handle:
     """Return a mesh's value made of its members' values, which have one spec; or make them the value of `into`. Return at once."""
     spec = handles[0].spec
     storage = whole_of(team, handles)
@@ -63,7 +63,7 @@ def mesh_of(team: Team, home: Residence, handles: Sequence[Handle], into: Handle
     return whole
 
 
-def _part(team: Team, storage: Storage, k: int) -> Storage:
+def _part(team: MeshLog, storage: Storage, k: int) -> Storage:
     """Return the storage of a member's shard: one for all names of it."""
     if storage.parts is None:
         storage.parts = {}
@@ -74,7 +74,7 @@ def _part(team: Team, storage: Storage, k: int) -> Storage:
     return found
 
 
-def whole_of(team: Team, handles: Sequence[Handle]) -> Storage | None:
+def whole_of(team: MeshLog, handles: Sequence[Handle]) -> Storage | None:
     """Return the storage of the one tensor on this mesh whose shards these are, in its order, if there is one."""
     found = _known(team, handles[0].storage)
     if found is None or found.parts is None:
@@ -82,11 +82,11 @@ def whole_of(team: Team, handles: Sequence[Handle]) -> Storage | None:
     return found if all(found.parts.get(k) is h.storage for k, h in enumerate(handles)) else None
 
 
-def belongs(team: Team, handle: Handle) -> bool:
+def belongs(team: MeshLog, handle: Handle) -> bool:
     """Whether a value is a shard of some tensor on this mesh."""
     return _known(team, handle.storage) is not None
 
 
-def _known(team: Team, storage: Storage) -> Storage | None:
+def _known(team: MeshLog, storage: Storage) -> Storage | None:
     found = (storage.whole or {}).get(team)
     return None if found is None else found()

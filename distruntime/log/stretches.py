@@ -76,7 +76,7 @@ def put(node: Any, stream: int, words: list[Any]) -> int:
     # A finalizer that runs in here may issue something, and have the log sent. Where one can run (an allocation, a call) is before the
     # log is looked up, or after all is done.
     fresh, count = ([stream, 0],), len(words)
-    log = node.log
+    log = node.words
     end: int = node.base + log.size + count
     stretches = log.stretches
     if not stretches or stretches[-1][0] != stream:

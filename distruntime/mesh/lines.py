@@ -20,9 +20,9 @@ from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
 from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import issue_joint
 from ..log.line import user_line
-from ..log.mesh_log import Team
+from ..log.log import relieve
+from ..log.mesh_log import MeshLog
 from ..log.moment import at_one_moment
-from ..log.node import relieve
 from ..log.shards import mesh_of
 from ..log.spec import NO_TENSOR, Spec, contiguous, layout
 from ..operators.proxies import wrap
@@ -75,7 +75,7 @@ def numbers(home: Residence, values: tuple[int, ...]) -> Any:
 class Lines:
     """The lines of a mesh along one or several of its dimensions: groups of equal size that cover the members."""
 
-    def __init__(self, team: Team, number: int, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
         session = team.session
         self.team, self.number, self.rows = team, number, [list(row) for row in rows]
         self.size = len(rows[0])

@@ -23,7 +23,7 @@ from ..log.current import MeshContext
 from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
-from ..log.mesh_log import Team, team_of
+from ..log.mesh_log import MeshLog, mesh_log_of
 from ..log.shards import belongs, member_of, mesh_of, whole_of
 from ..operators.proxies import wrap
 from ..operators.signatures import template
@@ -50,7 +50,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __init__(
         self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None
     ) -> None:
-        self._team: Team = team_of(session, places)
+        self._team: MeshLog = mesh_log_of(session, places)
         self._home = self._team.residence()  # held, so that its number stays its own
         self._whole = self  # of which this one shows some dimensions
         self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
@@ -67,7 +67,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         for dim in self._dims:
             # Of the members, not of this mesh, so that it can go, and its number with it.
             rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-            known, key = self._team.spoken, tuple(map(tuple, rows))
+            known, key = self._team.torch_groups, tuple(map(tuple, rows))
             if key not in known:
                 at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
                 known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import NotSupportedError, UsageError
-from ..log.mesh_log import Team
+from ..log.mesh_log import MeshLog
 from ..tensors.tensor import DistributedTensor
 from .lines import Lines, reduction, run_all_reduce, run_all_to_all
 
@@ -310,14 +310,14 @@ def _unplaced() -> Lines:
 # -- groups that torch makes itself, of a mesh that it flattens or cuts up --------------------------------------------------------------
 
 _numbers = itertools.count()
-_speaking: list[Team] = []  # whose members the ranks are, innermost last
+_speaking: list[MeshLog] = []  # whose members the ranks are, innermost last
 _rows: list[
     list[int]
 ] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
 
 
 @contextmanager
-def speaking_for(team: Team) -> Iterator[None]:
+def speaking_for(team: MeshLog) -> Iterator[None]:
     """Let the groups that torch makes meanwhile be of this mesh's members."""
     _speaking.append(team)
     try:

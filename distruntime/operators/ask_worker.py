@@ -12,7 +12,7 @@ from ..errors import InternalError, NotSupportedError
 from ..log.handle import Handle, Place, Residence, Storage, next_ref
 from ..log.issue import issue
 from ..log.line import Line
-from ..log.node import Node
+from ..log.log import Log
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
@@ -181,7 +181,7 @@ def ask_specs(
     return request
 
 
-def await_specs(request: Request, tensors: Sequence[bool], node: Node, func: Any) -> list[Any]:
+def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any) -> list[Any]:
     """Block until a worker has described an instruction's results; `tensors` says which of them are tensors, or None."""
     started = time.perf_counter()
     described = node.session.value(request)

@@ -15,7 +15,7 @@ import torch
 from ..errors import is_of_caller
 from ..log.handle import Handle, Storage, next_ref
 from ..log.line import USERS, user_line
-from ..log.node import relieve
+from ..log.log import relieve
 from .new_calls import first_time
 from .proxies import AUTOCAST, HUGE
 from .signatures import Entry, emit
@@ -149,12 +149,12 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     with node.lock:
         freed = node.freed
         while freed:
-            node.log.append(-freed.pop())
-        node.log += words  # looked up anew: a finalizer may have run above, and have sent the log
-        handle.born = born = (node.base + len(node.log), line[1], line[2])
-        node.lines.append(born)
-        if len(node.log) > node.enough:
+            node.words.append(-freed.pop())
+        node.words += words  # looked up anew: a finalizer may have run above, and have sent the log
+        handle.born = born = (node.base + len(node.words), line[1], line[2])
+        node.line_table.append(born)
+        if len(node.words) > node.enough:
             node.flush()
     if node.busy:
-        node.throttle(node)
+        node.session.throttle(node)
     return out

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import PlacementError
 from ..log.handle import Residence
 from ..log.line import Line, user_line
-from ..log.node import relieve
+from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session

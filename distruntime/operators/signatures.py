@@ -12,7 +12,7 @@ from ..errors import NotSupportedError
 from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import issue
 from ..log.line import Line
-from ..log.node import Node
+from ..log.log import Log
 from ..log.spec import Spec
 from ..session.session import active_session
 from ..wire.codec import OPERAND, pack_constant
@@ -68,7 +68,7 @@ def template(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     results: Any,
-    node: Node,
+    node: Log,
     name: str | None = None,
 ) -> tuple[int, list[Any]]:
     """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""

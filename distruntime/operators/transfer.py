@@ -12,6 +12,7 @@ from ..errors import InternalError, ProtocolError
 from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
+from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
@@ -63,7 +64,7 @@ def upload(
         dtype_name(contiguous.dtype),
         list(contiguous.shape),
     ]
-    loan = node.session.shared.take(len(data)) if node.shared and len(data) >= LEAST else None
+    loan = node.session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
     if loan is not None:
@@ -76,8 +77,7 @@ def upload(
         sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
         if not lasts or non_blocking:
             sent = None
-    if node.busy:
-        node.throttle(node)
+    relieve(node)
     if sent is not None:
         node.session.settle(node, sent)
     return handle
@@ -96,17 +96,16 @@ def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Ha
     head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
     fresh, written = ([handle], []) if into is None else ([], [handle])
     issue(head, fresh, written, [h.storage for h in written], home, user_line())
-    if team.busy:
-        team.throttle(team)
+    relieve(team)
     return handle
 
 
 def ready(handle: Handle) -> list[int]:
     """Return [stream, position, ...]: where a value is what a read issued now must see."""
-    node = handle.place.node
-    if node.teams:
+    node = handle.place.worker
+    if node.meshes:
         with node.lock:
-            node.settle(user_line())
+            node.follow_meshes(user_line())
             if node.order is not None:
                 found: list[int] = node.order.ready(handle, meshed=True)
                 return found
@@ -128,7 +127,7 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
     """Ask for a value as it is after everything issued so far. Return at once."""
     if handle.place.node.members:
         handle = member_of(handle, 0)
-    node, nbytes = handle.place.node, handle.spec.nbytes
+    node, nbytes = handle.place.worker, handle.spec.nbytes
     if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
         handle = _on_host(handle)
     after = ready(handle)

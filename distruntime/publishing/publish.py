@@ -169,12 +169,12 @@ def _packed(session: Session, leaf: Any, own: dict[Node, list[Any]]) -> list[Any
     if type(leaf) is not DistributedTensor:
         return ["local", *pack_local(leaf)]
     home = leaf._handle.place
-    own[home.node].append(leaf)
+    own[home.worker].append(leaf)
     flags = bool(leaf.requires_grad), bool(getattr(leaf, "_is_param", False))
     return [
         "remote",
-        nodes.index(home.node),
-        len(own[home.node]) - 1,
+        nodes.index(home.worker),
+        len(own[home.worker]) - 1,
         home.place.device,
         leaf._handle.spec.wire(),
         *flags,

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+from ..log.log import Log
 from ..log.node import Node
 
 _FIRST = 0.5  # seconds of silence
@@ -16,7 +17,7 @@ class Announcer:
     """Says on standard error what the master waits for. The pump calls `look`; the waiting thread only notes that it waits."""
 
     def __init__(self) -> None:
-        self._waits: dict[int, tuple[float, Node, str]] = {}
+        self._waits: dict[int, tuple[float, Log, str]] = {}
         self._shown = ""
         self._lock = threading.Lock()
 
@@ -25,7 +26,7 @@ class Announcer:
         """Whether some thread waits."""
         return bool(self._waits)
 
-    def begin(self, node: Node, leave: str) -> None:
+    def begin(self, node: Log, leave: str) -> None:
         """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
         self._waits[threading.get_ident()] = time.monotonic(), node, leave
 
@@ -47,14 +48,14 @@ class Announcer:
         seconds = time.monotonic() - started
         if seconds < _FIRST:
             return
-        left = sum(len(flight.lines) for flight in tuple(node.flights))
+        left = sum(len(flight.line_table) for flight in tuple(node.flights))
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
-        absence = node.absence
         what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
-        if absence is not None:
-            what = f"{absence.text}; it goes on when there is a connection again"
-        if node.connecting:
-            what = "another worker is to take its place"
+        if isinstance(node, Node):
+            if node.presence.absence is not None:
+                what = f"{node.presence.absence.text}; it goes on when there is a connection again"
+            if node.presence.connecting:
+                what = "another worker is to take its place"
         text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:

@@ -19,7 +19,8 @@ from ..errors import (
     UsageError,
     WaitTimeout,
 )
-from ..log.node import Cause, Node
+from ..log.ledger import Cause
+from ..log.node import Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
 from .holders import held
@@ -107,7 +108,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
 
     `poisoned` is what holds nothing, for who asked: an error about memory then does not name them as holders.
     """
-    failure, node = cause.failure, cause.where or node
+    failure, node = cause.failure, node if cause.where is None else node.session.nodes[cause.where]
     known = failure.kind in _KNOWN
     text = failure.text if known else f"{failure.kind}: {failure.text}"
     lines = [

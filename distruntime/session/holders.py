@@ -15,6 +15,7 @@ from typing import Any
 
 from ..log.handle import Handle, Place
 from ..log.line import line_text
+from ..log.log import Log
 from ..log.node import Node
 from ..wire.units import size_text
 
@@ -45,7 +46,7 @@ class _Held:
 def held(
     nodes: Collection[Node],
     *,
-    before: tuple[Node, int] | None = None,
+    before: tuple[Log, int] | None = None,
     poisoned: Collection[tuple[int, ...]] = (),
 ) -> tuple[list[Holder], Counter[Place]]:
     """Return who holds memory on these nodes, biggest first, and how many values live at each place.
@@ -85,7 +86,7 @@ def held(
 def _places(
     handle: Handle,
     nodes: Collection[Node],
-    before: tuple[Node, int] | None,
+    before: tuple[Log, int] | None,
     poisoned: Collection[tuple[int, ...]],
 ) -> list[Place]:
     """Return where on these nodes a value lives: of a mesh, each member's place there."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ..errors import PlacementError
 from ..log.current import current_device, current_gpu, current_member, current_mesh, current_node
 from ..log.handle import Place, Residence
+from ..log.log import Log
 from ..log.node import Node
 
 _PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
@@ -83,12 +84,12 @@ class Places:
                 return found
             return self._enter(place, self._nodes[place.node])
 
-    def entered(self, place: Place, team: Node) -> Residence:
+    def entered(self, place: Place, team: Log) -> Residence:
         """Return the place of a mesh in use, numbered; raise `PlacementError` if 126 places are in use."""
         with self._numbering:
             return self._residences.get(place) or self._enter(place, team)
 
-    def _enter(self, place: Place, node: Node) -> Residence:
+    def _enter(self, place: Place, node: Log) -> Residence:
         if not self._free:
             gc.collect()  # meshes that nobody has any more are in cycles
         if not self._free:
@@ -148,13 +149,13 @@ class Places:
         found = self._residences.get(place)
         return found.number if found is not None else 0
 
-    def forget(self, node: Node | None = None) -> None:
+    def forget(self, node: Log | None = None) -> None:
         """Send every call to `node`, or to all, down the slow path, which does not know it either."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if node is None or residence.node is node:
                 residence.forget()
 
-    def hide(self, node: Node) -> None:
+    def hide(self, node: Log) -> None:
         """Send every call to `node` down the slow path, which knows streams."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if residence.node is node:

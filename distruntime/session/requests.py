@@ -14,7 +14,9 @@ from itertools import count
 from typing import Any
 
 from ..errors import ProtocolError
-from ..log.node import Cause, Node
+from ..log.ledger import Cause
+from ..log.log import Log
+from ..log.node import Node
 from ..log.replies import require
 from ..wire.codec import Buffer, failure_from
 from ..wire.shared import Loan
@@ -155,7 +157,7 @@ class Requests:
         ready: Callable[[], bool],
         read: Callable[[float], None],
         deadline: float | None,
-        node: Node | None = None,
+        node: Log | None = None,
         leave: str = "Ctrl-C leaves, and loses nothing",
     ) -> bool:
         """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.

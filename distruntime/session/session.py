@@ -18,8 +18,12 @@ from typing import Any
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
+from ..log.ledger import Cause
 from ..log.line import user_line
-from ..log.node import Absence, Cause, Node
+from ..log.log import Log
+from ..log.mesh_log import MeshLog
+from ..log.node import Node
+from ..log.presence import Absence
 from ..log.replies import asked
 from ..wire.channel import Channel, ChannelClosed, PeerGone
 from ..wire.codec import Buffer, decode, encode
@@ -78,8 +82,10 @@ class Session:
             threading.RLock()
         )  # of every log: meshes and workers are issued to, and sent to, one at a time
         self.in_moment = False  # see moment.py
-        self.teams: list[Node] = []  # the logs of meshes
+        self.meshes: list[MeshLog] = []  # the logs of meshes
         self.places = Places(nodes, self.require_open)
+        # It tells what of the user's lived on a worker that is lost.
+        self.losses = lost_lines
         self.requests = Requests()
         self.signals = count(1).__next__  # numbers of what streams wait for across nodes
         self.shared = SharedPool()
@@ -147,21 +153,13 @@ class Session:
         self._pump.start()
 
     def _begin(self, node: Node) -> None:
-        assert node.welcome is not None
-        node.session, node.throttle = self, self.throttle
-        node.asynchronous = not node.welcome.simulated and any(
-            row[0] != "cpu" for row in node.welcome.devices
-        )
-        node.stir, node.parked = self.stir, self.parked
-        node.losses = lost_lines
-        node.forgetters.append(partial(self.places.forget, node))
         for name, *_ in node.welcome.devices:
             self.places.pin(Place(node.index, name))
 
     @property
-    def logs(self) -> list[Node]:
+    def logs(self) -> Sequence[Log]:
         """What has a command log: the workers, and the meshes of several."""
-        return [*self.nodes, *self.teams] if self.teams else self.nodes
+        return [*self.nodes, *self.meshes] if self.meshes else self.nodes
 
     def add_node(self, node: Node) -> None:
         """Take a worker that has welcomed the session."""
@@ -199,7 +197,7 @@ class Session:
             last = max(after[1::2])
             if last > node.base:
                 node.flush(last)
-                if last > node.base and any(log._flushing for log in self.logs):
+                if last > node.base and any(log.flushing for log in self.logs):
                     self.requests.forget(request)
                     raise DistruntimeError(
                         "a finalizer or a signal handler that runs inside the log's own sending cannot wait for what is still to be "
@@ -221,7 +219,7 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         if self.joined:
             for node in self.logs:
-                if node.log:
+                if node.words:
                     node.flush()
         inside = self._inside()
         if inside:  # another thread may be the reader, and need the lock to go on
@@ -269,7 +267,7 @@ class Session:
                 raise SessionClosed(f"the session was shut down while a value was on its way ({self.closed})")
             raise request.node.lost_error()
 
-    def throttle(self, node: Node) -> None:
+    def throttle(self, node: Log) -> None:
         """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
         if (
             self._inside()
@@ -291,7 +289,7 @@ class Session:
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
-            node.settle(user_line())
+            node.follow_meshes(user_line())
             node.flush()
             target = node.base
         request = self.requests.new(node, "done")
@@ -305,11 +303,11 @@ class Session:
 
     def raise_unread(self, node: Node) -> None:
         """Raise the first failure on `node` that nobody has read; later ones are dependents or come next time."""
-        if node.unread:
-            key = next(iter(node.unread))
-            more = len(node.unread) - 1
-            cause = node.unread[key]
-            node.unread.clear()
+        if node.ledger.unread:
+            key = next(iter(node.ledger.unread))
+            more = len(node.ledger.unread) - 1
+            cause = node.ledger.unread[key]
+            node.ledger.unread.clear()
             if more:
                 log.warning(
                     "%s: %s%d more failed operation%s",
@@ -427,10 +425,10 @@ class Session:
             case BreakGroup():
                 self.on_broken(node, message.group, message.reason)
             case Goodbye():
-                node.has_left = True
+                node.presence.has_left = True
                 self.lose(node, f"left: {message.reason}")
             case Detach():
-                node.has_left = node.taken = True
+                node.presence.has_left = node.presence.taken = True
                 self.lose(node, f"left: {message.reason}")
             case _:
                 raise ProtocolError(f"a worker does not send {type(message).__name__}")
@@ -464,7 +462,7 @@ class Session:
         if epitaph is not None or self.keeper is None:
             self.lose(node, epitaph or why)
         else:
-            node.absence = Absence(why)
+            node.presence.absence = Absence(why)
             self.keeper.seek(node)
 
     def _hang_up(self, node: Node) -> None:
@@ -480,7 +478,7 @@ class Session:
         """Go on with a worker on another connection, which has counted so many messages."""
         self._by_peer[peer] = node
         self.channel.resume(node.link, peer, received)
-        node.absence = None
+        node.presence.absence = None
 
     def _epitaph(self, node: Node, wait: float = 0.5) -> str | None:
         """Return how a worker of this machine has ended, or None if it runs, or nobody here can know."""
@@ -534,7 +532,7 @@ class Session:
             try:
                 self.requests.glance(self._read)
                 for node in self.logs:
-                    if (node.log or node.freed) and not node.busy and not node.gathering():
+                    if (node.words or node.freed) and not node.busy and not node.gathering():
                         node.flush()
                 self.requests.announcer.look()
             except ChannelClosed:
@@ -543,7 +541,7 @@ class Session:
                 log.exception("the pump met an error; it goes on")
 
     def _active(self) -> bool:
-        return len(self.requests) > 0 or any(node.flights or node.log for node in self.logs)
+        return len(self.requests) > 0 or any(node.flights or node.words for node in self.logs)
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -590,11 +588,17 @@ class Session:
             if raise_unread:
                 for node in self.logs:
                     node.flush()
-                there = [node for node in self.nodes if node.failed is None and node.absence is None]
+                there = [node for node in self.nodes if node.failed is None and node.presence.absence is None]
                 busy = next((n for n in there if n.flights), None)
-                idle = lambda: not any(n.flights for n in there if n.failed is None and n.absence is None)  # noqa: E731
+
+                def idle() -> bool:
+                    here = [n for n in there if n.failed is None and n.presence.absence is None]
+                    return not any(n.flights for n in here)
+
                 self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
-                unread = [(n, n.unread[next(iter(n.unread))]) for n in self.nodes if n.unread]
+                unread = [
+                    (n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in self.nodes if n.ledger.unread
+                ]
         finally:
             try:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
@@ -610,7 +614,7 @@ class Session:
                     self._stop_workers(time.monotonic() + _LAST_STEPS)
                     for callback in (
                         *self.on_close,
-                        *([] if any(node.taken for node in self.nodes) else self.on_end),
+                        *([] if any(node.presence.taken for node in self.nodes) else self.on_end),
                     ):
                         callback()
         if unread:
@@ -652,7 +656,9 @@ class Session:
         deadline = None if limit is None else time.monotonic() + limit
         for callback in self.before_end:
             callback(deadline)
-        if limit is None or any(node.failed is None and node.absence is not None for node in self.nodes):
+        if limit is None or any(
+            node.failed is None and node.presence.absence is not None for node in self.nodes
+        ):
             return deadline
         return time.monotonic() + limit
 

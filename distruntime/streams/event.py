@@ -68,7 +68,7 @@ class Event:
                 with stream:
                     issue([STAMP, stamp.ref], [stamp], (), (), stream.residence, line)
             if node.order is None:
-                position = node.base + len(node.log)
+                position = node.base + len(node.words)
             else:
                 position = node.order.last[stream.number]
                 node.order.cut(stream.number)
@@ -120,7 +120,7 @@ class Event:
         if meeting.done:
             log = recorded.stream.residence.node
             meeting.remember(number, here, there, recorded.position, log)
-            wire = log.on_wire(recorded.stream.number)
+            wire = log.stream_on_wire(recorded.stream.number)
             there.session.post(there, Notify(wire, recorded.position, here.index, number))
         else:
             recorded.ask(there, quiet=True).when_done(_Forward(here, there, number))
@@ -132,7 +132,7 @@ class Event:
             return True
         node = recorded.stream.check()
         node.flush()
-        where = [node.on_wire(recorded.stream.number), recorded.position]
+        where = [node.stream_on_wire(recorded.stream.number), recorded.position]
         asked = [node.session.ask(worker, "passed", where) for worker in node.workers()]
         return all([bool(node.session.value(request)) for request in asked])
 
@@ -162,7 +162,7 @@ class Event:
         note_wait("explicit synchronize", started)
         for request in requests:
             node.session.raise_for(request)
-            request.node.early(request.value or [])
+            request.node.file_early(request.value or [])
         for request in requests:
             node.session.raise_unread(request.node)
 
@@ -233,7 +233,7 @@ class _Recorded:
         log = self.stream.residence.node
         if log is not worker:
             log.flush()
-        after = [log.on_wire(self.stream.number), self.position]
+        after = [log.stream_on_wire(self.stream.number), self.position]
         request: Request = worker.session.fetch(worker, 0, after, "passed", {"quiet": True} if quiet else {})
         return request
 

@@ -10,14 +10,14 @@ import torch
 from ..errors import UsageError
 from ..log.current import current_streams, enter_stream, leave_stream
 from ..log.handle import Place, Residence
-from ..log.node import Node
+from ..log.log import Log
 from ..log.order import Order
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound="Queue")
 
 
-def ordered(node: Node) -> Order:
+def ordered(node: Log) -> Order:
     """Return the order among a node's streams; from the first call on, its instructions go the way that knows streams."""
     order: Order | None = node.order
     if order is None:
@@ -95,7 +95,7 @@ class Queue:
     ) -> None:
         leave_stream(self)
 
-    def check(self) -> Node:
+    def check(self) -> Log:
         """Return the node, if its session is open and it lives; raise the session's or the node's own error if not."""
         node = self.residence.node
         node.session.require_open()

@@ -151,7 +151,7 @@ class Stream(Queue):
             node.flush()
             position = node.base if node.order is None else node.order.cancelled(self.number)
         for worker in node.workers():
-            node.session.post(worker, Cancel(node.on_wire(self.number), position))
+            node.session.post(worker, Cancel(node.stream_on_wire(self.number), position))
 
 
 def default_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:

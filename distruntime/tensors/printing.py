@@ -9,6 +9,7 @@ import torch
 from torch import _tensor_str
 
 from ..log.handle import Handle
+from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..log.spec import Spec
 from ..operators.transfer import request
@@ -42,14 +43,17 @@ def _status(handle: Handle) -> str:
     node = handle.place.node
     session = node.session
     with node.lock:
-        ahead = sum(1 for flight in node.flights for line in flight.lines if line[0] <= handle.ready_at)
+        ahead = sum(1 for flight in node.flights for line in flight.line_table if line[0] <= handle.ready_at)
     asked = session.ask(node, "status")
     if not session.result(asked, 0.5) or not isinstance(asked.value, list):
         return f"no answer from {node} yet. .cpu() waits, Ctrl-C returns"
     position, op, seconds = asked.value
     with node.lock:
         ahead = sum(
-            1 for flight in node.flights for line in flight.lines if position < line[0] <= handle.ready_at
+            1
+            for flight in node.flights
+            for line in flight.line_table
+            if position < line[0] <= handle.ready_at
         )
     name = _printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
     return (
@@ -59,25 +63,19 @@ def _status(handle: Handle) -> str:
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
-    whole, session, node, spec, where = (
-        handle,
-        handle.place.node.session,
-        handle.place.node,
-        handle.spec,
-        str(handle.place.place),
-    )
-    if node.members:  # what stands for all of them is the first member's
-        team: Any = node
-        node = team.lanes[0][0]
+    whole, home, session, spec = handle, handle.place, handle.place.node.session, handle.spec
+    where = str(home.place)
+    # The first member's values stand for all of them.
+    node = home.node.lanes[0][0] if isinstance(home.node, MeshLog) else home.worker
     if session.closed is not None or session.foreign:
         return summary(spec, where, "its session has ended")
     if node.failed is not None:
         return summary(spec, where, f"lost, {node} {node.failed}")
-    if node.absence is not None:
-        return summary(spec, where, node.absence.text)
-    if whole.place.node.members:
+    if node.presence.absence is not None:
+        return summary(spec, where, node.presence.absence.text)
+    if home.node.members:
         handle = member_of(whole, 0)
-        where = f"member 0 of {len(whole.place.node.members)}, {handle.place.place}"
+        where = f"member 0 of {len(home.node.members)}, {handle.place.place}"
     options = _tensor_str.PRINT_OPTS
     asked = {
         "precision": options.precision,

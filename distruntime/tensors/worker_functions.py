@@ -9,6 +9,7 @@ from ..errors import ProtocolError
 from ..log.handle import Handle, Place, Storage, next_ref
 from ..log.issue import issue_default
 from ..log.line import user_line
+from ..log.log import Log
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..operators.signatures import template
@@ -17,7 +18,7 @@ from .tensor import DistributedTensor
 
 
 def issue_function(
-    node: Node,
+    node: Log,
     function: str,
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,

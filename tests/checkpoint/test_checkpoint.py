@@ -585,7 +585,7 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
 
     once()
     gc.collect()
-    before, templates = slots(), len(active_session().nodes[0]._templates)
+    before, templates = slots(), len(active_session().nodes[0].templates)
     gc.disable()
     try:
         for _ in range(3):
@@ -594,7 +594,7 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
     finally:
         gc.enable()
     assert (
-        len(active_session().nodes[0]._templates) == templates
+        len(active_session().nodes[0].templates) == templates
     )  # what changes from save to save is no constant
 
 

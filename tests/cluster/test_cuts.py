@@ -172,7 +172,7 @@ def test_issuing_goes_on_until_the_window_is_full(
     x = torch.zeros((), device="remote")
     x += 1
     assert x.item() == 1
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 3000)
+    monkeypatch.setattr(sys.modules["distruntime.log.log"], "WINDOW", 3000)
     with network.broken():
         unreachable()
         issued = [0]
@@ -240,7 +240,7 @@ def test_an_issuer_that_waits_for_room_is_told_of_the_loss(
     attach(grace=2.0)
     x = torch.zeros((), device="remote")
     x += 1
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 3000)
+    monkeypatch.setattr(sys.modules["distruntime.log.log"], "WINDOW", 3000)
     with network.broken(), pytest.raises(dr.NodeFailed, match="was unreachable for"):
         for _ in range(100_000):
             x.add_(1)
@@ -391,7 +391,7 @@ def quiet_after(act: Callable[[], object], session: Any) -> bool:
     node = session.nodes[0]
     peer, absent = node.link.peer, []
     watcher = threading.Timer(
-        0.0, lambda: absent.extend(1 for _ in iter(lambda: stop.wait(0.02), True) if node.absence is not None)
+        0.0, lambda: absent.extend(1 for _ in iter(lambda: stop.wait(0.02), True) if node.presence.absence is not None)
     )
     stop = threading.Event()
     watcher.start()

@@ -95,7 +95,7 @@ def counted(node: int = 0) -> None:
     dr.synchronize(node)
     worker = session.nodes[node]
     assert session.value(session.ask(worker, "memory"))[1] == worker.base
-    assert worker._seq > 0 and not worker.flights and worker.link.sent > worker._seq
+    assert worker.outlet.seq > 0 and not worker.flights and worker.link.sent > worker.outlet.seq
 
 
 class Trouble:

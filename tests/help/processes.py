@@ -86,7 +86,7 @@ def slots(node: int = 0) -> int:
     """Return how many values a worker holds, after everything issued so far."""
     session = active_session()
     for log in (
-        session.teams
+        session.meshes
     ):  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
         log.flush()
     dr.synchronize(node)

@@ -18,7 +18,7 @@ import torch
 
 import distruntime as dr
 import fuzz_seeds
-from distruntime.log.node import Cause
+from distruntime.log.ledger import Cause
 from distruntime.log.replies import FORMS, is_devices, is_spec, is_tensor
 from distruntime.session.failures import remote_error
 from distruntime.session.session import active_session

@@ -86,7 +86,7 @@ def test_who_blocks_on_one_worker_holds_up_no_other(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        sys.modules["distruntime.log.node"], "WINDOW", 4_000
+        sys.modules["distruntime.log.log"], "WINDOW", 4_000
     )  # words, which even a slow machine issues at once
     fresh_session(world_size=2)
     with dr.on(1):

@@ -319,7 +319,7 @@ def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) 
         same(cut.redistribute(lines, [Shard(1)]), X)
         same(F.embedding(asked, table), X[ids])
         dr.synchronize()
-        own.append([node.base + len(node.log) for node in session.nodes])
+        own.append([node.base + len(node.words) for node in session.nodes])
         again = (
             whole.redistribute(lines, [Shard(0)]),
             cut.redistribute(lines, [Shard(1)]),
@@ -327,7 +327,7 @@ def test_what_depends_on_the_rank_is_one_instruction_for_all(two_workers: None) 
         )
         masks.append(F.dropout(cut, 0.5))
         mesh.manual_seed(3, distinct=True)
-        own[-1] = [node.base + len(node.log) - before for node, before in zip(session.nodes, own[-1])]
+        own[-1] = [node.base + len(node.words) - before for node, before in zip(session.nodes, own[-1])]
         del again
     assert own[1] == [0, 0]
 

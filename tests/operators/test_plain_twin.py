@@ -93,7 +93,7 @@ def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.Monk
         node.flush()
         node.enough = 1 << 30
         out = func(*args, **kwargs)
-        log = [word for word in node.log if not (isinstance(word, int) and word < 0)]  # without frees
+        log = [word for word in node.words if not (isinstance(word, int) and word < 0)]  # without frees
         node.enough = 0
     results = out if isinstance(out, (list, tuple)) else [out]
     assert log == [place.cache[signature][0], *words, *(r._handle.ref for r in results)]

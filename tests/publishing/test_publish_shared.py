@@ -317,7 +317,7 @@ def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
         session.value(request)
     x = lawless(torch.ones(1, device=REMOTE))
     session.nodes[0].append([ADOPT, 77, 1, [x._handle.ref]], (0, None, 0))
-    x._handle.born = (session.nodes[0].base + len(session.nodes[0].log), None, 0)
+    x._handle.born = (session.nodes[0].base + len(session.nodes[0].words), None, 0)
     with pytest.raises(dr.InternalError, match="what was looked up is not here"):
         x.tolist()
 

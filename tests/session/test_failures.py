@@ -73,7 +73,7 @@ def test_running_out_of_memory_can_be_caught_as_such(session: object) -> None:
     ],
 )
 def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
-    from distruntime.log.node import Cause
+    from distruntime.log.ledger import Cause
     from distruntime.session.failures import remote_error
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure
@@ -102,7 +102,7 @@ def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     ],
 )
 def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
-    from distruntime.log.node import Cause
+    from distruntime.log.ledger import Cause
     from distruntime.session.failures import remote_error
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure
@@ -483,7 +483,7 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(
 def test_a_death_wakes_who_waits_for_room_in_its_window(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 4_000)
+    monkeypatch.setattr(sys.modules["distruntime.log.log"], "WINDOW", 4_000)
     fresh_session(world_size=2)
     x = torch.ones(3, device=REMOTE)
     x.sum().item()

@@ -356,7 +356,7 @@ def test_a_finalizer_inside_the_sending_does_not_wait_for_what_it_keeps_from_goi
     node, x, seen = session.nodes[0], torch.ones(3, device=REMOTE), []  # type: ignore[var-annotated]
 
     def read(phase: str, info: object) -> None:
-        if phase == "stop" and node._flushing and node.log and not seen:
+        if phase == "stop" and node.flushing and node.words and not seen:
             seen.append(None)
             y = x + 1  # behind what is being sent
             try:

@@ -268,7 +268,7 @@ def test_set_is_a_write(other: bool, three: tuple[dr.Stream, dr.Stream, dr.Strea
 def test_templates_are_forgotten_while_others_come(
     three: tuple[dr.Stream, dr.Stream, dr.Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "_MOST_TEMPLATES", 3000)
+    monkeypatch.setattr(sys.modules["distruntime.log.templates"], "_MOST_TEMPLATES", 3000)
     before = slots()
     total = torch.zeros(2, dtype=torch.int64, device=three[0].device)
     for k in range(20_000):  # a number that is no float is part of the template

@@ -553,7 +553,7 @@ def test_every_implicit_wait_is_a_stall(session: object, wait: Callable[[torch.T
 def test_waiting_for_room_in_the_window_is_a_stall(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["distruntime.log.node"], "WINDOW", 200)  # words: some fifty operations
+    monkeypatch.setattr(sys.modules["distruntime.log.log"], "WINDOW", 200)  # words: some fifty operations
     fresh_session(world_size=1)
     x = torch.ones(400, 400, device=REMOTE)
     y = x @ x

@@ -171,8 +171,8 @@ def hostile(address: str, kind: str) -> None:
         name = segment.name
     nbytes = SIZE * 1024 if kind == "past its end" else SIZE
     with node.lock:
-        node.log.extend([UPLOAD, 1 << 40, "cpu", "float32", [nbytes // 4], [name, nbytes]])
-        node.lines.append((node.base + len(node.log), None, 0))
+        node.words.extend([UPLOAD, 1 << 40, "cpu", "float32", [nbytes // 4], [name, nbytes]])
+        node.line_table.append((node.base + len(node.words), None, 0))
         node.flush()
     try:
         dr.synchronize()

@@ -1,0 +1,51 @@
+"""The failures of one worker: their first causes, and which of them nobody has read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..wire.messages import Failure
+from .log import Log
+
+_MOST_FAILURES = 1000
+_CANCELLED = "distruntime.errors.StreamCancelled"
+
+# The segment and the position of a failed instruction.
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A failure on a worker together with the master's line that issued the instruction."""
+
+    failure: Failure
+    line: str
+    # The number of that worker, where it is not the one that told of it.
+    where: int | None = None
+    # The log that has the failure's position, where that is a mesh's.
+    log: Log | None = None
+
+
+class Ledger:
+    """First causes by segment and position. Those that were read stay, for whoever reads the same value again."""
+
+    def __init__(self) -> None:
+        self._causes: dict[Key, Cause] = {}
+        self.unread: dict[Key, Cause] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._causes
+
+    def file(self, key: Key, cause: Cause) -> None:
+        """Note a failure that nobody has read. The oldest goes where there are too many."""
+        if len(self._causes) >= _MOST_FAILURES:
+            self._causes.pop(next(iter(self._causes)))
+        self._causes[key] = cause
+        # Somebody has asked for a cancellation, so nobody needs to be told of it.
+        if len(self.unread) < _MOST_FAILURES and cause.failure.kind != _CANCELLED:
+            self.unread[key] = cause
+
+    def read(self, key: Key) -> Cause | None:
+        """Return the cause of a failure and count it as read; None if it was not filed."""
+        self.unread.pop(key, None)
+        return self._causes.get(key)

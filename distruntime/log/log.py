@@ -1,0 +1,384 @@
+"""A command log on the master: the words that gather, the segments in flight, and the window. Knows no socket.
+
+A worker has one (`node.Node`), and so has a mesh (`mesh_log.MeshLog`). Both are issued to in the same way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import NodeFailed
+from ..wire.codec import Buffer, encode
+from ..wire.link import Delivery
+from ..wire.messages import FORGET, MeshBody, Segment
+from .checks import Checks, Correct
+from .line import Line, line_text
+from .templates import Templates
+
+# A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the wire; this many
+# keep acknowledgements rare.
+BATCH = 4000
+# So many words gather behind one segment in flight, twice as many behind two, and so on. A worker that is nearly idle gets
+# work soon, and a busy one in large pieces. Without this a training step that reads its loss each time took 2.2 times as
+# long as a local one.
+FIRST_BATCH = 160
+# Words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second.
+WINDOW = 1 << 18
+# Bytes of uploads in flight.
+PAYLOAD_WINDOW = 256 << 20
+
+
+class Send(Protocol):
+    """Puts the frames of a segment on their way, without waiting."""
+
+    def __call__(self, frames: Sequence[Buffer], *, copy: bool) -> Any:
+        """Return what tells when the frames' memory may be written again, if it is not copied."""
+
+
+# It makes the message of a segment from its number, the position of its first word, new templates, words and stretches.
+Compose = Callable[[int, int, list[Any], list[Any], list[Any]], Segment | MeshBody]
+
+
+def _enough(flights: int) -> int:
+    return min(BATCH, FIRST_BATCH << (flights - 1)) if flights else 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A segment that is sent and not acknowledged."""
+
+    seq: int
+    # The log that the words are of. A worker's part of a mesh's segment has no words itself, and the mesh's line table.
+    log: Log
+    line_table: list[Line]
+    words: int
+    # The position after its last word.
+    end: int
+    nbytes: int
+    # The number of the last prediction that it may hold.
+    checks: int
+    # They are called when it has run.
+    releases: list[Callable[[], None]]
+    # How many workers have not run it.
+    waiting: int = 1
+
+    def line_at(self, position: int) -> Line | None:
+        """Return the line that issued the instruction at a position, if the instruction is in here."""
+        return line_at(self.line_table, position)
+
+
+@dataclass(slots=True)
+class Attached:
+    """What goes with the next segment: payload frames, and what is called when it has run."""
+
+    frames: list[Buffer] = field(default_factory=list)
+    nbytes: int = 0
+    releases: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Outlet:
+    """Where the segments of a log go, and the last of them."""
+
+    __slots__ = ("compose", "last", "send", "seq", "unsent")
+
+    def __init__(self, compose: Compose, send: Send) -> None:
+        self.compose, self.send = compose, send
+        # The number of the last segment.
+        self.seq = 0
+        self.last: Delivery | None = None
+        # The one segment that may have left the words but not the process: Ctrl-C can strike between the two.
+        self.unsent: list[Buffer] | None = None
+
+
+class Log(ABC):
+    """The words for one worker, or for the workers of a mesh, and what has become of them.
+
+    Invariants, all under `lock`: `base + len(words)` is the position of the next word. A segment is in `flights` exactly from
+    the moment its words leave `words` until it has run. Of the logs that go to one worker at most one is `active` and holds
+    words that are not sent, so what they hold arrives in the order of the program.
+    """
+
+    # The places of a mesh's members; a worker has none.
+    members: tuple[Any, ...] = ()
+
+    def __init__(
+        self, session: Any, index: int, compose: Compose, send: Send, *, active: bool, checks: int
+    ) -> None:
+        # The number of a worker; a mesh's is negative.
+        self.index = index
+        self.session = session
+        self.lock = session.lock
+        self.words: list[Any] = []
+        # Which line of the user's issued what, by the position after each instruction.
+        self.line_table: list[Line] = []
+        # Refs whose handles died. Anyone may append at any time.
+        self.freed: list[int] = []
+        self.base = 0
+        # The position up to which everything has run, or on a GPU has been issued, as far as is known.
+        self.acknowledged = 0
+        self.flights: deque[Flight] = deque()
+        # The log is sent when it has more words than this: any word will do while nothing is in flight, and while the log is
+        # not active, so that whoever issues comes through `flush`, which activates it.
+        self.enough = 0
+        # Whether the window is full, so that whoever issues must wait.
+        self.busy = False
+        self.active = active
+        # Whether a segment is just being made and sent.
+        self.flushing = False
+        # The log that wanted to become active while this one was being sent.
+        self.deferred: Log | None = None
+        # Why it cannot be issued to any more.
+        self.failed: str | None = None
+        # Whether nobody is left who would run it.
+        self.deserted = False
+        # Reads wait for this position, the one after the last instruction that only checks: such a failure poisons no value.
+        self.checked = 0
+        # Whether words of another log have been sent to the same worker since reads last waited for such words.
+        self.overtaken = False
+        self.templates = Templates()
+        self.checks = Checks(checks)
+        self.attached = Attached()
+        self.outlet = Outlet(compose, send)
+        # The Order among its streams, once there are several; `words` is a StretchedLog then.
+        self.order: Any = None
+        # Whether an acknowledgement only says that everything has been issued to a GPU.
+        self.asynchronous = False
+        # The position up to which everything is known to have run.
+        self.executed = 0
+        # Bytes of uploads in flight.
+        self._nbytes = 0
+
+    # -- what a worker and a mesh do differently -------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def host(self) -> str:
+        """Where it runs, for people."""
+
+    @abstractmethod
+    def workers(self) -> list[Any]:
+        """Return the workers that run this log and are there."""
+
+    @abstractmethod
+    def siblings(self) -> Sequence[Log]:
+        """Return the other logs that go to a worker of this one."""
+
+    @abstractmethod
+    def stream_on_wire(self, stream: int) -> int:
+        """Return the number by which the workers know a stream of this log."""
+
+    @abstractmethod
+    def gathering(self) -> bool:
+        """Whether the pump had better leave the log alone for now, as more is being issued."""
+
+    @abstractmethod
+    def fail(self, why: str) -> None:
+        """Mark it as lost, or as short of a member. What cannot run any more fails with `why`, now or later."""
+
+    @abstractmethod
+    def lost_error(self) -> NodeFailed:
+        """Return the error of whatever needs what is lost."""
+
+    def require_alive(self) -> None:
+        """Raise `NodeFailed` if the worker, or a member of the mesh, is lost."""
+        if self.failed is not None:
+            raise self.lost_error()
+
+    # -- issuing -----------------------------------------------------------------------------------------------------------------
+
+    def template(self, key: bytes, fields: Sequence[Any]) -> int:
+        """Return the number of the template of `key`; the workers learn it with the next segment. Call under `lock`."""
+        number = self.templates.find(key)
+        if number is None:
+            if self.templates.full:
+                self._expire_templates()
+            number = self.templates.add(key, fields)
+        return number
+
+    def _expire_templates(self) -> None:
+        """Drop the templates of the generation before this one, on both sides, and every signature."""
+        self.session.places.forget(self)
+        if self.order is not None:
+            # Instructions of other streams may still need what goes.
+            self.order.fence()
+        self.words += [FORGET, self.templates.expire()]
+
+    def check(self, correct: Correct) -> int:
+        """Return the number of a new prediction for the word CHECK; `correct` is called as `Checks` says."""
+        return self.checks.add(correct)
+
+    def append(self, words: list[Any], line: Line) -> Line:
+        """Append one instruction; send the log if there is nothing to do. Return its entry in the line table, at once."""
+        with self.lock:
+            freed = self.freed
+            while freed:
+                self.words.append(-freed.pop())
+            self.words += words
+            entry = (self.base + len(self.words), line[1], line[2])
+            self.line_table.append(entry)
+            if len(self.words) > self.enough:
+                self.flush()
+            return entry
+
+    def attach(self, payload: Buffer) -> int:
+        """Return the number of a payload frame of the next segment. Call under `lock`, and flush before it is let go."""
+        self.attached.frames.append(payload)
+        self.attached.nbytes += len(payload)
+        return len(self.attached.frames) - 1
+
+    def when_run(self, release: Callable[[], None]) -> None:
+        """Call `release` when the next segment has run. Call under `lock`."""
+        self.attached.releases.append(release)
+
+    # -- sending -----------------------------------------------------------------------------------------------------------------
+
+    def flush(self, upto: int | None = None) -> None:
+        """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks.
+
+        A log that nobody runs any more drops it.
+        """
+        with self.lock:
+            # A finalizer ran inside the encoder and issued something: the flush under way or the next one takes it.
+            if self.flushing:
+                return
+            if not self.active and not self._activate():
+                return
+            self.flushing = True
+            try:
+                outlet, order = self.outlet, self.order
+                if outlet.unsent is not None:
+                    self._resend()
+                if order is not None:
+                    order.append_frees()
+                freed = self.freed
+                while freed:
+                    self.words.append(-freed.pop())
+                words: Any = self.words
+                if not words:
+                    return
+                if self.deserted:
+                    self._drop()
+                    return
+                taken, lines = len(words), len(self.line_table)
+                attached, after = self.attached, Attached()
+                # Payload frames are numbered within their segment, so that segment stays whole.
+                if upto is not None and not attached.frames:
+                    taken = min(taken, upto - self.base)
+                    lines = bisect.bisect_right([line[0] for line in self.line_table], self.base + taken)
+                stretches = [] if order is None else words.stretched(taken)
+                seq, end, templates = outlet.seq + 1, self.base + taken, self.templates
+                message = outlet.compose(seq, self.base, templates.untold, words[:taken], stretches)
+                frames = [encode(message), *attached.frames]
+                flight = Flight(
+                    seq,
+                    self,
+                    self.line_table[:lines],
+                    taken,
+                    end,
+                    attached.nbytes,
+                    self.checks.last,
+                    attached.releases,
+                )
+                rest = words[taken:] if order is None else words.rest(taken)
+                # A finalizer may run in there and issue something.
+                while order is not None and len(rest) + taken != len(words):
+                    rest = words.rest(taken)
+                # No call from here on, so that Ctrl-C cannot come between: the words leave and become the unsent segment.
+                outlet.seq = seq
+                self.base = end
+                self.words, self.line_table = rest, self.line_table[lines:]
+                templates.untold, self.attached = [], after
+                outlet.unsent = frames
+                self.flights.append(flight)
+                self._nbytes += flight.nbytes
+                if self.overtaken and order is None:
+                    # What is read from now on comes after these words, and so after the other log's.
+                    self.checked, self.overtaken = end, False
+                self.busy = end - self.acknowledged > WINDOW or self._nbytes > PAYLOAD_WINDOW
+                self.enough = _enough(len(self.flights))
+                outlet.last = outlet.send(frames, copy=len(frames) == 1)
+                outlet.unsent = None
+                session = self.session
+                if session.parked[0]:
+                    session.stir()
+            finally:
+                self.flushing = False
+            if self.deferred is not None:
+                self._flush_deferred()
+
+    def _activate(self) -> bool:
+        """Have the other logs that go to the same workers send what they hold. Return False if that must wait."""
+        for sibling in self.siblings():
+            if sibling.active:
+                # A finalizer that runs inside the sibling's sending has come here.
+                if sibling.flushing:
+                    sibling.deferred = self
+                    return False
+                sibling.flush()
+                sibling.active, sibling.enough = False, 0
+        self.active, self.enough = True, _enough(len(self.flights))
+        return True
+
+    def _flush_deferred(self) -> None:
+        deferred, self.deferred = self.deferred, None
+        assert deferred is not None
+        deferred.flush()
+
+    def _resend(self) -> None:
+        """Send the segment that Ctrl-C kept from going, or from being known to have gone. A worker drops one that comes twice."""
+        outlet = self.outlet
+        assert outlet.unsent is not None
+        outlet.last = outlet.send(outlet.unsent, copy=len(outlet.unsent) == 1)
+        outlet.unsent = None
+
+    def _drop(self) -> None:
+        """Drop what has gathered: nobody is left to run it."""
+        self.words.clear()
+        self.line_table, self.attached, self.templates.untold = [], Attached(), []
+
+    # -- what comes back ---------------------------------------------------------------------------------------------------------
+
+    def _land(self, flight: Flight) -> None:
+        """Take note that the oldest segment of this log has run. Call under `lock`, and `_go_on` afterwards."""
+        self.acknowledged = flight.end
+        self._nbytes -= flight.nbytes
+        if not self.asynchronous:
+            self.executed = flight.end
+        self.checks.confirm(flight.checks)
+
+    def _go_on(self) -> None:
+        """Open the window again, and send what has gathered, if that is enough. Call under `lock`."""
+        self.busy = self.base - self.acknowledged > WINDOW or self._nbytes > PAYLOAD_WINDOW
+        if self.active:
+            self.enough = _enough(len(self.flights))
+            if self.words and len(self.words) > self.enough:
+                self.flush()
+
+    def issued_at(self, position: int) -> str:
+        """Return the line that issued the instruction at a position that has not run; nothing if it has."""
+        with self.lock:
+            for table in (
+                *(flight.line_table for flight in self.flights if flight.log is self),
+                self.line_table,
+            ):
+                line = line_at(table, position)
+                if line is not None:
+                    return line_text(line)
+        return ""
+
+
+def line_at(table: Sequence[Line], position: int) -> Line | None:
+    """Return the entry of the instruction at a position, or None if the table ends before it."""
+    k = bisect.bisect_right([line[0] for line in table], position)
+    return table[k] if k < len(table) else None
+
+
+def relieve(log: Log) -> None:
+    """Block while the window is full. Do not call it under the log's lock: whoever reads the acknowledgements needs that."""
+    if log.busy:
+        log.session.throttle(log)

@@ -1,0 +1,47 @@
+"""The templates that one log's workers know, by number, and those that they have still to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..wire.messages import FIRST_TEMPLATE
+
+_MOST_TEMPLATES = 1 << 15
+
+
+class Templates:
+    """Numbers of templates. Two generations live: a thread may have looked up a number and not yet issued it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._next = FIRST_TEMPLATE
+        # The first number of the current generation.
+        self.generation = FIRST_TEMPLATE
+        # What the next segment teaches: rows of a number and the fields of its template.
+        self.untold: list[list[object]] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def find(self, key: bytes) -> int | None:
+        """Return the number of a template, or None if the workers do not know it."""
+        return self._numbers.get(key)
+
+    @property
+    def full(self) -> bool:
+        """Whether the current generation has as many templates as it may have."""
+        return self._next - self.generation >= _MOST_TEMPLATES
+
+    def add(self, key: bytes, fields: Sequence[object]) -> int:
+        """Return the number of a new template, which the next segment teaches."""
+        number = self._numbers[key] = self._next
+        self._next += 1
+        self.untold.append([number, *fields])
+        return number
+
+    def expire(self) -> int:
+        """Forget the generation before the current one and begin another; return the first number that stays known."""
+        oldest = self.generation
+        self._numbers = {key: number for key, number in self._numbers.items() if number >= oldest}
+        self.generation = self._next
+        return oldest

@@ -22,6 +22,7 @@ from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
 from ..session.session import Session, active_session
+from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ADOPT, PUBLISH
 from .envelope import Opened, open_envelope, seal
@@ -149,10 +150,9 @@ def _check_remote(name: str, thing: Any, remote: Sequence[Any]) -> None:
 
 
 def _place_of(session: Session, device: torch.device) -> Place | None:
-    if device.type not in ("remote", "lazy") or not device.index:
-        return None
-    home = session.places.numbered(device.index)
-    return None if home.node.members else home.place
+    # A bare "remote" is the current place, wherever it is read again.
+    home = named(session.places, device) if device.index else None
+    return None if home is None or home.node.members else home.place
 
 
 def _process(node: Node) -> list[Any]:

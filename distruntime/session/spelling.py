@@ -52,7 +52,7 @@ def named(places: Places, where: object) -> Residence | None:
 
 
 def indexed(places: Places, where: int | str | torch.device | None) -> Residence:
-    """Return the place that a function of `torch.remote` is given: by its index, or by a device with that index.
+    """Return the place that a function of `torch.remote` is given: an index, or a device with that index.
 
     None and index 0 are the current place.
     """
@@ -74,7 +74,8 @@ def on_node(
     """Return the place of a node, and of a device there if one is named.
 
     Without `device` it is the device that is called as `like`. A node that has none such offers `otherwise`.
-    By default that is its `cuda:0`, or its CPU if it has no GPU. Raises `PlacementError` if there is no such node.
+    By default that is its `cuda:0`, or its CPU if it has no GPU. Raises `PlacementError` if there is no such
+    node.
     """
     have = places.devices(node)
     if device is not None:

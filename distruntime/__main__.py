@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,14 +71,16 @@ def _key() -> int:
 
 
 def _demo() -> int:
-    """Run the example `02_digits.py`; `demo.py` beside this file is a link to it, and a copy in the wheel."""
+    """Run the example `02_digits.py`, which a wheel has as `demo.py` beside this file."""
     missing = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         print(
             f"the demo needs {', '.join(missing)} as well:  pip install 'distruntime[demo]'", file=sys.stderr
         )
         return 1
-    runpy.run_module("distruntime.demo", run_name="__main__")
+    packaged = Path(__file__).with_name("demo.py")
+    example = packaged if packaged.exists() else Path(__file__).parents[1] / "examples" / "02_digits.py"
+    runpy.run_path(str(example), run_name="__main__")
     return 0
 
 

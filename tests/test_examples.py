@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,10 +99,14 @@ def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 150
 
 
-def test_the_demo_of_the_package_is_the_example() -> None:
-    assert (ROOT / "distruntime" / "demo.py").read_bytes() == (
-        ROOT / "examples" / "02_digits.py"
-    ).read_bytes()
+def test_the_demo_of_a_wheel_is_the_example(tmp_path: Path) -> None:
+    assert '"examples/02_digits.py" = "distruntime/demo.py"' in (ROOT / "pyproject.toml").read_text()
+    installed = tmp_path / "site" / "distruntime"
+    shutil.copytree(ROOT / "distruntime", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    assert not (installed / "demo.py").exists()
+    (installed / "demo.py").write_text("print('the demo of', __name__)", encoding="utf-8")
+    command = "import sys; sys.path.insert(0, 'site'); from distruntime.__main__ import main; main(['demo'])"
+    assert run("-c", command, folder=tmp_path) == "the demo of __main__\n"
 
 
 def test_the_demo_runs_without_a_clone_in_mind(tmp_path: Path) -> None:

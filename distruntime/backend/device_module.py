@@ -14,21 +14,17 @@ from ..log.current import MeshContext, asked_by_fakes, node_context
 from ..log.handle import Residence
 from ..session.placing import set_place
 from ..session.session import active, active_session
+from ..session.spelling import indexed
 from ..streams.event import Event
 from ..streams.stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize_device
-from ..tensors.tensor import DeviceIndex, DistributedTensor
+from ..tensors.tensor import DistributedTensor
 from .random import get_rng_state, manual_seed, set_rng_state
 
 Where = int | str | torch.device | None
 
 
 def _residence(device: Where) -> Residence:
-    session = active_session()
-    if isinstance(device, DeviceIndex):
-        return session.places.residence(device.place)
-    if isinstance(device, (str, torch.device)):
-        return session.places.numbered(torch.device(device).index)
-    return session.places.numbered(device)
+    return indexed(active_session().places, device)
 
 
 class RemoteModule:

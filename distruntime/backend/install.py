@@ -18,12 +18,12 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..collectives.copies import COPIES
 from ..errors import NotSupportedError
-from ..log.current import device_name
 from ..log.handle import Place
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import create
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
+from ..session.spelling import twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .device_module import RemoteModule
@@ -218,16 +218,14 @@ def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwar
     target = args[0] if args else kwargs.get("device")
     if node is None and not isinstance(target, Place):
         return _to(self, *args, **kwargs)
+    places = active_session().places
     if isinstance(target, Place):
         place = target
     else:
         assert node is not None
         first = next((p for p in self.parameters() if isinstance(p, DistributedTensor)), None)
-        if target is not None:
-            place = Place(node, device_name(target))
-        else:
-            place = first._destination(None, node) if first is not None else Place(node, "cpu")  # type: ignore[assignment]
-    residence = active_session().places.residence(place)
+        place = twin_on(places, node, target, first.place if first is not None else Place(node, "cpu"))
+    residence = places.residence(place)
     rest = args[1:] if args else ()
     return _to(self, residence.device, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
 

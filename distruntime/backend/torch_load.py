@@ -8,19 +8,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..session.session import active_session
+from ..session.spelling import is_remote, named
 
 _load = torch.load
 
 
-def _is_remote(location: Any) -> bool:
-    return isinstance(location, (str, torch.device)) and str(location).partition(":")[0] == "remote"
-
-
 def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """As `torch.load`, where "remote" is a place too: the file is read here and its tensors are sent there, tied ones tied."""
-    if not _is_remote(map_location):
+    if not is_remote(map_location):
         return _load(f, map_location, *args, **kwargs)
-    place = active_session().places.numbered(torch.device(map_location).index)
+    place = named(active_session().places, map_location)
+    assert place is not None
     sent: dict[int, Any] = {}
 
     def send(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from ..log.spec import Spec, spec
 from ..operators.proxies import wrap
 from ..operators.transfer import download, ready
 from ..session.session import Session, active_session
+from ..session.spelling import is_node, named, on_node
 from ..session.stalls import before_wait, note_wait
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
@@ -169,21 +170,18 @@ class _Target:
             return
         if hasattr(place, "_team"):
             self.mesh = place
-        elif isinstance(place, Place):
-            self._residence = session.places.residence(place)
-        elif isinstance(place, int) and not isinstance(place, bool):
+        elif is_node(place):
             session.places.devices(place)
             self._node = place
         elif isinstance(place, (str, torch.device)) and str(place) in ("cpu", "cpu:0"):
             self.here = True
-        elif isinstance(place, (str, torch.device)) and str(place).partition(":")[0] in ("remote", "lazy"):
-            self._residence = session.places.numbered(torch.device(place).index)
         else:
-            raise PlacementError(
-                'the place of a load is a Place, "remote:1", a node by its number, a mesh, "cpu" for this process, or None '
-                f"for where each tensor was; got {place!r:.80}"
-            )
-        if self._residence is not None:
+            self._residence = named(session.places, place)
+            if self._residence is None:
+                raise PlacementError(
+                    'the place of a load is a Place, "remote:1", a node by its number, a mesh, "cpu" for this process, '
+                    f"or None for where each tensor was; got {place!r:.80}"
+                )
             self._residence.node.require_alive()
 
     def of(self, node: int, device: str) -> Residence:
@@ -192,8 +190,8 @@ class _Target:
             return self._residence
         places = self._session.places
         if self._node is not None:
-            have = places.devices(self._node)
-            return places.residence(Place(self._node, device if device in have else have[0]))
+            first = places.devices(self._node)[0]
+            return places.residence(on_node(places, self._node, like=device, otherwise=first))
         if (
             0 <= node < len(self._session.nodes)
             and self._session.nodes[node].failed is None

@@ -33,6 +33,7 @@ from ..log.spec import NO_TENSOR
 from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import Session, active_session
+from ..session.spelling import on_node
 from ..session.timeouts import is_timeout
 from ..wire.data_channel import Capabilities, registered
 from ..wire.deadlines import GROUP, MEET
@@ -103,7 +104,7 @@ class ProcessGroup:
             raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
         if self.broken:
             left = [place for place in self.places if self.session.nodes[place.node].failed is None]
-            plain = all(place == default_place(self.session, place.node) for place in left)
+            plain = all(place == on_node(self.session.places, place.node) for place in left)
             shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
@@ -390,7 +391,7 @@ def homes_of(
             + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
         )
     homes = [
-        session.places.residence(where if isinstance(where, Place) else default_place(session, where))
+        session.places.residence(where if isinstance(where, Place) else on_node(session.places, where))
         for where in nodes_or_places
     ]
     if not homes:
@@ -399,11 +400,6 @@ def homes_of(
         if home in homes[:k]:
             raise UsageError(f"{home.place} was given twice: each member of {what} is another place")
     return homes
-
-
-def default_place(session: Session, node: int) -> Place:
-    """Return where a node's number alone points: its first GPU, if it has one, else its CPU."""
-    return Place(node, "cuda:0" if "cuda:0" in session.places.devices(node) else "cpu")
 
 
 def new_group(

@@ -18,9 +18,10 @@ from ..errors import PlacementError, UsageError
 from ..log.handle import Place, Residence
 from ..log.line import Line, line_text, user_line
 from ..session.session import Session
+from ..session.spelling import is_node, on_node
 from ..tensors.tensor import DistributedTensor
 from .arguments import group_for, root_of, session_of, tensor
-from .group import ProcessGroup, default_place, groups_of
+from .group import ProcessGroup, groups_of
 from .work import Work, aside
 
 
@@ -76,7 +77,7 @@ def send(
         group,
         mail,
         _Sent(
-            source, target.place, _is_node(dst) and group is None, tag, _copied(tensor, target), user_line()
+            source, target.place, is_node(dst) and group is None, tag, _copied(tensor, target), user_line()
         ),
     )
 
@@ -97,7 +98,7 @@ def isend(
         session,
         group,
         mail,
-        _Sent(source, target.place, _is_node(dst) and group is None, tag, moved.pop(), user_line()),
+        _Sent(source, target.place, is_node(dst) and group is None, tag, moved.pop(), user_line()),
     )
     return Work(f"a send from {source} to {target.place}", events, [tensor])
 
@@ -179,7 +180,7 @@ def _receiver(
             source = group.places[root_of(group, src, group_src, ("src", "group_src"))]
     elif src is not None or group_src is not None:
         named = _place(session, src, group_src, ("src", "group_src"), place)
-        source = named.node if _is_node(src) else named
+        source = named.node if is_node(src) else named
     if source == place:
         raise UsageError(
             f"a tensor on {place} cannot be received from {place}: a place does not send to itself, as in torch; use copy_"
@@ -195,16 +196,10 @@ def _place(session: Session, where: Any, rank: int | None, names: tuple[str, str
         )
     if isinstance(where, Place):
         return session.places.residence(where).place
-    if not _is_node(where):
+    if not is_node(where):
         raise UsageError(f"{names[0]} must be a node number or a place, got {where!r}")
-    have = session.places.devices(where)
-    if like.device == "cpu" or like.device in have:
-        return Place(where, like.device)
-    return default_place(session, where)
-
-
-def _is_node(where: Any) -> bool:
-    return isinstance(where, int) and not isinstance(where, bool)
+    otherwise = "cpu" if like.device == "cpu" else None
+    return on_node(session.places, where, like=like.device, otherwise=otherwise)
 
 
 def _member(group: ProcessGroup, place: Place) -> None:

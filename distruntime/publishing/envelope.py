@@ -1,7 +1,8 @@
-"""What is signed of a publication: its structure, the metadata of its tensors, its name, whose it is, and the Python that made it.
+"""What a signature of a publication covers, and how it is made and opened.
 
-An envelope is opened only if a key that is trusted has signed it, for this name, in this session, as this version. Nothing in it is
-unpickled here.
+It covers the structure, the metadata of the tensors, the name, the owner, the version and the Python.
+An envelope is opened only if a key that is trusted has signed it, for this name, in this session, as this
+version. Nothing in it is unpickled here.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgpack
 
 from ..errors import UntrustedError, UsageError
+from .listing import DaemonRecord, daemons_from
 from .signing import person, require_trusted, sign, verify
 
 _FORMAT = 1
@@ -21,11 +22,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Opened:
-    """An envelope whose signature holds. `listed` are the daemons that have its tensors: [identity, node, host, process id]."""
+    """An envelope whose signature holds. `daemons` have its tensors."""
 
     version: int
-    listed: list[Any]
-    leaves: list[Any]
+    daemons: list[DaemonRecord]
+    leaves: list[list[object]]
     pickled: bytes
 
 
@@ -34,11 +35,16 @@ def _python() -> str:
 
 
 def seal(
-    session: str, name: str, version: int, listed: Sequence[Any], leaves: Sequence[Any], pickled: bytes
+    session: str,
+    name: str,
+    version: int,
+    daemons: Sequence[DaemonRecord],
+    leaves: Sequence[list[object]],
+    pickled: bytes,
 ) -> bytes:
     """Return a signed envelope."""
     body: bytes = msgpack.packb(
-        [_FORMAT, person(), session, name, version, _python(), listed, leaves, pickled]
+        [_FORMAT, person(), session, name, version, _python(), daemons, leaves, pickled]
     )
     envelope: bytes = msgpack.packb([body, *sign(body)])
     return envelope
@@ -48,41 +54,51 @@ def open_envelope(envelope: object, session: str, name: str, version: int, shown
     """Return what is in an envelope.
 
     Raises:
-        UntrustedError: it is not signed, or by nobody who is trusted, or signed as something else. UsageError: another Python made it.
+        UntrustedError: nobody has signed it, or nobody who is trusted, or it was signed as something else.
+        UsageError: another Python made it, or another distruntime.
     """
     parts = _unpacked(envelope)
-    if (
-        not isinstance(parts, list)
-        or len(parts) != 3
-        or not isinstance(parts[0], bytes)
-        or not verify(*parts)
-    ):
-        raise UntrustedError(
-            f"what a worker holds as {shown!r} is not what anybody has signed: it was changed on the way or on the worker. Publish it again"
-        )
-    body = _unpacked(parts[0])
+    match parts:
+        case [bytes(sealed), bytes(public), bytes(signature)] if verify(sealed, public, signature):
+            body = _unpacked(sealed)
+        case _:
+            raise UntrustedError(
+                f"what a worker holds as {shown!r} is not what anybody has signed: it was changed on the "
+                "way or on the worker. Publish it again"
+            )
     if not isinstance(body, list) or not body or body[0] != _FORMAT or len(body) != 9:
-        raise UsageError(
-            f"{shown!r} was published by another distruntime, in a form that this one does not know: use the same on both sides"
-        )
+        raise _unknown_form(shown)
     _, by, signed_session, signed_name, signed_version, python, listed, leaves, pickled = body
-    require_trusted(parts[1], repr(shown), str(by)[:80])
+    require_trusted(public, repr(shown), str(by)[:80])
     if (signed_session, signed_name, signed_version) != (session, name, version):
         raise UntrustedError(
-            f"what a worker holds as {shown!r} was signed as {signed_name!r} of session {signed_session!r}, version {signed_version}, and "
-            f"not as {name!r} of {session!r}, version {version}: somebody has put it in another's place"
+            f"what a worker holds as {shown!r} was signed as {signed_name!r} of session {signed_session!r}, "
+            f"version {signed_version}, and not as {name!r} of {session!r}, version {version}: somebody has "
+            "put it in another's place"
         )
     if python != _python():
         raise UsageError(
-            f"{shown!r} was published by Python {python}, and this is Python {_python()}: pickled classes and functions fit one minor "
-            f"version only. Look it up with Python {python}, or publish its state, dr.publish(name, model.state_dict()), and load that: "
-            "this process cannot open it either way"
+            f"{shown!r} was published by Python {python}, and this is Python {_python()}: pickled classes "
+            f"and functions fit one minor version only. Look it up with Python {python}, or publish its "
+            "state, dr.publish(name, model.state_dict()), and load that: this process cannot open it "
+            "either way"
         )
-    return Opened(version, listed, leaves, pickled)
+    daemons = daemons_from(listed)
+    if daemons is None:
+        raise _unknown_form(shown)
+    return Opened(version, daemons, leaves, pickled)
 
 
-def _unpacked(data: object) -> Any:
+def _unknown_form(shown: str) -> UsageError:
+    return UsageError(
+        f"{shown!r} was published by another distruntime, in a form that this one does not know: use the "
+        "same on both sides"
+    )
+
+
+def _unpacked(data: object) -> object:
     try:
         return msgpack.unpackb(data)
-    except Exception:  # whatever msgpack says of bytes that are none of its own
+    except Exception:
+        # msgpack raises a dozen classes for bytes that are none of its own, and all mean this.
         return None

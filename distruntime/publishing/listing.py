@@ -1,11 +1,11 @@
-"""What is published, asked of the workers, and as `names()` shows it."""
+"""What the workers hold under names: how a master asks them, and what `names()` shows."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from ..errors import ProtocolError, UsageError
 from ..log.handle import Place
@@ -17,7 +17,7 @@ from ..wire.units import size_text
 
 @dataclass(frozen=True)
 class Publication:
-    """One name, as `names()` shows it: what it is, its bytes, where it lives, whether other sessions may read it, whose it is."""
+    """One name, as `names()` shows it: what it is, its bytes, its places, and its owner, who may share it."""
 
     name: str
     what: str
@@ -50,23 +50,67 @@ class Publications(tuple[Publication, ...]):
         return table_html(self._rows())
 
 
-class Found:
-    """What one worker has found under a name: of each version the envelope and [[tensor, memory, spec or None, device], ...]."""
+class DaemonRecord(NamedTuple):
+    """A daemon that has tensors of a publication.
 
-    def __init__(self, node: Node, answer: list[Any]) -> None:
-        self.identity: str = answer[0]
+    `node` is its number in the session that has published them.
+    """
+
+    identity: str
+    node: int
+    host: str
+    pid: int
+    devices: list[str]
+
+
+def daemons_from(rows: list[object]) -> list[DaemonRecord] | None:
+    """Return the daemons that rows of a message stand for; None if some row stands for none."""
+    found = []
+    for row in rows:
+        match row:
+            case [str(identity), int(node), str(host), int(pid), list(devices)]:
+                found.append(DaemonRecord(identity, node, host, pid, [str(name) for name in devices]))
+            case _:
+                return None
+    return found
+
+
+class Answer(NamedTuple):
+    """A worker's answer: which daemon has what was asked about, and what it says of that."""
+
+    identity: str
+    content: object
+
+
+class StoredTensor(NamedTuple):
+    """A published tensor as its worker lists it. `spec` is None if the worker has no tensor there."""
+
+    tensor: int
+    memory: int
+    spec: list[object] | None
+
+
+class StoredVersions:
+    """What one worker holds under a name: the envelope and the tensors of each version."""
+
+    def __init__(self, node: Node, answer: Answer) -> None:
+        self.identity = answer.identity
         self.envelopes: dict[int, bytes] = {}
-        self.rows: dict[int, list[list[Any]]] = {}
-        try:
-            for version, envelope, rows in answer[1]:
-                if not all(
-                    type(number) is int
-                    for number in (version, *(n for tensor, memory, _ in rows for n in (tensor, memory)))
-                ):
-                    raise TypeError
-                self.envelopes[version], self.rows[version] = envelope, rows
-        except (TypeError, ValueError):
-            raise nonsense(node) from None
+        self.tensors: dict[int, list[StoredTensor]] = {}
+        for row in rows_of(node, answer.content):
+            match row:
+                case [int(version), bytes(envelope), list(rows)] if type(version) is int:
+                    self.envelopes[version] = envelope
+                    self.tensors[version] = [_stored(node, fields) for fields in rows]
+                case _:
+                    raise nonsense(node)
+
+
+def _stored(node: Node, fields: object) -> StoredTensor:
+    match fields:
+        case [int(tensor), int(memory), (None | list()) as spec] if type(tensor) is type(memory) is int:
+            return StoredTensor(tensor, memory, spec)
+    raise nonsense(node)
 
 
 def nonsense(node: Node) -> ProtocolError:
@@ -74,65 +118,92 @@ def nonsense(node: Node) -> ProtocolError:
     return ProtocolError(f"{node} answered what makes no sense about what is published")
 
 
-def ask(session: Session, *detail: Any) -> dict[Node, list[Any]]:
-    """Return each worker's answer about what is published; none of those that are lost. Block for one round trip."""
+def rows_of(node: Node, content: object) -> list[object]:
+    """Return the rows of an answer; raise `ProtocolError` if it has none."""
+    if not isinstance(content, list):
+        raise nonsense(node)
+    return content
+
+
+def ask(session: Session, *detail: object) -> dict[Node, Answer]:
+    """Return the answer of each worker that is not lost about what is published. Block for one round trip."""
     requests = [
         (node, session.ask(node, "published", detail)) for node in session.nodes if node.failed is None
     ]
-    answers: dict[Node, list[Any]] = {}
+    answers: dict[Node, Answer] = {}
     for node, request in requests:
         session.result(request)
         if request.lost is not None and session.closed is None:
             continue
         session.raise_for(request)
         match request.value:
-            case [str(), _]:
-                answers[node] = request.value
+            case [str(identity), content]:
+                answers[node] = Answer(identity, content)
             case _:
                 raise nonsense(node)
     return answers
 
 
 def published(session: Session) -> Publications:
-    """Return what the session's workers hold under names, its own first, then what others share. Block for one round trip."""
+    """Return what the session's workers hold under names: its own first, then what others share.
+
+    Block for one round trip.
+    """
     here: dict[str, Node] = {}
-    versions: dict[tuple[str, str], dict[int, dict[str, tuple[bool, str, list[Any], int]]]] = {}
-    for node, (_, rows) in ask(session, "names").items():
-        try:
-            for owner, identity, name, version, shared, what, listed, nbytes in rows:
-                here[identity] = node
-                part = (
+    # By owner and name, by version, and by the daemon that has a part of it.
+    versions: dict[tuple[str, str], dict[int, dict[str, _Portion]]] = {}
+    for node, answer in ask(session, "names").items():
+        for row in rows_of(node, answer.content):
+            match row:
+                case [
+                    str(owner),
+                    str(identity),
+                    str(name),
+                    int(version),
                     bool(shared),
-                    _plain(what),
-                    [(str(row[0]), [str(device) for device in row[4]]) for row in listed],
+                    str(what),
+                    list(listed),
                     int(nbytes),
-                )
-                versions.setdefault((_plain(owner), _plain(name)), {}).setdefault(int(version), {})[
-                    str(identity)
-                ] = part
-        except (TypeError, ValueError, IndexError):
-            raise nonsense(node) from None
+                ] if (daemons := daemons_from(listed)) is not None:
+                    here[identity] = node
+                    of_name = versions.setdefault((_printable(owner), _printable(name)), {})
+                    portion = _Portion(shared, _printable(what), daemons, nbytes)
+                    of_name.setdefault(version, {})[identity] = portion
+                case _:
+                    raise nonsense(node)
     found = []
-    for (owner, name), parts in sorted(versions.items()):
-        for _, by in sorted(parts.items(), reverse=True):
-            shared, what, listed, _ = next(iter(by.values()))
-            if all(identity in by for identity, _ in listed):
-                places = sorted(
-                    (here[identity].index, device) for identity, devices in listed for device in devices
-                )
-                full, nbytes = f"{owner}/{name}" if owner else name, sum(part[3] for part in by.values())
+    for (owner, name), of_name in sorted(versions.items()):
+        for _, portions in sorted(of_name.items(), reverse=True):
+            first = next(iter(portions.values()))
+            # The newest version that is whole is the one that a lookup finds.
+            if all(daemon.identity in portions for daemon in first.daemons):
+                places = sorted((here[d.identity].index, name) for d in first.daemons for name in d.devices)
                 found.append(
                     Publication(
-                        full, what, nbytes, tuple(Place(*p) for p in places), shared, owner or session.name
+                        f"{owner}/{name}" if owner else name,
+                        first.what,
+                        sum(portion.nbytes for portion in portions.values()),
+                        tuple(Place(*place) for place in places),
+                        first.shared,
+                        owner or session.name,
                     )
                 )
                 break
     return Publications(found)
 
 
-def _plain(text: Any) -> str:
+class _Portion(NamedTuple):
+    """What one daemon says of its portion of a version."""
+
+    shared: bool
+    what: str
+    daemons: list[DaemonRecord]
+    nbytes: int
+
+
+def _printable(text: str) -> str:
     """Return what another session says of itself, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:400])
+    return "".join(c if c.isprintable() else "?" for c in text[:400])
 
 
 def unknown(session: Session, name: str, nodes: Iterable[Node]) -> UsageError:

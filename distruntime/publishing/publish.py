@@ -1,7 +1,8 @@
-"""Publishing: names for what is to outlive this process, or to be shared with others; and what was published, back as it was.
+"""Publishing gives a name to what is to outlive this process or to be shared; a lookup brings it back.
 
-Tensors stay where they are; what travels is the structure around them, signed by whoever has published it. A version of a name is whole
-when every daemon that it lists has it, and a lookup takes the highest that is: a master that dies half-way leaves the one before.
+Tensors stay where they are. What travels is the structure around them, signed by whoever has published it. A
+version of a name is whole when every daemon that it lists has it, and a lookup takes the highest version that
+is whole. So a master that dies half-way leaves the version before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ProtocolError, UntrustedError, UsageError
-from ..log.handle import Handle, Place, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, Storage, next_ref
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.node import Node
@@ -22,38 +23,55 @@ from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
 from ..session.session import Session, active_session
+from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
+from ..wire.codec import dtype_name
 from ..wire.messages import ADOPT, PUBLISH
 from .envelope import Opened, open_envelope, seal
-from .known import Key, Known, known_of
-from .listing import Found, Publications, ask, nonsense, published, unknown
-from .structure import described, dump, load, pack_local, unpack_local
+from .listing import (
+    Answer,
+    DaemonRecord,
+    Publications,
+    StoredVersions,
+    ask,
+    nonsense,
+    published,
+    rows_of,
+    unknown,
+)
+from .registry import Key, Registry, registry_of
+from .structure import Leaf, described, dump, load, pack_local, unpack_local
 
 _LONGEST = 200  # characters of a name
-# So often a lookup asks the workers again, where somebody has given the name anew while they were asked.
+# A lookup asks the workers again this often, if somebody gives the name anew while they are asked.
 _TRIES = 20
 _token = count(1).__next__
 
 
 def names() -> Publications:
-    """Return what is published: this session's own, and what other sessions share on its workers. Block for one round trip."""
+    """Return what is published: this session's own, and what other sessions share on its workers.
+
+    Block for one round trip.
+    """
     return published(active_session())
 
 
-def publish(name: str, thing: Any, *, shared: bool = False, copy: bool = False) -> None:
-    """Give a name to a module, an optimizer, or a tree of them and of remote tensors. Block until its workers have got there.
+def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
+    """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
-    The tensors stay where they are, and stay in use: what is done to them in place later, a lookup sees. A name that is taken is given
-    anew, on all nodes at once.
+    Block until its workers have got there. The tensors stay where they are, and stay in use: what is done to
+    them in place later, a lookup sees. A name that is taken is given anew, on all nodes at once.
 
     Args:
         name: at most 200 characters, without "/".
-        shared: let other sessions on its workers look it up, as "owner/name", to read it; the owner is `session.name`.
+        shared: let other sessions on its workers look it up, as "owner/name", to read it; the owner is
+            `session.name`.
         copy: publish a copy as of now, which later training does not change.
 
     Raises:
-        UsageError: there is a local tensor in it, or what cannot be pickled. NodeFailed: a node of it is lost. Whatever an operation
-            failed with: a tensor of it is poisoned, and nothing is published.
+        UsageError: there is a local tensor in it, or what cannot be pickled.
+        NodeFailed: a node of it is lost.
+        Whatever an operation failed with: a tensor of it is poisoned, and nothing is published.
     """
     _check_name(name)
     session = active_session()
@@ -65,104 +83,121 @@ def publish(name: str, thing: Any, *, shared: bool = False, copy: bool = False) 
     nodes = [
         session.nodes[k] for k in dict.fromkeys(place.node for place in places if isinstance(place, Place))
     ]
-    known = known_of(session)
-    with known.lock:
-        known.sweep()
+    registry = registry_of(session)
+    with registry.lock:
+        registry.drop_unused()
         answers = ask(session, "versions", name)
         for node in nodes:
             node.require_alive()
-        version = 1 + max(
-            (number for node, answer in answers.items() for number in _numbers(node, answer[1])), default=0
-        )
-        own: dict[Node, list[Any]] = {node: [] for node in nodes}
+        version = 1 + max((n for node, answer in answers.items() for n in _versions(node, answer)), default=0)
+        own: dict[Node, list[DistributedTensor]] = {node: [] for node in nodes}
         packed = [_packed(session, leaf, own) for leaf in leaves]
-        listed = [
-            [answers[node][0], node.index, *_process(node), sorted({t.place.device for t in own[node]})]
-            for node in nodes
-        ]
-        envelope = seal(session.name, name, version, listed, packed, structure.pickled)
-        before = known.pinned.get(name, [])
+        daemons = [_record(answers[node].identity, node, own[node]) for node in nodes]
+        envelope = seal(session.name, name, version, daemons, packed, structure.pickled)
+        before = registry.pinned.get(name, [])
         pinned = [leaf._handle.storage for leaf in remote]
-        known.pinned[name] = [*before, *pinned]
+        registry.pinned[name] = [*before, *pinned]
         try:
-            numbers = _issue(session, [name, version, shared, described(thing), listed, envelope], own)
-        except Exception:  # not Ctrl-C: then it may be published all the same
-            known.pinned[name] = before
+            numbers = _issue(session, [name, version, shared, described(thing), daemons, envelope], own)
+        except Exception:
+            # After Ctrl-C it may be published all the same, so that goes past here.
+            registry.pinned[name] = before
             ask(session, "drop", name, version)
             raise
         for node, tensors in own.items():
-            identity = answers[node][0]
+            identity = answers[node].identity
             for leaf, (tensor, memory) in zip(tensors, numbers[node]):
-                known.note((identity, tensor), (identity, memory), leaf)
-        known.pinned[name], known.homes[name] = pinned, nodes
+                registry.add((identity, tensor), (identity, memory), leaf)
+        registry.pinned[name], registry.homes[name] = pinned, nodes
         ask(session, "settle", name, version)
 
 
 def unpublish(name: str) -> None:
-    """Take a name away. What it stood for lives on where somebody holds it, readers in other sessions too. Block for one round trip.
+    """Take a name away. Block for one round trip.
+
+    What it stood for lives on as long as somebody holds it, a reader in another session included.
 
     Raises:
         UsageError: there is no such name among the session's own.
     """
     _check_name(name)
     session = active_session()
-    known = known_of(session)
-    with known.lock:
+    registry = registry_of(session)
+    with registry.lock:
         dropped = ask(session, "drop", name, 0)
-        known.pinned.pop(name, None)
-        homes = known.homes.pop(name, [])
-        known.sweep()
-    if not any(answer[1] for answer in dropped.values()) and not homes:
+        registry.pinned.pop(name, None)
+        homes = registry.homes.pop(name, [])
+        registry.drop_unused()
+    if not any(answer.content for answer in dropped.values()) and not homes:
         raise unknown(session, name, session.nodes)
 
 
-def _numbers(node: Node, found: Any, shape: Any = int) -> Any:
-    """Return a list of what `shape` says, if a worker has sent one."""
-    if not isinstance(found, list) or not all(
-        type(n) is int if shape is int else [type(k) for k in n] == shape for n in found
-    ):
+def _versions(node: Node, answer: Answer) -> list[int]:
+    """Return the versions that a worker has listed."""
+    rows = rows_of(node, answer.content)
+    numbers = [row for row in rows if type(row) is int]
+    if len(numbers) != len(rows):
         raise nonsense(node)
-    return found
+    return numbers
 
 
-def _check_name(name: Any, most: int = _LONGEST) -> None:
+def _numbers(node: Node, content: object) -> list[tuple[int, int]]:
+    """Return the numbers by which a worker knows each tensor and its memory."""
+    rows = rows_of(node, content)
+    numbers = []
+    for row in rows:
+        match row:
+            case [int(tensor), int(memory)] if type(tensor) is type(memory) is int:
+                numbers.append((tensor, memory))
+            case _:
+                raise nonsense(node)
+    return numbers
+
+
+def _check_name(name: object, most: int = _LONGEST) -> None:
     if not isinstance(name, str) or not name or len(name) > most or not name.isprintable():
         raise UsageError(f"a name is a text of 1 to {most} printable characters, got {name!r:.220}")
     if most == _LONGEST and "/" in name:
         raise UsageError(f'a name has no "/" in it, as "owner/name" is what others look up; got {name!r}')
 
 
-def _check_remote(name: str, thing: Any, remote: Sequence[Any]) -> None:
+def _check_remote(name: str, thing: object, remote: Sequence[DistributedTensor]) -> None:
     if not remote:
         raise UsageError(
-            f"there is no remote tensor in what is to be published as {name!r} (of class {type(thing).__name__}): send it first, "
+            f"there is no remote tensor in what is to be published as {name!r} (of class "
+            f"{type(thing).__name__}): send it first, "
             '.to("remote")'
         )
     for tensor in remote:
         storage, node = tensor._handle.storage, tensor._handle.place.node
         if type(storage) is ReadOnlyStorage:
             raise UsageError(
-                f"{name!r} would hold a tensor of {storage.name!r}, which is another session's: publish a copy, copy=True"
+                f"{name!r} would hold a tensor of {storage.name!r}, which is another session's: publish a "
+                "copy, copy=True"
             )
         node.session.require_open()
         node.require_alive()
 
 
 def _place_of(session: Session, device: torch.device) -> Place | None:
-    if device.type not in ("remote", "lazy") or not device.index:
-        return None
-    home = session.places.numbered(device.index)
-    return None if home.node.members else home.place
+    # A bare "remote" is the current place, wherever it is read again.
+    home = named(session.places, device) if device.index else None
+    return None if home is None or home.node.members else home.place
 
 
-def _process(node: Node) -> list[Any]:
+def _process(node: Node) -> tuple[str, int]:
+    """Return the host and the process that a node is."""
     welcome = node.welcome
     assert welcome is not None
-    return [welcome.host, welcome.pid]
+    return welcome.host, welcome.pid
 
 
-def _packed(session: Session, leaf: Any, own: dict[Node, list[Any]]) -> list[Any]:
-    """Return one leaf as it travels; a remote one joins its node's."""
+def _record(identity: str, node: Node, tensors: Sequence[DistributedTensor]) -> DaemonRecord:
+    return DaemonRecord(identity, node.index, *_process(node), sorted({t.place.device for t in tensors}))
+
+
+def _packed(session: Session, leaf: Leaf, own: dict[Node, list[DistributedTensor]]) -> list[object]:
+    """Return one leaf as it travels. A remote one is added to the list of its node."""
     nodes = list(own)
     if isinstance(leaf, Place):
         return ["place", nodes.index(session.nodes[leaf.node]), leaf.device]
@@ -181,8 +216,13 @@ def _packed(session: Session, leaf: Any, own: dict[Node, list[Any]]) -> list[Any
     ]
 
 
-def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> dict[Node, list[Any]]:
-    """Have the workers keep their tensors, all at one moment of the program; return the numbers by which they know them."""
+def _issue(
+    session: Session, fields: list[object], own: dict[Node, list[DistributedTensor]]
+) -> dict[Node, list[tuple[int, int]]]:
+    """Have the workers keep their tensors, all at one moment of the program.
+
+    Return the numbers by which they know each tensor and its memory.
+    """
     line, requests = user_line(), {}
     with session.lock:
         for node, tensors in own.items():
@@ -192,22 +232,28 @@ def _issue(session: Session, fields: list[Any], own: dict[Node, list[Any]]) -> d
                 [PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line
             )
             node.flush()
-    for request in requests.values():  # all, so that what comes after a failure finds no worker half-way
+    # All are waited for first, so that what comes after a failure finds no worker half-way.
+    for request in requests.values():
         session.result(request)
+    numbers = {}
     for node, request in requests.items():
         session.raise_for(request)
-        if len(_numbers(node, request.value, [int, int])) != len(own[node]):
+        numbers[node] = _numbers(node, request.value)
+        if len(numbers[node]) != len(own[node]):
             raise nonsense(node)
-    return {node: request.value for node, request in requests.items()}
+    return numbers
 
 
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    """Return the leaves with copies of the remote tensors, in the order of the log; copies of views share memory as the views do."""
-    sharing: dict[int, list[Any]] = {}
+def _copies(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Return the leaves with copies of the remote tensors, in the order of the log.
+
+    Copies of views share memory as the views do.
+    """
+    sharing: dict[int, list[DistributedTensor]] = {}
     for leaf in leaves:
         if type(leaf) is DistributedTensor:
             sharing.setdefault(id(leaf._handle.storage), []).append(leaf)
-    twins: dict[int, Any] = {}
+    twins: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for views in sharing.values():
             spec: Spec = views[0]._handle.spec
@@ -218,159 +264,195 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
             flat = views[0].detach().as_strided((length,), (1,), 0).clone()
             twins.update((id(v), flat.as_strided(v.size(), v.stride(), v.storage_offset())) for v in views)
     for leaf in leaves:
-        if id(leaf) in twins:
+        if isinstance(leaf, torch.Tensor) and id(leaf) in twins:
             twin = twins[id(leaf)].requires_grad_(leaf.requires_grad)
             twin.__dict__.update((key, value) for key, value in leaf.__dict__.items() if key != "_handle")
     return [twins.get(id(leaf), leaf) for leaf in leaves]
 
 
-# -- back ------------------------------------------------------------------------------------------------------------------------
+# -- back ----------------------------------------------------------------------------------------------------
 
 
-def lookup(name: str) -> Any:
-    """Return what was published under a name: modules as modules, ties and views as they were. Block for one round trip.
+# What a user has published is of any class, so its users would have to convert an `object` on each line.
+def lookup(name: str) -> Any:  # type: ignore[explicit-any]
+    """Return what was published under a name: modules as modules, ties and views as they were.
 
-    One tensor of a worker is one object here, in whatever it was published and however often it is looked up. "owner/name" is what
-    another session shares: to be read, not written.
+    Block for one round trip. One tensor of a worker is one object here, in whatever it was published and
+    however often it is looked up. "owner/name" is what another session shares: it can be read and not
+    written.
 
     Raises:
-        UsageError: there is no such name, or its tensors have changed their shapes since. UntrustedError: it is signed neither by you
-            nor by somebody whom you trust. NodeFailed: some of it was on a node that is lost.
+        UsageError: there is no such name, or its tensors have changed their shapes since.
+        UntrustedError: it is signed neither by you nor by somebody whom you trust.
+        NodeFailed: some of it was on a node that is lost.
     """
     _check_name(name, 2 * _LONGEST)
     session = active_session()
     owner, _, own_name = name.rpartition("/")
     foreign = owner not in ("", session.name)
-    known = known_of(session)
-    with known.lock:
-        known.sweep()
+    registry = registry_of(session)
+    with registry.lock:
+        registry.drop_unused()
         for _ in range(_TRIES):
             with suppress(_Replaced):
-                return _look(session, known, name, owner, own_name, foreign)
+                return _look_up(session, registry, name, owner, own_name, foreign)
     raise UsageError(
         f"{name!r} is not whole: it is being given anew all the time, or who published it died half-way. "
         "Look it up again, or publish it again"
     )
 
 
-def _look(session: Session, known: Known, name: str, owner: str, own_name: str, foreign: bool) -> Any:
-    """Return what is published, by one round of answers; raise `_Replaced` where it was given anew between two of them."""
+def _look_up(
+    session: Session, registry: Registry, name: str, owner: str, own_name: str, foreign: bool
+) -> object:
+    """Return what is published, by one round of answers.
+
+    Raises `_Replaced` where the name was given anew between two of them.
+    """
     token, waiting = _token(), [node for node in session.nodes if node.failed is None]
     try:
         answers = ask(session, "find", owner if foreign else "", own_name, token)
-        found = {node: Found(node, answer) for node, answer in answers.items()}
-        opened, nodes = _newest(session, known, name, owner if foreign else session.name, own_name, found)
-        adoption = _Adoption(session, known, name if foreign else None, opened.version, nodes, found)
-        leaves = [adoption.leaf(kind, fields) for kind, *fields in opened.leaves]
+        stored = {node: StoredVersions(node, answer) for node, answer in answers.items()}
+        homes = registry.homes.get(name, [])
+        opened, nodes = _newest(session, homes, name, owner if foreign else session.name, own_name, stored)
+        adoption = _Adoption(session, registry, name if foreign else None, opened.version, nodes, stored)
+        leaves = [adoption.leaf(form) for form in opened.leaves]
         adoption.issue(token)
         waiting = [node for node in waiting if node not in nodes]
-    finally:  # workers hold what they have found until they hear of it
+    finally:
+        # Workers hold what they have found until they hear of it.
         for node in waiting:
             issue_default([ADOPT, token, 0, []], (), (), node, user_line())
     if not foreign:
-        known.pinned[own_name] = [leaf._handle.storage for leaf in leaves if type(leaf) is DistributedTensor]
-        known.homes[own_name] = nodes
+        remote = [leaf for leaf in leaves if type(leaf) is DistributedTensor]
+        registry.pinned[own_name] = [leaf._handle.storage for leaf in remote]
+        registry.homes[own_name] = nodes
     return load(opened.pickled, leaves)
 
 
 class _Replaced(Exception):
-    """A name was given anew between the answers of two workers: one had the version before, and the other has the next."""
+    """A name was given anew between the answers of two workers.
+
+    The first had the version before, and the second has the next one.
+    """
 
 
 def _newest(
-    session: Session, known: Known, name: str, owner: str, own_name: str, found: dict[Node, Found]
+    session: Session,
+    homes: list[Node],
+    name: str,
+    owner: str,
+    own_name: str,
+    stored: dict[Node, StoredVersions],
 ) -> tuple[Opened, list[Node]]:
     """Return the newest version that is whole, and its nodes; raise for one that nobody has, or has whole."""
-    by_identity = {one.identity: node for node, one in found.items()}
-    missing: list[list[Any]] = []
-    for version in sorted({v for one in found.values() for v in one.envelopes}, reverse=True):
-        envelopes = [one.envelopes[version] for one in found.values() if version in one.envelopes]
+    by_identity = {one.identity: node for node, one in stored.items()}
+    missing: list[DaemonRecord] = []
+    for version in sorted({v for one in stored.values() for v in one.envelopes}, reverse=True):
+        envelopes = [one.envelopes[version] for one in stored.values() if version in one.envelopes]
         opened = open_envelope(envelopes[0], owner, own_name, version, name)
         if any(other != envelopes[0] for other in envelopes):
             raise UntrustedError(
-                f"the workers hold different things as version {version} of {name!r}: one of them has changed it"
+                f"the workers hold different things as version {version} of {name!r}: one of them has "
+                "changed it"
             )
-        nodes = [by_identity.get(row[0]) for row in opened.listed]
-        whole = [node for node in nodes if node is not None and version in found[node].envelopes]
+        nodes = [by_identity.get(daemon.identity) for daemon in opened.daemons]
+        whole = [node for node in nodes if node is not None and version in stored[node].envelopes]
         if len(whole) == len(nodes):
             return opened, whole
         missing = missing or [
-            row
-            for row, node in zip(opened.listed, nodes)
-            if node is None or version not in found[node].envelopes
+            daemon
+            for daemon, node in zip(opened.daemons, nodes)
+            if node is None or version not in stored[node].envelopes
         ]
-    for node in known.homes.get(name, []):
+    for node in homes:
         node.require_alive()
-    if missing and all(row[0] in by_identity for row in missing):
+    if missing and all(daemon.identity in by_identity for daemon in missing):
         raise _Replaced
-    for _, number, host, pid, _ in missing:
+    for daemon in missing:
         for node in session.nodes:
-            if _process(node) == [host, pid]:
+            if _process(node) == (daemon.host, daemon.pid):
                 node.require_alive()
         raise UsageError(
-            f"some of {name!r} is on node {number} of the session that has published it ({host}, process {pid}), which is not among this "
-            "session's nodes: connect to that worker too"
+            f"some of {name!r} is on node {daemon.node} of the session that has published it "
+            f"({daemon.host}, process {daemon.pid}), which is not among this session's nodes: connect to "
+            "that worker too"
         )
     raise unknown(session, name, session.nodes)
 
 
 class _Adoption:
-    """Proxies for the tensors of a publication: those that are here already, and new ones, whose refs go to the workers.
+    """Makes proxies for the tensors of a publication. Those that are here already serve again.
 
-    `name` is that of another session's: its memory can be read only.
+    The workers are told the refs of the new ones. With `name`, another session has published it, and its
+    memory can only be read.
     """
 
     def __init__(
         self,
         session: Session,
-        known: Known,
+        registry: Registry,
         name: str | None,
         version: int,
         nodes: list[Node],
-        found: dict[Node, Found],
+        stored: dict[Node, StoredVersions],
     ) -> None:
-        self._session, self._known, self._name = session, known, name
-        self._nodes, self._found, self._version = nodes, found, version
-        self._rows = {node: found[node].rows[version] for node in nodes}
-        self._refs = {node: [0] * len(rows) for node, rows in self._rows.items()}
+        self._session, self._registry, self._name = session, registry, name
+        self._nodes, self._version = nodes, version
+        self._identities = {node: stored[node].identity for node in nodes}
+        self._tensors = {node: stored[node].tensors[version] for node in nodes}
+        self._refs = {node: [0] * len(tensors) for node, tensors in self._tensors.items()}
         self._fresh: dict[Node, list[Handle]] = {node: [] for node in nodes}
-        self._new: dict[Key, tuple[Key, Any]] = {}
+        # By the tensor's key: the key of its memory, and its proxy.
+        self._new: dict[Key, tuple[Key, DistributedTensor]] = {}
         self._storages: dict[Key, Storage] = {}
 
-    def leaf(self, kind: str, fields: Sequence[Any]) -> Any:
-        """Return what stands in a structure for this leaf."""
-        if kind == "local":
-            return unpack_local(fields)
-        node = self._nodes[fields[0]]
-        if kind == "place":
-            return self._session.places.residence(Place(node.index, fields[1])).device
-        _, index, device, wire, wants_grad, is_parameter = fields
-        rows, identity = self._rows[node], self._found[node].identity
-        if index >= len(rows):
+    def leaf(self, form: list[object]) -> object:
+        """Return what stands in a structure for this leaf, which is in the form that `_packed` gives it."""
+        match form:
+            case ["local", *fields]:
+                return unpack_local(fields)
+            case ["place", int(number), str(device)]:
+                return self._residence(self._nodes[number], device).device
+            case ["remote", int(number), int(index), str(device), list(wire), bool(grad), bool(is_parameter)]:
+                return self._remote(self._nodes[number], index, device, wire, grad, is_parameter)
+        raise ProtocolError("what should be a leaf of a publication is none")
+
+    def _residence(self, node: Node, device: str) -> Residence:
+        return self._session.places.residence(Place(node.index, device))
+
+    def _remote(
+        self, node: Node, index: int, device: str, wire: list[object], wants_grad: bool, is_parameter: bool
+    ) -> DistributedTensor:
+        """Return the proxy of a tensor that its node has listed at `index`."""
+        tensors, identity = self._tensors[node], self._identities[node]
+        if index >= len(tensors):
             raise ProtocolError(f"{node} has fewer tensors than were published")
-        tensor, memory, real = rows[index]
-        key, place = (identity, tensor), (identity, memory)
-        known = self._known.proxy(key) if key not in self._new else self._new[key][1]
-        if known is not None:
-            return known
-        if real is not None and real != wire:
-            raise UsageError(
-                f"a tensor has become {real[3]} {tuple(real[0])} since it was published, as {wire[3]} {tuple(wire[0])}: publish it again"
-            )
+        tensor, memory, real = tensors[index]
+        key, memory_key = (identity, tensor), (identity, memory)
+        proxy = self._registry.proxy(key) if key not in self._new else self._new[key][1]
+        if proxy is not None:
+            return proxy
         spec = spec_from_wire(wire)
-        storage = self._storages.get(place) or self._known.storage(place)
+        if real is not None and real != wire:
+            now = spec_from_wire(real)
+            raise UsageError(
+                f"a tensor has become {dtype_name(now.dtype)} {tuple(now.size)} since it was published, as "
+                f"{dtype_name(spec.dtype)} {tuple(spec.size)}: publish it again"
+            )
+        storage = self._storages.get(memory_key) or self._registry.storage(memory_key)
         if storage is None:
             storage = Storage(spec) if self._name is None else ReadOnlyStorage(spec, self._name)
-        self._storages[place] = storage
-        handle = Handle(next_ref(), spec, self._session.places.residence(Place(node.index, device)), storage)
+        self._storages[memory_key] = storage
+        handle = Handle(next_ref(), spec, self._residence(node, device), storage)
         self._refs[node][index] = handle.ref
         self._fresh[node].append(handle)
         with torch.inference_mode(False):
-            proxy = wrap(DistributedTensor, handle).requires_grad_(wants_grad)
+            made: DistributedTensor = wrap(DistributedTensor, handle).requires_grad_(wants_grad)
         if is_parameter:
-            proxy._is_param = True
-        self._new[key] = place, proxy
-        return proxy
+            made._is_param = True
+        self._new[key] = memory_key, made
+        return made
 
     def issue(self, token: int) -> None:
         """Give the values their refs, in the order of the log."""
@@ -381,4 +463,4 @@ class _Adoption:
                     [ADOPT, token, self._version, self._refs[node]], self._fresh[node], (), node, line
                 )
             for key, (memory, proxy) in self._new.items():
-                self._known.note(key, memory, proxy)
+                self._registry.add(key, memory, proxy)

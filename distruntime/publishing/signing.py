@@ -1,7 +1,7 @@
 """Signatures under what is published: whose key made one, and whether this user trusts it.
 
-The key is a person's, not the cluster's: who holds the cluster's key may run code on workers, which says nothing about whose pickles
-this process may open. Ed25519, by PyNaCl.
+The key belongs to a person, not to the cluster. Whoever holds the cluster's key may run code on workers, and
+that says nothing about whose pickles this process may open. The signatures are Ed25519, by PyNaCl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nacl.signing import SigningKey, VerifyKey
 from ..errors import ConfigurationError, UntrustedError
 from ..wire.keys import require_own, user_file, write_private
 
-_CONTEXT = b"distruntime publication\0"  # signatures under anything else are none here
+# A signature covers these bytes first, so that one made for another purpose does not count here.
+_CONTEXT = b"distruntime publication\0"
 _BANNER = """\
 # distruntime signing key: SECRET. What it has signed, your masters open, which runs code.
 # `python -m distruntime key` prints the public half, for other people's trusted-keys.
@@ -28,32 +29,43 @@ _BANNER = """\
 
 
 def key_path() -> Path:
-    """Return where this user's signing key is: $DISTRUNTIME_SIGNING_KEY, or ~/.config/distruntime/signing-key."""
+    """Return the file of this user's signing key.
+
+    It is $DISTRUNTIME_SIGNING_KEY or ~/.config/distruntime/signing-key.
+    """
     return user_file("DISTRUNTIME_SIGNING_KEY", "signing-key")
 
 
 def trusted_path() -> Path:
-    """Return where the public keys of others are listed: $DISTRUNTIME_TRUSTED_KEYS, or ~/.config/distruntime/trusted-keys."""
+    """Return the file that lists the public keys of others.
+
+    It is $DISTRUNTIME_TRUSTED_KEYS or ~/.config/distruntime/trusted-keys.
+    """
     return user_file("DISTRUNTIME_TRUSTED_KEYS", "trusted-keys")
 
 
 def person() -> str:
-    """Return "user@host", as what this process signs says of itself."""
+    """Return "user@host": who signs here, in this process's own words."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no name for this user id, as in some containers
+    except (KeyError, OSError):
+        # This user id has no name, as in some containers.
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 
 
 def own_key() -> SigningKey:
-    """Return this user's signing key, made (mode 0600) where there is none; raise `ConfigurationError` for a file that is none."""
+    """Return this user's signing key. Make one (mode 0600) if there is none.
+
+    Raises `ConfigurationError` for a file that is no key.
+    """
     path = key_path()
     try:
         if not path.exists():
             write_private(path, _BANNER + _text(SigningKey.generate().encode()) + "\n")
     except FileExistsError:
-        pass  # another process was faster on its own first use: share its key
+        # Another process was faster at its own first use, and this one shares its key.
+        pass
     except OSError as error:
         raise ConfigurationError(
             f"the signing key cannot be written to {path}: {error.strerror}. Set DISTRUNTIME_SIGNING_KEY"
@@ -75,7 +87,8 @@ def _load(path: Path) -> SigningKey:
         ) from error
     if mode & 0o077:
         raise ConfigurationError(
-            f"got signing key {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
+            f"got signing key {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone "
+            f"may read. Do: chmod 600 {path}"
         )
     require_own(path, "a signing key")
     seed = _bytes(words[0]) if len(words) == 1 else None
@@ -87,7 +100,7 @@ def _load(path: Path) -> SigningKey:
 
 
 def public_line() -> str:
-    """Return the line that others put into their trusted-keys: this user's public key, and who that is."""
+    """Return the line that others add to their trusted-keys: this user's public key and name."""
     return f"{_text(own_key().verify_key.encode())} {person()}"
 
 
@@ -98,7 +111,7 @@ def sign(body: bytes) -> tuple[bytes, bytes]:
 
 
 def verify(body: bytes, public: object, signature: object) -> bool:
-    """Whether this signature of this key is under `body`. Says nothing about whose key it is."""
+    """Whether this key has signed `body` with this signature. That says nothing about whose key it is."""
     if (
         not isinstance(public, bytes)
         or not isinstance(signature, bytes)
@@ -114,21 +127,29 @@ def verify(body: bytes, public: object, signature: object) -> bool:
 
 
 def require_trusted(public: bytes, what: str, claims: str) -> None:
-    """Raise `UntrustedError` unless a public key is this user's own or a listed one. `claims` is who its holder says to be."""
+    """Raise `UntrustedError` unless a public key is this user's own or a listed one.
+
+    `claims` is the name that its holder claims.
+    """
     path = key_path()
     if path.exists() and _load(path).verify_key.encode() == public:
         return
     if public in trusted_keys():
         return
     raise UntrustedError(
-        f"{what} is signed with the key {_text(public)}, whose holder calls himself {claims}. It is neither your own nor listed in "
-        f"{trusted_path()}, and opening what it has signed would run that person's code here\n"
-        f"  if you trust them, and `python -m distruntime key` prints this key there, add the line:  {_text(public)} {claims}"
+        f"{what} is signed with the key {_text(public)}, whose holder calls himself {claims}. It is neither "
+        f"your own nor listed in {trusted_path()}, and opening what it has signed would run that person's "
+        "code here\n"
+        "  if you trust them, and `python -m distruntime key` prints this key there, add the line:  "
+        f"{_text(public)} {claims}"
     )
 
 
 def trusted_keys() -> dict[bytes, str]:
-    """Return the public keys that are listed, with their comments; raise `ConfigurationError` for a file that others may write."""
+    """Return the public keys that are listed, with their comments.
+
+    Raises `ConfigurationError` for a file that others may write.
+    """
     path = trusted_path()
     try:
         if path.stat().st_mode & 0o022:
@@ -149,7 +170,8 @@ def trusted_keys() -> dict[bytes, str]:
         public = _bytes(text)
         if public is None:
             raise ConfigurationError(
-                f"{path}, line {number}: expected a key as `python -m distruntime key` prints it, got {line[:60]!r}"
+                f"{path}, line {number}: expected a key as `python -m distruntime key` prints it, got "
+                f"{line[:60]!r}"
             )
         found[public] = comment.strip()
     return found

@@ -1,6 +1,7 @@
-"""The structure of what is published: everything but the remote tensors, pickled, with a number where each of these stands.
+"""The structure of what is published: a pickle with a number in the place of each remote tensor.
 
-The one place of the master where something is unpickled: `load`, which publishing.py calls with what a trusted key has signed.
+`load` is the only function of the master that unpickles. It is called with what a trusted key has signed, and
+with nothing else.
 """
 
 from __future__ import annotations
@@ -9,42 +10,49 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import cloudpickle
 import torch
 
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, ProtocolError, UsageError
 from ..log.handle import Place
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes
 from ..wire.units import count_text
 
-_OWN = ("_handle", "_is_param")  # of a proxy's attributes, what does not travel as one
+# These attributes of a proxy do not travel as attributes.
+_OWN = ("_handle", "_is_param")
+
+Leaf = torch.Tensor | Place
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What `dump` made: the bytes, and what stands at each number in them: remote tensors, one-element local ones, and places."""
+    """What `dump` made: the bytes, and the leaf for each number in them.
+
+    A leaf is a remote tensor, a local one of one element, or a place.
+    """
 
     pickled: bytes
-    leaves: list[Any]
+    leaves: list[Leaf]
 
 
-def dump(thing: Any, place_of: Callable[[torch.device], Place | None]) -> Structure:
+def dump(thing: object, place_of: Callable[[torch.device], Place | None]) -> Structure:
     """Take a module, an optimizer, or a tree of them and of remote tensors apart.
 
     `place_of` tells the place that a remote device means; devices are numbered anew in each session.
 
     Raises:
-        UsageError: a local tensor of more than one element, which stays where it is, or what cannot be pickled; the text says where it is.
+        UsageError: a local tensor of more than one element, which stays where it is, or what cannot be
+            pickled. The text says where it is.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, place_of)
     try:
         pickler.dump(thing)
         told = 0
-        while told < len(pickler.leaves):  # what is in an attribute may have attributes
+        # A tensor in an attribute may have attributes itself.
+        while told < len(pickler.leaves):
             more = dict(enumerate(pickler.leaves[told:], told))
             told += len(more)
             pickler.dump(
@@ -59,16 +67,21 @@ def dump(thing: Any, place_of: Callable[[torch.device], Place | None]) -> Struct
         raise _unfit(thing, refused.args[0]) from None
     except UsageError:
         raise
-    except Exception as error:  # what pickling anything raises is as wide as what can be in there
+    except Exception as error:
+        # Any class of the user's may raise anything while it is pickled.
         raise UsageError(
-            f"{_article(thing)} cannot be published: {type(error).__name__}: {error}. A module, an optimizer, or lists and dicts of "
-            "remote tensors, such as a state_dict(), can be, with whatever else in them pickle takes"
+            f"{_article(thing)} cannot be published: {type(error).__name__}: {error}. A module, an "
+            "optimizer, or lists and dicts of remote tensors, such as a state_dict(), can be, with "
+            "whatever else in them pickle takes"
         ) from None
     return Structure(file.getvalue(), pickler.leaves)
 
 
-def load(pickled: bytes, leaves: Sequence[Any]) -> Any:
-    """Put together what `dump` has taken apart. RUNS CODE that is in `pickled`: only for what a trusted key has signed."""
+def load(pickled: bytes, leaves: Sequence[object]) -> object:
+    """Put together what `dump` has taken apart.
+
+    This RUNS CODE that is in `pickled`: call it only with what a trusted key has signed.
+    """
     unpickler = _Unpickler(io.BytesIO(pickled), leaves)
     try:
         thing = unpickler.load()
@@ -77,8 +90,8 @@ def load(pickled: bytes, leaves: Sequence[Any]) -> Any:
                 leaves[k].__dict__.update(own)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"what was published needs the module {error.name!r}, which cannot be imported here: put it where Python finds it. Classes "
-            "defined in a script or a notebook travel themselves"
+            f"what was published needs the module {error.name!r}, which cannot be imported here: put it "
+            "where Python finds it. Classes defined in a script or a notebook travel themselves"
         ) from None
     except AttributeError as error:
         raise UsageError(f"what was published does not fit the code that is here: {error}") from None
@@ -90,13 +103,14 @@ class _Refused(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: Any, place_of: Callable[[torch.device], Place | None]) -> None:
+    def __init__(self, file: io.BytesIO, place_of: Callable[[torch.device], Place | None]) -> None:
         super().__init__(file, protocol=5)
-        self.leaves: list[Any] = []
+        self.leaves: list[Leaf] = []
         self._place_of = place_of
-        self._numbers: dict[Any, int] = {}  # by identity; `leaves` keeps what they are of alive
+        # The keys are identities of tensors, and places. `leaves` keeps the tensors alive.
+        self._numbers: dict[int | Place, int] = {}
 
-    def persistent_id(self, thing: Any) -> int | None:
+    def persistent_id(self, thing: object) -> int | None:
         """Return the number of what does not travel as it is, else None."""
         if isinstance(thing, torch.Tensor):
             known = self._numbers.get(id(thing))
@@ -108,19 +122,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._add(place, place) if known is None else known
         return None
 
-    def _add(self, key: Any, leaf: Any) -> int:
+    def _add(self, key: int | Place, leaf: Leaf) -> int:
         self._numbers[key] = len(self.leaves)
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, leaves: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, leaves: Sequence[object]) -> None:
         super().__init__(file)
         self._leaves = leaves
 
-    def persistent_load(self, number: Any) -> Any:
-        """Return what stands at a number."""
+    def persistent_load(self, number: int) -> object:
+        """Return the leaf at a number."""
         return self._leaves[number]
 
 
@@ -129,14 +143,16 @@ def _fit(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is DistributedTensor:
         if tensor._handle.place.node.members:
             raise NotSupportedError(
-                f"a tensor on a mesh ({tensor.place}) cannot be published as one: publish its members' shards, "
-                "dr.publish(name, [x.member(k) for k in range(mesh.size())]), and put them together with dr.from_shards"
+                f"a tensor on a mesh ({tensor.place}) cannot be published as one: publish its members' "
+                "shards, dr.publish(name, [x.member(k) for k in range(mesh.size())]), and put them "
+                "together with dr.from_shards"
             )
         return tensor
     if isinstance(getattr(tensor, "_local_tensor", None), DistributedTensor):
         raise NotSupportedError(
-            "a DTensor cannot be published as one: publish the shards of its local tensor, [x.to_local().member(k) for k in "
-            "range(mesh.size())], and put them together with dr.from_shards and DTensor.from_local"
+            "a DTensor cannot be published as one: publish the shards of its local tensor, "
+            "[x.to_local().member(k) for k in range(mesh.size())], and put them together with "
+            "dr.from_shards and DTensor.from_local"
         )
     if (
         tensor.numel() == 1
@@ -148,23 +164,26 @@ def _fit(tensor: torch.Tensor) -> torch.Tensor:
     raise _Refused(tensor)
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def _attributes(tensor: torch.Tensor) -> dict[str, object]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
-# -- leaves that are no remote tensors, as they travel -----------------------------------------------------------------------------
+# -- local leaves as they travel -----------------------------------------------------------------------------
 
 
-def pack_local(tensor: torch.Tensor) -> list[Any]:
+def pack_local(tensor: torch.Tensor) -> list[object]:
     """Return a one-element local tensor in its wire form."""
     flags = bool(tensor.requires_grad), isinstance(tensor, torch.nn.Parameter)
     return [dtype_name(tensor.dtype), list(tensor.shape), bytes(tensor_bytes(tensor)), *flags]
 
 
-def unpack_local(fields: Sequence[Any]) -> torch.Tensor:
-    """Return the tensor that `pack_local` packed."""
-    dtype, sizes, data, wants_grad, is_parameter = fields
-    tensor = bytes_tensor(dtype, sizes, data)
+def unpack_local(fields: list[object]) -> torch.Tensor:
+    """Return the tensor that `pack_local` packed; raise `ProtocolError` for anything else."""
+    match fields:
+        case [str(dtype), list(sizes), bytes(data), bool(wants_grad), bool(is_parameter)]:
+            tensor = bytes_tensor(dtype, sizes, data)
+        case _:
+            raise ProtocolError("what should be a local tensor of a publication is none")
     return (
         torch.nn.Parameter(tensor, requires_grad=wants_grad)
         if is_parameter
@@ -172,11 +191,14 @@ def unpack_local(fields: Sequence[Any]) -> torch.Tensor:
     )
 
 
-# -- in words --------------------------------------------------------------------------------------------------------------------
+# -- in words ------------------------------------------------------------------------------------------------
 
 
-def described(thing: Any) -> str:
-    """Return what something is in a few words: "Linear, 8.0 B parameters", or of a dict or a list, what is in it."""
+def described(thing: object) -> str:
+    """Return what something is in a few words: "Linear, 8.0 B parameters".
+
+    A dict or a list shows what is in it.
+    """
     if isinstance(thing, torch.nn.Module):
         count = sum(p.numel() for p in thing.parameters())
         return f"{type(thing).__name__}, {count_text(count)} parameter{'' if count == 1 else 's'}"
@@ -190,7 +212,7 @@ def described(thing: Any) -> str:
     return type(thing).__name__
 
 
-def _short(thing: Any) -> str:
+def _short(thing: object) -> str:
     return (
         f"{type(thing).__name__} of {len(thing)}"
         if isinstance(thing, (dict, list, tuple))
@@ -198,22 +220,26 @@ def _short(thing: Any) -> str:
     )
 
 
-def _article(thing: Any) -> str:
+def _article(thing: object) -> str:
     name = type(thing).__name__
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def _unfit(thing: Any, tensor: torch.Tensor) -> UsageError:
+def _unfit(thing: object, tensor: torch.Tensor) -> UsageError:
     where = _where(thing, tensor, set())
     here = "it" if not where else f"its {where.removeprefix('.')}"
     return UsageError(
-        f"{_article(thing)} cannot be published: {here} is a local tensor, {tuple(tensor.shape)} {dtype_name(tensor.dtype)} on "
-        f'{tensor.device}, and what is published stays where it is, on workers. Send it first: .to("remote")'
+        f"{_article(thing)} cannot be published: {here} is a local tensor, {tuple(tensor.shape)} "
+        f"{dtype_name(tensor.dtype)} on {tensor.device}, and what is published stays where it is, on "
+        'workers. Send it first: .to("remote")'
     )
 
 
-def _where(thing: Any, wanted: Any, seen: set[int]) -> str | None:
-    """Return the way from something to what is in it, as one would write it: ".model.weight", "['opt'].state[...]"; None if it is not."""
+def _where(thing: object, wanted: object, seen: set[int]) -> str | None:
+    """Return the way from something to what is in it, or None if that is not in there.
+
+    It is spelled as in a program: ".model.weight" or "['opt'].state[...]".
+    """
     if thing is wanted:
         return ""
     if id(thing) in seen:
@@ -225,20 +251,20 @@ def _where(thing: Any, wanted: Any, seen: set[int]) -> str | None:
     return None
 
 
-def _inside(thing: Any) -> list[tuple[str, Any]]:
+def _inside(thing: object) -> list[tuple[str, object]]:
     if isinstance(thing, torch.nn.Module):
-        parts: list[tuple[str, Any]] = [
+        items: list[tuple[str, object]] = [
             *thing.named_parameters(recurse=False),
             *thing.named_buffers(recurse=False),
             *thing.named_children(),
         ]
-        known = {id(item) for _, item in parts}
-        parts += [
+        listed = {id(item) for _, item in items}
+        items += [
             (name, item)
             for name, item in vars(thing).items()
-            if not name.startswith("_") and id(item) not in known
+            if not name.startswith("_") and id(item) not in listed
         ]
-        return [(f".{name}", item) for name, item in parts]
+        return [(f".{name}", item) for name, item in items]
     if isinstance(thing, torch.optim.Optimizer):
         return [(".param_groups", thing.param_groups), (".state", thing.state)]
     if isinstance(thing, Mapping):

@@ -8,6 +8,7 @@ from ..errors import PlacementError
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import Place
 from .session import active_session
+from .spelling import on_node
 
 
 def _checked(node: int, device: str | None) -> None:
@@ -49,8 +50,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     """
     if isinstance(node, Place):
         device, node = _single(node)
-    have = active_session().places.devices(node)
-    name = device_name(device) if device is not None else "cuda:0" if "cuda:0" in have else "cpu"
+    name = on_node(active_session().places, node, device).device
     _checked(node, name)
     return node_context(node, name, default=True)
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout
-from ..log.current import DeviceLike, device_name
+from ..log.current import DeviceLike
 from ..log.handle import Handle, Place, Residence
 from ..log.line import line_text, user_line
 from ..session.session import active_session
+from ..session.spelling import is_remote, named, on_node
 from ..session.timeouts import checked
 from ..wire.messages import Cancel, OpenStream
 from .event import Event
@@ -29,24 +30,20 @@ Where = int | Place | torch.device | None
 
 def _residence(node: Where, device: DeviceLike | None) -> Residence:
     places = active_session().places
-    if isinstance(node, torch.device):
-        if node.type not in ("remote", "lazy"):
-            raise PlacementError(
-                f'a stream belongs to a device of a node: node=1, device="cuda:0", or x.device of a remote tensor; got {node}'
-            )
-        return places.numbered(node.index)
-    if isinstance(node, Place):
-        return places.residence(node)
+    if isinstance(node, torch.device) and not is_remote(node):
+        raise PlacementError(
+            f'a stream belongs to a device of a node: node=1, device="cuda:0", or x.device of a remote tensor; got {node}'
+        )
+    if isinstance(node, (Place, torch.device)):
+        found = named(places, node)
+        assert found is not None
+        return found
     if node is None and device is None:
         return places.current()
     current = places.current().place
     index = current.node if node is None else node
-    have = places.devices(index)
-    if device is None:
-        name = current.device if index == current.node else "cuda:0" if "cuda:0" in have else "cpu"
-    else:
-        name = device_name(device)
-    return places.residence(Place(index, name))
+    like = current.device if index == current.node else None
+    return places.residence(on_node(places, index, device, like=like))
 
 
 class Stream(Queue):

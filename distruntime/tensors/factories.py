@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..log.current import DeviceLike, device_name
 from ..log.handle import Place, Residence
 from ..session.session import active_session
+from ..session.spelling import named
 from .tensor import DistributedTensor
 
 
@@ -33,10 +34,9 @@ def _target(device: Any, like_torch: bool = True) -> Residence:
     session = active_session()
     if device is None:
         return session.places.current(like_torch=like_torch)
-    if isinstance(device, Place):
-        return session.places.residence(device)
-    if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] in ("remote", "lazy"):
-        return session.places.numbered(torch.device(device).index)
+    found = named(session.places, device)
+    if found is not None:
+        return found
     return session.places.residence(Place(session.places.current().place.node, device_name(device)))
 
 

@@ -12,20 +12,15 @@ import torch
 
 from ..errors import NotSupportedError, PlacementError, UsageError
 from ..log.current import current_gpu, device_name
-from ..log.handle import Handle, Place
+from ..log.handle import Handle, Place, Residence
 from ..log.shards import member_of, mesh_of
 from ..operators.dispatch import dispatch
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
+from ..session.spelling import DeviceIndex, named, twin_on
 from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
-
-
-class DeviceIndex(int):
-    """What `get_device()` gives: -1 for a node's CPU, k for its `cuda:k`; it remembers its place, for torch's checkpointing."""
-
-    place: Place
 
 
 class DistributedTensor(torch.Tensor):
@@ -101,37 +96,25 @@ class DistributedTensor(torch.Tensor):
         if destination is None:
             return super().to(torch.device(target), *rest, **kwargs)
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
-        residence = active_session().places.residence(
-            destination
-        )  # held, so that its number stays its own until the copy lives there
-        return super().to(residence.lazy, *rest, **kwargs)
+        # `destination` is held until the copy lives there, so that its number stays its own.
+        return super().to(destination.lazy, *rest, **kwargs)
 
-    def _destination(self, target: Any, node: int | None) -> Place | None:
+    def _destination(self, target: Any, node: int | None) -> Residence | None:
         """Return the place that a `.to` names, or None for a device of this process."""
-        if isinstance(target, Place):
-            return target
-        if node is not None:
-            active_session().places.devices(node)
-            if target is not None:
-                return Place(node, device_name(target))
-            kind = self.place.device.partition(":")[0]
-            have = active_session().places.devices(node)
-            return Place(
-                node,
-                self.place.device if self.place.device in have else "cuda:0" if kind == "cuda" else "cpu",
-            )
+        places = active_session().places
+        if node is not None and not isinstance(target, Place):
+            return places.residence(twin_on(places, node, target, self.place))
+        found = named(places, target)
+        if found is not None:
+            return found
         if isinstance(target, int) or torch.device(target).type == "cuda":
             if self._handle.place.node.members:
                 raise PlacementError(
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()"
                 )
-        if isinstance(target, int):
-            return Place(self.place.node, device_name(target))
-        device = torch.device(target)
-        if device.type in ("remote", "lazy"):
-            return active_session().places.numbered(device.index).place
-        if device.type == "cuda":
-            return Place(self.place.node, device_name(device))
+        device = target if isinstance(target, int) else torch.device(target)
+        if isinstance(device, int) or device.type == "cuda":
+            return places.residence(Place(self.place.node, device_name(device)))
         return None
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:

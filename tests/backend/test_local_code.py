@@ -1,6 +1,7 @@
 """Importing distruntime changes nothing for local tensors, and a session changes nothing for them either.
 
-Each check is plain PyTorch on local tensors. All run before the import, after it, in a session, and after the session.
+Each check is plain PyTorch on local tensors. All run before the import, after it, in a session, and after the
+session.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _child(queue: multiprocessing.Queue[float]) -> None:
 
 @_check
 def forked_process() -> None:
-    # A device guard that claims to have devices makes autograd start threads, after which no child may run backward.
+    # A device guard that claims to have devices makes autograd start threads, after which no child may run
+    # backward.
     torch.ones(2, requires_grad=True).sum().backward()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

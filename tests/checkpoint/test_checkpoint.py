@@ -63,7 +63,7 @@ def files(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-# -- what comes back -------------------------------------------------------------------------------------------------------------
+# -- what comes back -----------------------------------------------------------------------------------------
 
 
 def test_plain_values_come_back_exactly(session: object, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_local_tensors_come_back_local_whatever_their_size(session: object, tmp_
     found["large"].resize_(3)
 
 
-# -- where it comes back ---------------------------------------------------------------------------------------------------------
+# -- where it comes back -------------------------------------------------------------------------------------
 
 
 def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
     assert torch.equal(dr.load(tmp_path, place=again)["x"].member(3).cpu(), parts[3])
 
 
-# -- when ------------------------------------------------------------------------------------------------------------------------
+# -- when ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -442,7 +442,7 @@ def test_a_session_ends_after_its_saves(fresh_session: Fresh, tmp_path: Path) ->
     assert dr.load(tmp_path).shape == (3_000_000,)
 
 
-# -- what is on the disk ---------------------------------------------------------------------------------------------------------
+# -- what is on the disk -------------------------------------------------------------------------------------
 
 _READER = """
 import json, sys, torch
@@ -563,7 +563,7 @@ def test_the_tensors_bytes_do_not_pass_this_process(
     same(found, x)
 
 
-# -- what it leaves --------------------------------------------------------------------------------------------------------------
+# -- what it leaves ------------------------------------------------------------------------------------------
 
 
 def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What goes wrong with checkpoints: bad folders, full disks, damaged files, workers and masters that die. The one before stays readable."""
+"""What goes wrong with checkpoints: bad folders, full disks, damaged files, workers and masters that die.
+
+The one before stays readable.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def file_of(folder: Path, node: int) -> Path:
     return found
 
 
-# -- what cannot be saved --------------------------------------------------------------------------------------------------------
+# -- what cannot be saved ------------------------------------------------------------------------------------
 
 
 class Thing:
@@ -168,7 +171,7 @@ def test_a_tensor_of_a_lost_node(two: Any, tmp_path: Path) -> None:
     assert dr.load(tmp_path) == {"here": 2}
 
 
-# -- folders and disks -----------------------------------------------------------------------------------------------------------
+# -- folders and disks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -279,7 +282,7 @@ def test_a_failure_in_the_background_is_raised_by_shutdown(two: Any, tmp_path: P
         dr.shutdown()
 
 
-# -- what a load finds -----------------------------------------------------------------------------------------------------------
+# -- what a load finds ---------------------------------------------------------------------------------------
 
 
 def test_there_is_none(session: object, tmp_path: Path) -> None:
@@ -397,7 +400,7 @@ def test_an_index_that_names_files_of_others(saved: Path, tmp_path: Path) -> Non
     dr.synchronize()
 
 
-# -- who dies, and when ----------------------------------------------------------------------------------------------------------
+# -- who dies, and when --------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path) -> None:
@@ -481,7 +484,7 @@ def test_a_worker_that_is_killed_while_it_writes(fresh_session: Fresh, tmp_path:
         assert dr.load(tmp_path)["n"] == 2.0
 
 
-# -- disks that are not shared ---------------------------------------------------------------------------------------------------
+# -- disks that are not shared -------------------------------------------------------------------------------
 
 APART = "/proc/self/cwd/c"  # each worker's own folder
 

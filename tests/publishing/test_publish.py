@@ -85,7 +85,7 @@ def steps(model: Any, optimizer: Any, count: int) -> list[float]:
     return losses
 
 
-# -- what comes back -----------------------------------------------------------------------------------------------------------------
+# -- what comes back -----------------------------------------------------------------------------------------
 
 
 def test_a_module_comes_back_as_a_module(clean: object) -> None:
@@ -259,7 +259,7 @@ def test_streams_keep_the_order(clean: object) -> None:
     assert found.mean().item() == 51.0
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------
 
 
 def test_names_are_a_table(clean: object) -> None:
@@ -339,7 +339,7 @@ def test_nothing_is_left_when_nobody_holds_it(clean: object) -> None:
         gc.enable()
 
 
-# -- what cannot be published ------------------------------------------------------------------------------------------------------
+# -- what cannot be published --------------------------------------------------------------------------------
 
 
 def test_local_tensors_are_refused_by_where_they_are(clean: object) -> None:
@@ -445,7 +445,7 @@ def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:
         dr.lookup("other")
 
 
-# -- beyond the master -------------------------------------------------------------------------------------------------------------
+# -- beyond the master ---------------------------------------------------------------------------------------
 
 _FIRST = """
 import os, signal, torch, distruntime as dr

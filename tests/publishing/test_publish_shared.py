@@ -175,7 +175,7 @@ def test_the_owner_gets_what_can_be_written(daemon: Keeping, fresh_session: Call
     assert dr.lookup("alice/x").sum().item() == 78.0  # live
 
 
-# -- masters that do not check: the worker does ------------------------------------------------------------------------------------
+# -- masters that do not check: the worker does --------------------------------------------------------------
 
 
 def lawless(proxy: Any) -> Any:

@@ -1,7 +1,7 @@
 """Who may have a pickle opened by this process: nobody but whose key is trusted, and nothing but what that key has signed as that.
 
-The worker is hostile here: whatever it holds is changed between a publish and a lookup, and what it sends instead would leave a mark if it
-were opened.
+The worker is hostile here: whatever it holds is changed between a publish and a lookup, and what it sends
+instead would leave a mark if it were opened.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def signed(fields: list[Any], key: SigningKey | None = None) -> bytes:
     return packed
 
 
-# -- what a hostile worker can do ----------------------------------------------------------------------------------------------------
+# -- what a hostile worker can do ----------------------------------------------------------------------------
 
 FORM, BY, SESSION, NAME, VERSION, PYTHON, LISTED, LEAVES, PICKLE = range(9)
 
@@ -254,7 +254,7 @@ def test_only_one_place_unpickles_and_only_one_calls_it() -> None:
     assert envelope.open_envelope and structure.load
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------------------------
+# -- keys ----------------------------------------------------------------------------------------------------
 
 
 def test_a_key_is_made_at_the_first_publish_for_its_owner_alone(keys: Path, session: object) -> None:

@@ -98,8 +98,8 @@ def test_the_policies_are_those_of_torchs_header() -> None:
 
 # CPUs: here against there
 
-# Internal to CPUs, and out of reach without autocast too: one reads memory, the other leaves a result undefined. `grid_sample` and
-# `nn.LSTM` do not call them on proxies.
+# Internal to CPUs, and out of reach without autocast too: one reads memory, the other leaves a result
+# undefined. `grid_sample` and `nn.LSTM` do not call them on proxies.
 OUT_OF_REACH = {"aten::_grid_sampler_2d_cpu_fallback", "aten::mkldnn_rnn_layer"}
 
 

@@ -1,8 +1,8 @@
 """Collectives along a dimension of a mesh, or along several: every line of members does its own.
 
-`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. The functions here take the
-lines and one tensor on the mesh. They return one tensor on the mesh, at once. Each function is one instruction for all members.
-Autograd knows the functions; the gradient of each is its adjoint, as in `dr.functional`.
+`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. A function here takes
+lines and one tensor on their mesh. It issues one instruction for all members, and returns one tensor on the mesh at
+once. Autograd knows the functions; the gradient of each is its adjoint, as in `dr.functional`.
 
 Every function raises:
     UsageError: `lines` are no lines of a mesh. PlacementError: the tensor is not on the mesh of these lines.
@@ -37,36 +37,37 @@ def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Ten
 
 
 def all_gather(lines: Lines, x: torch.Tensor) -> torch.Tensor:
-    """Return each line's tensors one after the other along the first dimension, at each of its members. Return at once.
+    """Return each line's tensors one after the other along the first dimension, at each member. Return at once.
 
-    A tensor of shape (n, ...) becomes one of shape (n * lines.size, ...), and a scalar one of shape (lines.size,).
+    A tensor of shape (n, ...) becomes one of shape (n * lines.size, ...). A scalar becomes one of (lines.size,).
     """
     given = _operand(lines, x)
     return _apply(lines, Collective("all_gather"), given if given.dim() else given.reshape(1))
 
 
 def reduce_scatter(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Tensor:
-    """Return each member's part of the reduction of its line's tensors, cut along the first dimension. Return at once.
+    """Return each member's part of the reduction, cut along the first dimension. Return at once.
 
-    A tensor of shape (n, ...) becomes one of shape (n / lines.size, ...). Raises `NotSupportedError` unless `lines.size`
-    divides n. `op` is as for `all_reduce`, and only "sum" and "avg" have gradients.
+    A tensor of shape (n, ...) becomes one of shape (n / lines.size, ...). Raises `NotSupportedError` unless
+    `lines.size` divides n. `op` is as for `all_reduce`. Only sums have gradients: "sum", "avg" and what
+    `dr.premul_sum` returns.
     """
     given = _operand(lines, x)
     return _apply(lines, Collective("reduce_scatter", reduction_named(op)), given)
 
 
 def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> torch.Tensor:
-    """Return what the members of each line have for each other, one after the other along the first dimension. Return at once.
+    """Return the rows that the members of a line have for each member, one part after the other. Return at once.
 
-    Each member sends `inputs[k]` rows to member k of its line, and gets `output[k]` rows from it. Raises `NotSupportedError`
-    unless all these numbers are equal and the rows are all that `x` has.
+    Each member sends `inputs[k]` rows to member k of its line, and gets `output[k]` rows from it. Raises
+    `NotSupportedError` unless all these numbers are equal and the rows are all that `x` has.
     """
     given = _operand(lines, x)
     return _apply(lines, Collective("all_to_all", splits=even_splits(lines, given, output, inputs)), given)
 
 
 def broadcast(lines: Lines, x: torch.Tensor, root: int) -> torch.Tensor:
-    """Return the tensor that the member of rank `root` in each line has, at each of its members. Return at once.
+    """Return, at each member, the tensor of the member of rank `root` in its line. Return at once.
 
     Raises `UsageError` for a rank that the lines do not have.
     """
@@ -81,7 +82,8 @@ def _apply(lines: Lines, collective: Collective, x: torch.Tensor) -> torch.Tenso
 def _operand(lines: Lines, x: torch.Tensor) -> DistributedTensor:
     if not isinstance(lines, Lines):
         raise UsageError(
-            f"this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, got {lines!r}"
+            "this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, "
+            f"got {lines!r}"
         )
     return on_mesh_of(lines, x)
 

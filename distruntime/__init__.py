@@ -19,7 +19,6 @@ from .cluster.nodes import NodeInfo, nodes
 from .cluster.restart import restart
 from .cluster.settings import Settings, config
 from .collectives import functional, primitives
-from .collectives.arguments import ReduceOp, premul_sum
 from .collectives.group import ProcessGroup, new_group
 from .collectives.in_place import (
     all_gather,
@@ -38,6 +37,7 @@ from .collectives.in_place import (
 )
 from .collectives.partition import Partition
 from .collectives.point_to_point import irecv, isend, recv, send
+from .collectives.reductions import ReduceOp, premul_sum
 from .collectives.work import Work
 from .errors import (
     CheckpointError,

@@ -12,7 +12,15 @@ from sphinx.util import logging
 import distruntime
 
 # The modules that users import. Each has a page in docs/reference.
-PUBLIC_MODULES = ["distruntime", "distruntime.functional", "distruntime.primitives", "distruntime.testing"]
+PUBLIC_MODULES = [
+    "distruntime",
+    "distruntime.functional",
+    "distruntime.lines",
+    "distruntime.primitives",
+    "distruntime.testing",
+]
+# Python finds this module only after the package has been asked for it: meshes take long to import.
+_ = distruntime.lines
 
 project = "distruntime"
 release = distruntime.__version__

@@ -6,20 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 
-from ..errors import NotSupportedError, PlacementError, UsageError
-from ..log.handle import Place
+from ..errors import PlacementError, UsageError
+from ..log.handle import Handle, Place
 from ..log.spec import Spec
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from .group import ProcessGroup, groups_of, homes_of
-
-dist: Any = torch.distributed  # whose stubs leave out what is used here
-ReduceOp = torch.distributed.ReduceOp
-
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 
 
 def _group(value: Any) -> ProcessGroup:
@@ -43,6 +36,12 @@ def tensor(value: Any, what: str) -> DistributedTensor:
             f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)'
         )
     raise UsageError(f"{what} must be a remote tensor, got {type(value).__name__}")
+
+
+def handle_of(value: torch.Tensor) -> Handle:
+    """Return the handle of a tensor that is known to be remote."""
+    assert isinstance(value, DistributedTensor)
+    return value._handle
 
 
 def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) -> ProcessGroup:
@@ -173,41 +172,6 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
             f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}="
         )
     return found[0]
-
-
-def reduction(group: ProcessGroup, op: Any, dtype: torch.dtype) -> tuple[str, float | None]:
-    """Return an operation's name and factor; raise `NotSupportedError` where the group's data channel lacks it for this dtype."""
-    if isinstance(op, dist.ReduceOp.RedOpType):
-        name, factor = op.name, None
-    elif isinstance(op, dist.ReduceOp):  # as torch.distributed._make_nccl_premul_sum gives it
-        kind, factor = op.__getstate__()
-        name, factor = kind.name, None if factor is None else float(factor)
-    else:
-        raise UsageError(f"op must be a distruntime.ReduceOp, got {op!r}")
-    if (name == "PREMUL_SUM") != (factor is not None):
-        raise UsageError(f"ReduceOp.{name} needs its factor: distruntime.premul_sum(0.5)")
-    require_reduction(group, name, dtype)
-    return name, factor
-
-
-def require_reduction(group: ProcessGroup, name: str, dtype: torch.dtype) -> None:
-    """Raise `NotSupportedError` where a group's data channel lacks a reduction for this dtype."""
-    real = _REAL.get(dtype) if name in _LINEAR else None
-    have = group.capabilities.reductions.get(name, frozenset())
-    if (real or dtype) not in have:
-        if have:
-            raise NotSupportedError(
-                f"the data channel {group.backend!r} reduces {', '.join(sorted(str(d)[6:] for d in have))} by {name}, not {str(dtype)[6:]}"
-            )
-        others = ", ".join(sorted(group.capabilities.reductions)) or "nothing"
-        raise NotSupportedError(
-            f"the data channel {group.backend!r} has no ReduceOp.{name}, only {others}: make a group with another backend="
-        )
-
-
-def premul_sum(factor: float) -> Any:
-    """Return the reduction that multiplies each input by `factor` and sums, which NCCL has."""
-    return dist._make_nccl_premul_sum(factor)
 
 
 def _described(value: Any) -> str:

@@ -22,20 +22,20 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
 from . import functional
 from .arguments import (
-    ReduceOp,
     at,
     expect,
     lists_each,
     one_each,
-    reduction,
     root_of,
     rows_of,
     same,
     session_of,
     tensor,
 )
-from .group import ProcessGroup, groups_of, homes_of
+from .group import ProcessGroup, Where, groups_of, homes_of
 from .operation import Part, issue_operation, require_operation
+from .reductions import Op, ReduceOp, reduction_for
+from .splits import byte_splits, require_splits, splits_of
 from .work import Work, aside
 
 Tensors = Sequence[torch.Tensor]
@@ -85,26 +85,26 @@ def _begin(
 
 
 def all_reduce(
-    tensors: Tensors, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensors: Tensors, op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Make every member's tensor the reduction of all."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
-    name, factor = reduction(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, same(given, "tensors").dtype)
 
     def run() -> None:
         if _wanted([given], []):
             _copy(given, functional.all_reduce(given, op, found))
         else:
             rows = [[t] for t in given]
-            _write(found, "all_reduce", rows, rows, op=name, factor=factor)
+            _write(found, "all_reduce", rows, rows, reduction=by)
 
     return _begin(found, async_op, given, run)
 
 
 def broadcast(
     tensors: Tensors,
-    src: Any = None,
+    src: Where | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_src: int | None = None,
@@ -133,8 +133,8 @@ def broadcast(
 
 def reduce(
     tensors: Tensors,
-    dst: Any = None,
-    op: Any = ReduceOp.SUM,
+    dst: Where | None = None,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
@@ -142,7 +142,7 @@ def reduce(
     """Make the root's tensor the reduction of all; the others stay as they are."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "reduce")
-    name, factor = reduction(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, same(given, "tensors").dtype)
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
 
     def run() -> None:
@@ -150,7 +150,7 @@ def reduce(
             given[root].copy_(functional.reduce(given, op=op, group=found, group_dst=root))
         else:
             outs = [[t] if k == root else [] for k, t in enumerate(given)]
-            _write(found, "reduce", [[t] for t in given], outs, root=root, op=name, factor=factor)
+            _write(found, "reduce", [[t] for t in given], outs, root=root, reduction=by)
 
     return _begin(found, async_op, given, run)
 
@@ -203,7 +203,7 @@ def all_gather_into_tensor(
 def gather(
     tensors: Tensors,
     gather_list: Tensors | None = None,
-    dst: Any = None,
+    dst: Where | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
@@ -234,7 +234,7 @@ def gather(
 def scatter(
     tensors: Tensors,
     scatter_list: Tensors | None = None,
-    src: Any = None,
+    src: Where | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_src: int | None = None,
@@ -265,7 +265,7 @@ def scatter(
 def reduce_scatter(
     outputs: Tensors,
     input_lists: Lists,
-    op: Any = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -273,7 +273,7 @@ def reduce_scatter(
     found, outs = one_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
     spec = same(outs, "outputs")
-    name, factor = reduction(found, op, spec.dtype)
+    by = reduction_for(found, op, spec.dtype)
     lists = lists_each(found, input_lists, "input_lists", outs)
     _all_expect(lists, spec.size, spec.dtype, "input_lists")
 
@@ -289,7 +289,7 @@ def reduce_scatter(
                 ],
             )
         else:
-            _write(found, "reduce_scatter", lists, [[t] for t in outs], op=name, factor=factor)
+            _write(found, "reduce_scatter", lists, [[t] for t in outs], reduction=by)
 
     return _begin(found, async_op, outs, run)
 
@@ -297,7 +297,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     outputs: Tensors,
     inputs: Tensors,
-    op: Any = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -305,7 +305,7 @@ def reduce_scatter_tensor(
     found, outs = one_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
     spec = same(outs, "outputs")
-    name, factor = reduction(found, op, spec.dtype)
+    by = reduction_for(found, op, spec.dtype)
     _, given = one_each(found, inputs, "inputs")
     same(given, "inputs")
     _expect_whole(given, spec, found.size(), "inputs")
@@ -320,7 +320,7 @@ def reduce_scatter_tensor(
                 ],
             )
         else:
-            _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], op=name, factor=factor)
+            _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], reduction=by)
 
     return _begin(found, async_op, outs, run)
 
@@ -371,15 +371,16 @@ def all_to_all_single(
     require_operation(found, "all_to_all")
     _, outs = one_each(found, outputs, "outputs")
     if output_split_sizes is not None:
-        functional.require_splits(found, output_split_sizes, "output_split_sizes")
+        require_splits(found, output_split_sizes, "output_split_sizes")
         if input_split_sizes is None:
             input_split_sizes = [list(column) for column in zip(*output_split_sizes)]
-    splits = functional.splits_of(found, given, input_split_sizes, "input_split_sizes")
+    splits = splits_of(found, given, input_split_sizes, "input_split_sizes")
     if output_split_sizes is not None and [list(row) for row in output_split_sizes] != [
         list(column) for column in zip(*splits)
     ]:
         raise UsageError(
-            f"output_split_sizes {output_split_sizes!r} do not say the same as input_split_sizes {splits!r}: rows are members"
+            f"output_split_sizes {output_split_sizes!r} do not say the same as "
+            f"input_split_sizes {[list(row) for row in splits]}: rows are members"
         )
     for j, out in enumerate(outs):
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
@@ -388,7 +389,7 @@ def all_to_all_single(
         if _wanted([outs], [given]):
             _copy(outs, functional.all_to_all_single(given, splits, group=found))
         else:
-            sizes = functional.byte_splits(splits, given[0]._handle.spec)
+            sizes = byte_splits(splits, given[0]._handle.spec)
             _write(found, "all_to_all", [[t] for t in given], [[t] for t in outs], splits=sizes)
 
     return _begin(found, async_op, outs, run)

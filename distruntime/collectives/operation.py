@@ -19,13 +19,15 @@ from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.read_only import require_writable
 from ..log.spec import layout
+from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of
+from .splits import NO_SPLITS, ByteSplits
 
-Part = tuple[
-    Sequence[Handle], Sequence[Handle]
-]  # what a member puts in, and what it gets out: new values, or tensors that are written
+# The first are what a member puts in. The second are its results: new values, or tensors that are written.
+Part = tuple[Sequence[Handle], Sequence[Handle]]
 
-_MOST = 1 << 12  # operations that are remembered, of a group
+# A group remembers so many operations.
+_MOST = 1 << 12
 
 
 def issue_operation(
@@ -35,9 +37,8 @@ def issue_operation(
     *,
     inplace: bool = False,
     root: int = -1,
-    op: str | None = None,
-    factor: float | None = None,
-    splits: tuple[Any, Any] = ((), ()),
+    reduction: Reduction | None = None,
+    splits: ByteSplits = NO_SPLITS,
 ) -> None:
     """Issue an operation; `parts` are the members', by rank. Block only while a window is full.
 
@@ -45,6 +46,7 @@ def issue_operation(
     """
     group.require()
     line = user_line()
+    op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
     if inplace:
         require_writable([h.storage for _, outs in parts for h in outs], line)
     key = (

@@ -32,10 +32,10 @@ from ..session.session import Session, active_session
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .layout import Layout
-from .lines import Lines, numbers
+from .line_groups import Lines
 from .torch_dtensor import prepare
 from .torch_process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
-from .varying import varying
+from .varying import numbers, varying
 
 Names = tuple[str, ...]
 

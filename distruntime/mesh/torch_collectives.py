@@ -7,50 +7,50 @@ from typing import Any
 
 import torch
 
+from ..collectives.adjoints import Collective
 from ..operators.special import SPECIAL
-from . import lines as along
+from .operation import even_splits, issue_along, perform, reduction_named
 from .torch_process_group import lines_named
 
 Arguments = Sequence[Any]
 
+_OF_BOOLS = {"sum": "max", "product": "min"}
+
 
 def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    if (
-        x.dtype is torch.bool
-    ):  # a sum of bools is whether any holds, a product whether all do; what reduces numbers may know no bools
-        found = along.run_all_reduce(
-            lines_named(group), x.to(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
-        )
-        return found.to(torch.bool)
-    return along.run_all_reduce(lines_named(group), x, op)
+    if x.dtype is torch.bool:
+        # Some data channels cannot reduce bools. A sum of bools says whether any is true, and a product whether all are.
+        by = reduction_named(_OF_BOOLS[op] if op in _OF_BOOLS else op)
+        return perform(lines_named(group), Collective("all_reduce", by), x.to(torch.uint8)).to(torch.bool)
+    return perform(lines_named(group), Collective("all_reduce", reduction_named(op)), x)
 
 
 def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
-    name, factor = along.reduction(op)
-    return lines_named(group).run("all_reduce", [x], into=[x], op=name, factor=factor)[0]
+    return issue_along(lines_named(group), "all_reduce", [x], into=[x], reduction=reduction_named(op))[0]
 
 
 def _all_gather(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.run_all_gather(lines_named(args[2]), args[0])
+    return perform(lines_named(args[2]), Collective("all_gather"), args[0])
 
 
 def _all_gather_out(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return lines_named(args[2]).run("all_gather", [args[0]], into=[kwargs["out"]])[0]
+    return issue_along(lines_named(args[2]), "all_gather", [args[0]], into=[kwargs["out"]])[0]
 
 
 def _reduce_scatter(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.run_reduce_scatter(lines_named(args[3]), args[0], args[1])
+    return perform(lines_named(args[3]), Collective("reduce_scatter", reduction_named(args[1])), args[0])
 
 
 def _all_to_all(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, output, inputs, group = args
-    return along.run_all_to_all(lines_named(group), x, output, inputs)
+    lines = lines_named(group)
+    return perform(lines, Collective("all_to_all", splits=even_splits(lines, x, output, inputs)), x)
 
 
 def _broadcast(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    return along.run_broadcast(lines_named(args[2]), args[0], args[1])
+    return perform(lines_named(args[2]), Collective("broadcast", root=args[1]), args[0])
 
 
 def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -58,7 +58,8 @@ def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, 
     x, gather_dim, shard_dim, group = args
     lines = lines_named(group)
     parts = torch.stack(x.chunk(lines.size, shard_dim))
-    got = along.run_all_to_all(lines, parts, [1] * lines.size, [1] * lines.size)
+    splits = ((1,) * lines.size,) * lines.size
+    got = perform(lines, Collective("all_to_all", splits=splits), parts)
     return torch.cat(list(got.unbind(0)), gather_dim).contiguous()
 
 

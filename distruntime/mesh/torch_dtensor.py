@@ -27,8 +27,7 @@ from ..errors import NotSupportedError, PlacementError
 from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
-from . import torch_collectives as functional_collectives
-from . import torch_fsdp as fully_shard
+from . import torch_collectives, torch_fsdp
 from .torch_fsdp import replace
 from .torch_process_group import noting, placing
 from .varying import home_of, per_member, run_for_each
@@ -61,8 +60,8 @@ def prepare() -> None:
 
 
 def _prepare() -> None:
-    functional_collectives.prepare()
-    fully_shard.prepare()
+    torch_collectives.prepare()
+    torch_fsdp.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)

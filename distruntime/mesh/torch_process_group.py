@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..collectives.adjoints import Collective
 from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
 from ..tensors.tensor import DistributedTensor
-from .lines import Lines, reduction, run_all_reduce, run_all_to_all
+from .line_groups import Lines
+from .operation import even_splits, issue_along, perform, reduction_named
 
 BACKEND = "distruntime"
 _OBJECTS = (
@@ -120,13 +122,13 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
         """Reduce each member's tensor in place."""
-        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        by = reduction_named(getattr(opts, "reduceOp", opts))
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
-            if op in ("MIN", "MAX") and not is_on_mesh(t):
+            if by.name in ("MIN", "MAX") and not is_on_mesh(t):
                 continue  # one value, which is every member's, as this process speaks for all: DTensor's `torch.equal` asks so
             x = on_mesh(t)
-            self.lines.run("all_reduce", [x], into=[x], op=op, factor=factor)
+            issue_along(self.lines, "all_reduce", [x], into=[x], reduction=by)
         return Issued(given)
 
     def broadcast(self, tensors: Any, opts: Any) -> Issued:
@@ -136,14 +138,16 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             if is_local(t):  # an object of torch's own: this process speaks for all members
                 continue
             lines, x = self.lines, on_mesh(t)
-            lines.run("broadcast", [x], into=[x], root=int(opts.rootRank))
+            issue_along(lines, "broadcast", [x], into=[x], root=int(opts.rootRank))
         return Issued(given)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
         """Give each member its part of the root's list."""
         self._expect("scatter's list", "tensors", len(inputs[0]), self.lines.size)
         whole = torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]])
-        self.lines.run("scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank))
+        issue_along(
+            self.lines, "scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank)
+        )
         return Issued(outputs)
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Issued:
@@ -156,7 +160,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             on_mesh(output).numel(),
             on_mesh(given).numel() * self.lines.size,
         )
-        self.lines.run("all_gather", [given], into=[output])
+        issue_along(self.lines, "all_gather", [given], into=[output])
         return Issued([output])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
@@ -168,18 +172,18 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self._expect("all_gather's list", "tensors", len(outputs[0]), self.lines.size)
         for t in outputs[0]:
             self._expect("all_gather's output", "elements", on_mesh(t).numel(), on_mesh(inputs[0]).numel())
-        self.lines.run("all_gather", [inputs[0]], into=outputs[0])
+        issue_along(self.lines, "all_gather", [inputs[0]], into=outputs[0])
         return Issued(outputs[0])
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
-        op, factor = reduction(getattr(opts, "reduceOp", opts))
+        by = reduction_named(getattr(opts, "reduceOp", opts))
         self._expect(
             "reduce_scatter's input",
             "elements",
             on_mesh(given).numel(),
             on_mesh(output).numel() * self.lines.size,
         )
-        self.lines.run("reduce_scatter", [given], into=[output], op=op, factor=factor)
+        issue_along(self.lines, "reduce_scatter", [given], into=[output], reduction=by)
         return Issued([output])
 
     all_gather_single, reduce_scatter_single = (
@@ -211,7 +215,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> Issued:
         """Reduce into the root's tensor; the others' stay as they are."""
         for t in tensors:
-            total = run_all_reduce(self.lines, on_mesh(t), opts.reduceOp)
+            total = perform(self.lines, Collective("all_reduce", reduction_named(opts.reduceOp)), on_mesh(t))
             t.copy_(torch.where(self.lines.ranks() == int(opts.rootRank), total, t))
         return Issued(tensors)
 
@@ -219,7 +223,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         """Exchange parts of one size along the first dimension."""
         x, n = on_mesh(given), self.size()
         parts = [x.shape[0] // n if x.dim() else 0] * n
-        on_mesh(output).copy_(run_all_to_all(self.lines, x, list(got) or parts, list(sent) or parts))
+        splits = even_splits(self.lines, x, list(got) or parts, list(sent) or parts)
+        on_mesh(output).copy_(perform(self.lines, Collective("all_to_all", splits=splits), x))
         return Issued([output])
 
     def _refuse(self, *_: Any) -> NoReturn:

@@ -22,10 +22,12 @@ from ..log.current import current_member
 from ..log.handle import Residence
 from ..log.shards import member_of, mesh_of
 from ..operators.proxies import wrap
+from ..operators.transfer import upload
 from ..tensors.tensor import DistributedTensor
-from .lines import numbers
 
 _MOST_RESULTS = 1024
+# A mesh keeps so many tensors of one number for each member.
+_MOST_NUMBERS = 64
 
 
 class _Varying(_local_tensor.LocalIntNode):
@@ -131,6 +133,23 @@ def varying(values: Sequence[int]) -> Any:
     if len(set(values)) == 1:
         return values[0]
     return torch.SymInt(_Varying(dict(enumerate(values))))
+
+
+def numbers(home: Residence, values: tuple[int, ...]) -> DistributedTensor:
+    """Return a tensor on a mesh, of one int64 that is `values[k]` on member k. Return at once.
+
+    The mesh keeps the tensor for the next call with these values, so nobody may write it.
+    """
+    kept = home.numbers
+    found: DistributedTensor | None = kept.get(values)
+    if found is None:
+        if len(kept) >= _MOST_NUMBERS:
+            kept.clear()
+        team: Any = home.node
+        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(values, places)]
+        found = kept[values] = wrap(DistributedTensor, mesh_of(team, home, handles))
+    return found
 
 
 def varies(value: Any) -> bool:

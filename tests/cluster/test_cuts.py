@@ -391,7 +391,10 @@ def quiet_after(act: Callable[[], object], session: Any) -> bool:
     node = session.nodes[0]
     peer, absent = node.link.peer, []
     watcher = threading.Timer(
-        0.0, lambda: absent.extend(1 for _ in iter(lambda: stop.wait(0.02), True) if node.presence.absence is not None)
+        0.0,
+        lambda: absent.extend(
+            1 for _ in iter(lambda: stop.wait(0.02), True) if node.presence.absence is not None
+        ),
     )
     stop = threading.Event()
     watcher.start()

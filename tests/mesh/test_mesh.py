@@ -302,6 +302,48 @@ def test_adjoints_of_collectives(mesh: Mesh, dim: str | None) -> None:
     assert [s.item() for s in dr.shards(x.grad)] == [n if k in highest else 0 for k in range(mesh.size())]  # type: ignore[arg-type]
 
 
+REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda rows: rows.sum(0),
+    "AVG": lambda rows: rows.mean(0),
+    "PRODUCT": lambda rows: rows.prod(0),
+    "MIN": lambda rows: rows.amin(0),
+    "MAX": lambda rows: rows.amax(0),
+}
+
+
+@pytest.mark.parametrize("op", REDUCED)
+@pytest.mark.parametrize("dim", ["dp", None])
+def test_an_all_reduce_along_lines_has_the_formulas_gradients(mesh: Mesh, dim: str | None, op: str) -> None:
+    """Of the first and the second order. A factor is zero, and two members are equal."""
+    lines = mesh.lines(dim)
+    here = [
+        torch.tensor([0.0 if k == 1 else 2.0, 3.0, 0.5 + k]).double().requires_grad_()
+        for k in range(mesh.size())
+    ]
+    x = dr.from_shards([t.detach() for t in here], mesh).requires_grad_()
+    out = dr.lines.all_reduce(lines, x, op)
+    first = torch.autograd.grad((out**3).sum(), x, create_graph=True)[0]
+    (second,) = torch.autograd.grad((first**2).sum(), x)
+    totals = {k: REDUCED[op](torch.stack([here[m] for m in row])) for row in lines.rows for k in row}
+    expected = torch.autograd.grad(sum((t**3).sum() for t in totals.values()), here, create_graph=True)
+    again = torch.autograd.grad(sum((g**2).sum() for g in expected), here, allow_unused=True)
+    for k, found in enumerate(zip(dr.shards(first.detach()), dr.shards(second))):
+        torch.testing.assert_close(found[0].cpu(), expected[k].detach())
+        torch.testing.assert_close(found[1].cpu(), again[k])
+
+
+@pytest.mark.parametrize("operation", [dr.lines.all_gather, lambda lines, x: dr.lines.broadcast(lines, x, 0)])
+def test_gradients_of_a_scalar_along_lines_are_scalars(
+    mesh: Mesh, operation: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> None:
+    x = ranks(mesh).double().requires_grad_()
+    operation(mesh.lines(), x).sum().backward()
+    assert x.grad is not None and x.grad.shape == ()
+    assert sum(s.item() for s in dr.shards(x.grad)) == mesh.size() ** (
+        2 if operation is dr.lines.all_gather else 1
+    )
+
+
 def test_gradients_through_members_and_shards(mesh: Mesh) -> None:
     x = torch.arange(3.0, device=mesh.device, requires_grad=True)
     (x.member(1) * 5).sum().backward()  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""The groups that the lines of a mesh are.
+
+A mesh of shape (2, 4) has two lines along its last dimension, of four members each, and four along its first. Each line is
+a group of the members' data channel. An instruction names the dimension, and each worker knows the groups of its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+
+from ..collectives.group import ProcessGroup, groups_of
+from ..log.handle import Storage
+from ..log.mesh_log import MeshLog
+from ..log.spec import NO_TENSOR
+from ..wire.messages import OpenLines
+from .varying import numbers
+
+
+class Lines:
+    """The lines of a mesh along one or several of its dimensions. `mesh.lines(...)` returns it.
+
+    Each line is a group of members. All lines have `size` members, and together they have every member once. `rows` has,
+    for each line, the numbers of its members, by their ranks in the line. `groups` has each line's `ProcessGroup`.
+    """
+
+    size: int
+    rows: list[list[int]]
+    groups: list[ProcessGroup]
+
+    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
+        session = team.session
+        self.team, self.number, self.rows = team, number, [list(row) for row in rows]
+        self.size = len(rows[0])
+        homes = [session.places.residence(place, numbered=False) for place in team.members]
+        groups = groups_of(session)
+        self.groups = []
+        try:
+            for row in rows:
+                self.groups.append(groups.open([homes[k] for k in row]))
+        except BaseException:
+            # A user who presses Ctrl-C comes here too, as opening many groups takes a while.
+            self.close()
+            raise
+        self.capabilities = self.groups[0].capabilities
+        self.sequence = count(1).__next__
+        self.serial = Storage(NO_TENSOR)
+        at = {k: [group.number, rank] for group, row in zip(self.groups, rows) for rank, k in enumerate(row)}
+        for node, ranks in team.ranks.items():
+            session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
+
+    def __repr__(self) -> str:
+        return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+
+    def close(self) -> None:
+        """Close the members' groups, after what has been issued. Return at once."""
+        for group in self.groups:
+            group.close()
+
+    @property
+    def broken(self) -> str | None:
+        """Why the lines cannot be used any more, or None while they can."""
+        return next(
+            (group.broken or "a group was closed" for group in self.groups if group.broken or group.closed),
+            None,
+        )
+
+    def ranks(self) -> torch.Tensor:
+        """Return a tensor on the mesh: one int64 that is each member's rank in its line. Return at once."""
+        at = {k: rank for row in self.rows for rank, k in enumerate(row)}
+        return numbers(self.team.residence(), tuple(at[k] for k in range(len(at))))

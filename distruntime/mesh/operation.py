@@ -1,0 +1,167 @@
+"""Issuing a collective along the lines of a mesh: one instruction in the mesh's log, and every line does its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgpack
+import torch
+
+from ..collectives.adjoints import Collective, Tensors, result_of
+from ..collectives.group import groups_of
+from ..collectives.operation import require_operation
+from ..collectives.reductions import Op, reduction, require_reduction
+from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed
+from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
+from ..log.handle import Handle, Storage, next_ref
+from ..log.issue import issue_joint
+from ..log.line import user_line
+from ..log.log import relieve
+from ..log.moment import at_one_moment
+from ..log.spec import Spec, contiguous, layout
+from ..operators.proxies import wrap
+from ..tensors.tensor import DistributedTensor
+from ..wire.data_channel import Reduction
+from .line_groups import Lines
+
+# The names that torch's functional collectives pass.
+_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+
+
+def reduction_named(op: Op | str) -> Reduction:
+    """Return what a `ReduceOp`, or torch's name of one, stands for; raise `NotSupportedError` for another name."""
+    if not isinstance(op, str):
+        return reduction(op)
+    if op.lower() not in _REDUCTIONS:
+        raise NotSupportedError(
+            f"the reduction {op!r} does not exist along a mesh; there are {', '.join(_REDUCTIONS)}"
+        )
+    return Reduction(op.upper())
+
+
+def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
+    """Return a tensor; raise `PlacementError` unless it lives on the mesh of these lines."""
+    remedy = "Send it to all members: x.to(mesh.device)"
+    if isinstance(value, DistributedTensor):
+        if value._handle.place.node is lines.team:
+            return value
+        where = f"lives on {value.place}"
+        if value._handle.place.node.members:
+            remedy = "Name the shards that it is to have: dr.from_shards([x.member(k), ...], mesh)"
+    elif type(value) in (torch.Tensor, torch.nn.Parameter):
+        where = "is a local tensor"
+    else:
+        where = f"is a {type(value).__name__}"
+    raise PlacementError(f"what runs along {lines.team} takes tensors on it; this one {where}. {remedy}")
+
+
+def issue_along(
+    lines: Lines,
+    operation: str,
+    inputs: Sequence[torch.Tensor],
+    specs: Sequence[Spec] = (),
+    into: Sequence[torch.Tensor] = (),
+    *,
+    root: int = -1,
+    reduction: Reduction | None = None,
+    splits: ByteSplits = NO_SPLITS,
+) -> list[DistributedTensor]:
+    """Issue an operation with new results of these specs, or into tensors that are written. Return the results at once."""
+    team = lines.team
+    team.session.require_open()
+    team.require_alive()
+    given, written_to = [on_mesh_of(lines, t) for t in inputs], [on_mesh_of(lines, t) for t in into]
+    if (broken := lines.broken) is not None:
+        raise NodeFailed(
+            f"{lines!r} cannot go on: {broken}. Its members are there: mesh.lines(...) connects them anew"
+        )
+    if reduction is not None:
+        require_reduction(lines.groups[0], reduction, (given or written_to)[0].dtype)
+    if operation != "copy":
+        require_operation(lines.groups[0], operation)
+    home = (given or written_to)[0]._handle.place
+    made = [Handle(next_ref(), spec, home, Storage(spec)) for spec in specs]
+    ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
+    for handle in outs if not made else ():
+        if handle.spec.expanded:
+            raise NotSupportedError(
+                f"{operation} into {handle.spec} that is expanded: several elements share memory; clone it first"
+            )
+    op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
+    options = [root, op, factor, not made, *splits]
+    fields = [
+        f"group::{operation}",
+        [lines.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]],
+        {},
+        0,
+    ]
+    line = user_line()
+    relieve(team)
+
+    def issue() -> None:
+        number = team.template(msgpack.packb(fields), fields)
+        words = [number, lines.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
+        written = [h.storage for h in outs] if not made else []
+        concurrent = lines.capabilities.concurrent
+        serial = lines.serial if concurrent else groups_of(team.session).launches(team)
+        issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
+
+    at_one_moment(team.session, issue)
+    return [wrap(DistributedTensor, handle) for handle in made] if made else written_to
+
+
+def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> DistributedTensor:
+    """Issue a collective along lines, below autograd, and return its result on every member. Return at once."""
+    name, by, root, splits = collective
+    given = on_mesh_of(lines, x)._handle.spec
+    if name == "broadcast" and not 0 <= root < lines.size:
+        raise UsageError(f"root is a rank in a line of {lines.size} members, got {root!r}")
+    if name == "reduce_scatter" and (not given.size or given.size[0] % lines.size):
+        raise NotSupportedError(
+            f"reduce_scatter along a mesh cuts the first dimension into {lines.size} equal parts, "
+            f"got {tuple(given.size)}: pad it, "
+            "or use lists of tensors, dr.primitives.reduce_scatter, which may be uneven"
+        )
+    if name == "all_to_all":
+        spec = contiguous(given, (sum(transposed(splits)[0]), *given.size[1:]))
+        return issue_along(lines, name, [x], [spec], splits=byte_splits(splits, given))[0]
+    return issue_along(lines, name, [x], [result_of(collective, given, lines.size)], root=root, reduction=by)[
+        0
+    ]
+
+
+def even_splits(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Splits:
+    """Return the splits of an all_to_all along lines; raise `NotSupportedError` unless all parts are of one size."""
+    given, size = on_mesh_of(lines, x)._handle.spec, lines.size
+    sizes = {int(n) for n in (*output, *inputs)}
+    if [len(output), len(inputs)] != [size] * 2 or len(sizes) > 1 or given.size[:1] != (sum(inputs),):
+        raise NotSupportedError(
+            f"all_to_all along a mesh: each of a line's {size} members sends as many rows to each, "
+            f"which are all that it has; got "
+            f"{tuple(given.size)}, sends {list(inputs)}, gets {list(output)}. "
+            "Uneven parts are for lists of tensors: dr.functional.all_to_all"
+        )
+    return (tuple(int(n) for n in inputs),) * size
+
+
+class LineMembers:
+    """The members of a mesh, who have one tensor for all of them, and do collectives along these lines."""
+
+    __slots__ = ("_lines", "size")
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines, self.size = lines, lines.size
+
+    def perform(self, collective: Collective, tensors: Tensors) -> Tensors:
+        """Issue a collective of one tensor and return its result. Those who are not the root of a reduce get zeros."""
+        lines, (x,) = self._lines, tensors
+        if collective.name == "reduce":
+            total = perform(lines, collective._replace(name="all_reduce", root=-1), x)
+            return [total * (lines.ranks() == collective.root).to(total.dtype)]
+        return [perform(lines, collective, x)]
+
+    def others(self, gathered: Tensors) -> Tensors:
+        """Return the rows that are not the member's own: each member leaves out another one."""
+        (rows,) = gathered
+        places = torch.arange(self.size - 1, device=rows.device)
+        return [rows.index_select(0, places + (places >= self._lines.ranks()).to(torch.int64))]

@@ -67,8 +67,8 @@ class LocalWorker:
     def last_words(self) -> list[str]:
         """Return what the worker wrote in the end that says why it ended.
 
-        These are the lines from where Python says that an error is fatal, or else the last lines. What a library
-        in C++ says before it ends the process stands in front of them.
+        These are the lines from where Python says that an error is fatal, or else the last lines. What a
+        library in C++ says before it ends the process stands in front of them.
         """
         lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
         fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
@@ -128,7 +128,7 @@ def start_worker(
         unreachable: seconds of silence after which it gives a connection up.
         fork: whether to fork it from a process that has imported torch, where that is possible.
     """
-    environment = _environment(threads)
+    environment = worker_environment(threads)
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
     log = directory / f"worker-{node}.log"
@@ -165,7 +165,8 @@ def _hand_over(key: KeyPair | None, process: _Process) -> None:
         pass  # it ended already: poll() and last_lines() tell why
 
 
-def _environment(threads: int) -> dict[str, str]:
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a worker of this machine that has so many threads for its kernels."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONFAULTHANDLER"] = "1"  # a crash in a kernel leaves its Python stack in the log

@@ -32,7 +32,7 @@ from ..wire.identity import has_died, process
 # A nursery that was started with other values of these variables serves as well: they are read when they are
 # needed, or set in the forked worker. Libraries may have read any other variable while torch was imported.
 # pytest writes its variable anew for each test.
-_READ_LATE = ("DISTRUNTIME_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
+_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
 # Bytes of the largest request that is hoped for. A worker with a larger environment is not forked.
 _BUFFER = 1 << 20
 _REPORT = 4096  # bytes
@@ -272,13 +272,14 @@ class ForkedWorker:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        self._send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _send_signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the worker has ended."""
         if self.poll() is not None or (not self.process and self._nursery.cancel()):
             return
         # The nursery sends the signal: only a parent knows that a process still has its number.

@@ -1,4 +1,4 @@
-"""Workers on this machine: subprocesses that live no longer than this process, or than the named session that they are for."""
+"""Workers on this machine: they end with this process, or with the named session that they are for."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from typing import final
 
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
+from .nursery import NOBODY_KNOWS, ForkedWorker, fork_worker
 
 _MOST_WORDS = 12  # lines of a crash
-# Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s with the three together.
+# Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
+# with the three together.
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
 
-_left: list[subprocess.Popen[bytes]] = []
+_Process = subprocess.Popen[bytes] | ForkedWorker
+
+_left: list[_Process] = []
 
 
 @final
 class LocalWorker:
     """A worker process that this process started. Its output goes to `log`."""
 
-    def __init__(self, node: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, node: int, process: _Process, log: Path) -> None:
         self.node = node
         self.log = log
         self._process = process
@@ -41,6 +45,8 @@ class LocalWorker:
         code = self._process.poll()
         if code is None:
             return None
+        if code == NOBODY_KNOWS:
+            return "ended, and nobody knows how: the process that forked it had ended before"
         if code >= 0:
             return f"exited with code {code}"
         try:
@@ -59,16 +65,20 @@ class LocalWorker:
         return "\n".join(lines[-count:])
 
     def last_words(self) -> list[str]:
-        """Return what the worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines.
+        """Return what the worker wrote in the end that says why it ended.
 
-        What a library in C++ says before it ends the process stands in front of that.
+        These are the lines from where Python says that an error is fatal, or else the last lines. What a
+        library in C++ says before it ends the process stands in front of them.
         """
         lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
         fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
         return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
 
     def terminate(self) -> None:
-        """Ask the process to end. Return at once; to stop many workers, ask all of them before you `stop` each."""
+        """Ask the process to end. Return at once.
+
+        To stop many workers, ask all of them before you `stop` each.
+        """
         if self._process.poll() is None:
             self._process.terminate()
         if self._process.stdin is not None:
@@ -89,7 +99,8 @@ class LocalWorker:
             self._process.wait()
 
     def __repr__(self) -> str:
-        return f"<LocalWorker node {self.node}, pid {self.pid}{'' if self._process.returncode is None else ', ended'}>"
+        ended = "" if self._process.returncode is None else ", ended"
+        return f"<LocalWorker node {self.node}, pid {self.pid}{ended}>"
 
 
 def start_worker(
@@ -102,8 +113,11 @@ def start_worker(
     simulate_cuda: int = 0,
     directory: Path,
     unreachable: float | None = None,
+    fork: bool = True,
 ) -> LocalWorker:
-    """Start a worker. Return at once; it takes about two seconds to import torch.
+    """Start a worker. Return at once.
+
+    To import torch takes about two seconds, which forked workers spend once for all.
 
     Args:
         master: what it dials: then it ends with this process, however that ends.
@@ -112,41 +126,38 @@ def start_worker(
         threads: of torch's kernels.
         directory: where its output goes, worker-K.log; what was there stays in front of it.
         unreachable: seconds of silence after which it gives a connection up.
+        fork: whether to fork it from a process that has imported torch, where that is possible.
     """
-    environment = _environment(threads)
+    environment = worker_environment(threads)
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
     log = directory / f"worker-{node}.log"
-    command = [
-        sys.executable,
-        "-m",
-        "distruntime_worker",
-        "--threads",
-        str(threads),
-        "--simulate-cuda",
-        str(simulate_cuda),
-    ]
+    arguments = ["--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
     if listen:
-        command += ["--listen", listen, "--once"]
+        arguments += ["--listen", listen, "--once"]
     else:
-        command += ["--master", master, "--node", str(node), "--local", str(os.getpid())]
+        arguments += ["--master", master, "--node", str(node), "--local", str(os.getpid())]
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.DEVNULL if listen else subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
-        )
+        process: _Process | None = None
+        if fork:
+            process = fork_worker(arguments, environment, output, piped=not listen)
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "distruntime_worker", *arguments],
+                bufsize=0,
+                stdin=subprocess.DEVNULL if listen else subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+            )
     worker = LocalWorker(node, process, log)
     if not listen:
         _hand_over(key, process)
     return worker
 
 
-def _hand_over(key: KeyPair | None, process: subprocess.Popen[bytes]) -> None:
+def _hand_over(key: KeyPair | None, process: _Process) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write((key.public + b" " + key.secret if key else b"") + b"\n")
@@ -154,7 +165,8 @@ def _hand_over(key: KeyPair | None, process: subprocess.Popen[bytes]) -> None:
         pass  # it ended already: poll() and last_lines() tell why
 
 
-def _environment(threads: int) -> dict[str, str]:
+def worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a worker of this machine that has so many threads for its kernels."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONFAULTHANDLER"] = "1"  # a crash in a kernel leaves its Python stack in the log

@@ -38,9 +38,10 @@ def vicinity() -> str:
         return ""
 
 
-def process() -> list[Any]:
-    """Return this process as [machine, pid, start]."""
-    return [_machine(), os.getpid(), _started(os.getpid())]
+def process(pid: int | None = None) -> list[Any]:
+    """Return a process of this machine as [machine, pid, start]: this one, or the one with that number."""
+    number = os.getpid() if pid is None else pid
+    return [_machine(), number, _started(number)]
 
 
 def here(process: list[Any]) -> bool:

@@ -36,7 +36,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         channels.append(Channel(listen=f"ipc://{tmp_path}/s{len(channels)}", keys=key))
         for node in range(count):
             workers.append(
-                start_worker(node, master=channels[-1].address, key=key, threads=THREADS, directory=tmp_path)
+                start_worker(
+                    node,
+                    master=channels[-1].address,
+                    key=key,
+                    threads=THREADS,
+                    directory=tmp_path,
+                    fork=False,
+                )
             )
         return channels[-1], workers
 
@@ -111,7 +118,7 @@ def test_what_a_worker_wrote_and_how_it_ended(start: Start) -> None:
 
 
 def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> None:
-    worker = start_worker(0, master="nonsense", threads=1, directory=tmp_path)
+    worker = start_worker(0, master="nonsense", threads=1, directory=tmp_path, fork=False)
     until(lambda: worker.poll() is not None)
     assert worker.poll() == "exited with code 2" and "nonsense" in worker.last_lines()
     worker.stop()
@@ -132,7 +139,10 @@ MASTER = """
     from distruntime.wire.channel import Channel
     here = Path(sys.argv[1])
     channel = Channel(listen=f"ipc://{here}/s")
-    workers = [start_worker(node, master=channel.address, threads=1, directory=here) for node in range(2)]
+    workers = [
+        start_worker(node, master=channel.address, threads=1, directory=here, fork=sys.argv[3] == "forked")
+        for node in range(2)
+    ]
     joined = set()
     while len(joined) < 2:
         joined.update(peer for peer, _ in channel.receive(0.1))
@@ -147,11 +157,12 @@ MASTER = """
 """
 
 
+@pytest.mark.parametrize("workers_are", ["forked", "started"])
 @pytest.mark.parametrize("child", ["fork", "none"])
-def test_workers_end_with_a_master_that_is_killed(tmp_path: Path, child: str) -> None:
+def test_workers_end_with_a_master_that_is_killed(tmp_path: Path, child: str, workers_are: str) -> None:
     """With a forked child, as a data loader's worker is: it holds what the master held open."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
-    arguments = [sys.executable, "-c", textwrap.dedent(MASTER), str(tmp_path), child]
+    arguments = [sys.executable, "-c", textwrap.dedent(MASTER), str(tmp_path), child, workers_are]
     master = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )

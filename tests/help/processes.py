@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import distruntime as dr
+from distruntime.cluster.local_workers import worker_environment
+from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.log.line import user_line
 from distruntime.session.session import active_session
 from distruntime.wire.messages import AWAIT, Signal
@@ -180,19 +182,27 @@ def limited(descriptors: int) -> list[str]:
 
 
 class ListeningWorker:
-    """`distruntime-worker --listen`, its log in a file. `under` is a command that starts it."""
+    """`distruntime-worker --listen`, its log in a file. It is forked from this process's nursery.
+
+    `under` is a command that starts it as a program instead.
+    """
+
+    process: subprocess.Popen[bytes] | ForkedWorker
 
     def __init__(self, folder: Path, *arguments: str, under: Sequence[str] = (), **variables: str) -> None:
         self.log = folder / "worker.log"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", **variables}
+        environment = {**worker_environment(1), **variables}
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
+            forked = (
+                None if under else fork_worker(["--threads", "1", *arguments], environment, output, False)
+            )
+            self.process = forked or subprocess.Popen(
                 [*under, sys.executable, "-m", "distruntime_worker", *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
-        until(lambda: "listening on " in self.text() or self.process.poll() is not None)
+        until(lambda: "listening on " in self.text() or self.process.poll() is not None, STARTING)
         self.address = self.text().partition("listening on ")[2].partition(",")[0]
 
     def text(self) -> str:
@@ -200,7 +210,7 @@ class ListeningWorker:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(STARTING)
 
 
 class StruckWhileWaiting:

@@ -16,6 +16,7 @@ from types import FrameType
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
+from distruntime.wire.identity import has_died, process
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
 from .session import daemon
@@ -191,11 +192,13 @@ def _key_from_master() -> KeyPair | None:
 
 
 def _follow(master: int, stop: threading.Event) -> None:
-    """Stop when the master that started this worker is gone, however it ended: stdin ends, or we have another parent.
+    """Stop when the master that started this worker is gone, however it ended: stdin ends, or its process is no more.
 
-    Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is not signalled.
+    Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is not signalled. The master
+    is the parent, or the parent of the nursery that forked this worker.
     """
-    while os.getppid() == master:
+    identity = process(master)
+    while os.getppid() == master or (identity[2] and not has_died(identity)):
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 4096):
             break

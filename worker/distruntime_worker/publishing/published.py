@@ -27,6 +27,12 @@ from ..values.step import Own
 _number = count(secrets.randbits(60)).__next__
 
 
+def count_anew() -> None:
+    """Give out other numbers than the process from which this one was forked."""
+    global _number
+    _number = count(secrets.randbits(60)).__next__
+
+
 def _numbered(thing: Any) -> int:
     """Return the number of a tensor or of a storage: the same as long as it lives, and no other's here or in another process."""
     found: int | None = getattr(thing, "_published_as", None)

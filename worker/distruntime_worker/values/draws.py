@@ -40,6 +40,13 @@ def _set(states: _States) -> None:
 _at_start = _states()
 
 
+def seed_anew() -> None:
+    """Seed torch's generator as at the start of a process. A fork has the state of the process that it was forked from."""
+    global _at_start
+    torch.default_generator.seed()
+    _at_start = _states()
+
+
 class Draws:
     """The random state of one session. What draws runs inside `with draws:`; several of its streams may, at the same time.
 

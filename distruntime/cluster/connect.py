@@ -12,6 +12,7 @@ from pathlib import Path
 from ..backend.install import install
 from ..collectives.group import Choice, Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
+from ..session.launcher import Launcher
 from ..session.session import Session, active, active_session
 from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
@@ -33,6 +34,7 @@ def init_master_worker(
     keep: float | timedelta | None = None,
     restart_workers: bool = False,
     simulate_cuda: int = 0,
+    launcher: Launcher | None = None,
     data_channel: Choice = "auto",
     key: str | os.PathLike[str] | None = None,
     insecure: bool = False,
@@ -54,6 +56,7 @@ def init_master_worker(
         force: take the session over from a master that is using it; without `resume`, drop the one that has this name.
         keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12 hours.
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node number is not.
+        launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
         simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
         data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered name, or one for each type of
             device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
@@ -70,7 +73,7 @@ def init_master_worker(
             it is in use.
     """
     name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
-    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers)
+    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers, launcher)
     if name is not None:
         checked_name(name)
     elif resume or force or keep is not None:
@@ -88,6 +91,9 @@ def init_master_worker(
         Path(key) if key is not None else None,
         insecure,
         wait,
+        restart_workers,
+        simulate_cuda,
+        launcher,
         _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
     )
     if active and active[0].closed is None and not active[0].foreign:
@@ -108,14 +114,12 @@ def init_master_worker(
             assert world_size is not None
             opened = gather_at(plan, listen, world_size)
         else:
-            opened = start(plan, 2 if world_size is None else world_size, simulate_cuda)
+            opened = start(plan, 2 if world_size is None else world_size)
     except (ConnectionFailed, KeyboardInterrupt) as error:
         say("\n")  # else the traceback would begin in the line that says what is waited for
         raise error.with_traceback(None) from error.__cause__
     opened.groups = Groups(opened, data_channel)
-    opened.keeper = opened.keeper_to_be  # before anyone reads the socket
     opened.start()
-    opened.keeper_to_be.begin(restart_workers)
     opened.groups.meeting.begin()
     active[:] = [opened]
     atexit.unregister(_at_exit)  # once: what it is registered with stays as long as the process
@@ -156,6 +160,7 @@ def _check(
     simulate_cuda: int,
     data_channel: Choice,
     restart_workers: bool,
+    launcher: Launcher | None,
 ) -> None:
     if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
@@ -198,11 +203,18 @@ def _check(
         raise ConfigurationError(
             f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
         )
-    if restart_workers and (workers is not None or listen is not None):
+    if launcher is not None and not isinstance(launcher, Launcher):
+        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
+    if launcher is not None and workers is not None:
+        raise ConfigurationError(
+            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
+        )
+    starts = workers is None and (listen is None or launcher is not None)
+    if restart_workers and not starts:
         raise ConfigurationError(
             "restart_workers is for workers that are started here; daemons are their own supervisor's to restart"
         )
-    if simulate_cuda and (workers is not None or listen is not None):
+    if simulate_cuda and not starts:
         raise ConfigurationError(
             "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves"
         )

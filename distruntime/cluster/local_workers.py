@@ -12,11 +12,11 @@ import sysconfig
 from pathlib import Path
 from typing import final
 
+from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
 from .nursery import NOBODY_KNOWS, ForkedWorker, fork_worker
 
-_MOST_WORDS = 12  # lines of a crash
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
 # with the three together.
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
@@ -27,7 +27,7 @@ _left: list[_Process] = []
 
 
 @final
-class LocalWorker:
+class LocalWorker(WorkerProcess):
     """A worker process that this process started. Its output goes to `log`."""
 
     def __init__(self, node: int, process: _Process, log: Path) -> None:
@@ -64,16 +64,6 @@ class LocalWorker:
             return f"({self.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-count:])
 
-    def last_words(self) -> list[str]:
-        """Return what the worker wrote in the end that says why it ended.
-
-        These are the lines from where Python says that an error is fatal, or else the last lines. What a
-        library in C++ says before it ends the process stands in front of them.
-        """
-        lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
-        fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
-
     def terminate(self) -> None:
         """Ask the process to end. Return at once.
 
@@ -101,6 +91,27 @@ class LocalWorker:
     def __repr__(self) -> str:
         ended = "" if self._process.returncode is None else ", ended"
         return f"<LocalWorker node {self.node}, pid {self.pid}{ended}>"
+
+
+@final
+class LocalLauncher(Launcher):
+    """Starts workers as processes of this machine.
+
+    A worker that dials this process ends with it, in any case.
+    """
+
+    def start(self, spec: LaunchSpec) -> LocalWorker:
+        """Start a worker."""
+        return start_worker(
+            spec.node,
+            master=spec.master,
+            listen=spec.listen,
+            key=None if spec.key is None else KeyPair.load(spec.key),
+            threads=spec.threads,
+            simulate_cuda=spec.simulate_cuda,
+            directory=spec.directory,
+            unreachable=float(spec.environment[UNREACHABLE.variable]),
+        )
 
 
 def start_worker(

@@ -34,12 +34,12 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     old = session.nodes[node]
     begin(session, old, "was restarted by dr.restart()")
     deadline = time.monotonic() + wait
-    worker = session.local_workers[node] if node < len(session.local_workers) else None
+    worker = session.workers.of(old)
     old.presence.connecting = True
     try:
         session.requests.wait(
             lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None),
-            session._read,
+            session.read,
             deadline,
             old,
         )
@@ -47,7 +47,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
         old.presence.connecting = False
     if session.nodes[node] is old:
         words = worker.last_lines(5) if worker is not None else ""
-        where = f"at {old.address}" if session.starter is None else "on this machine"
+        where = f"at {old.address}" if not session.workers.can_start else "on this machine"
         raise ConnectionFailed(
             f"no worker came {where} within {wait:g} s to be node {node} again"
             + (f"; its last words:\n{words}" if words else "")
@@ -60,8 +60,8 @@ def begin(session: Session, old: Node, why: str) -> None:
         raise UsageError("the session is over")
     if old.failed is None:
         session.post(old, Goodbye(why))
-        worker = session.local_workers[old.index] if old.index < len(session.local_workers) else None
+        worker = session.workers.of(old)
         session.lose(old, why, quietly=True)
         if worker is not None:
             worker.stop()
-    session.keeper.revive(old)
+    session.connector.revive(old)

@@ -28,6 +28,7 @@ class Meeting:
             int, tuple[Node, int, Node, Node]
         ] = {}  # by number: who waits, for which position, of whom, in which log
         session.on_loss.append(self._lost)
+        session.on_return.append(self.returned)
 
     def begin(self) -> None:
         """Have every worker told where the others listen. Return at once; `done` says when that is so."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
@@ -25,10 +25,9 @@ from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
 from ..log.replies import asked
-from ..wire.channel import Channel, ChannelClosed, PeerGone
+from ..wire.channel import Channel, ChannelClosed, PeerEvent, PeerGone
 from ..wire.codec import Buffer, decode, encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
-from ..wire.identity import has_died, out_of_memory_kills
 from ..wire.link import Delivery
 from ..wire.messages import (
     Ack,
@@ -51,11 +50,11 @@ from ..wire.shield import shield
 from ..wire.tally import Tally
 from .failures import out_of_memory, remote_error
 from .holders import lost_lines
+from .launched import LaunchedWorkers
 from .places import Places
 from .requests import Request, Requests
 from .stalls import note_wait
 from .timeouts import checked
-from .worker_process import WorkerProcess
 
 log = logging.getLogger("distruntime")
 
@@ -68,7 +67,33 @@ _LAST_WORD = 1.0  # seconds that the end of a session waits for workers to hear 
 _LAST_STEPS = 2.0  # seconds that it waits for its own thread to end, and then for the workers of this machine before they are killed
 _IDLE = 0.2  # seconds between looks while nothing is
 
-Greeting = Join | Welcome | Refused
+
+class Connector(Protocol):
+    """Who makes the connections of a session's workers and keeps them. The thread that reads the socket calls it."""
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether this is the name of a connection on which a worker is greeted, or that was given up."""
+
+    def retire(self, peer: bytes) -> None:
+        """Let nothing count any more that comes on a connection."""
+
+    def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
+        """Act on what a worker says before it is one of the session's, or is again."""
+
+    def happened(self, event: PeerEvent) -> None:
+        """Act on what a connection reports that is no worker's now."""
+
+    def parted(self, node: Node) -> None:
+        """Seek a worker whose connection is no more."""
+
+    def lost(self, node: Node) -> None:
+        """Report a loss, and seek who may come in its place."""
+
+    def revive(self, node: Node) -> None:
+        """Seek who comes to be a lost node, after starting its worker if it was this process that had. Any thread may call."""
+
+    def poll(self) -> None:
+        """Do what is due."""
 
 
 class Session:
@@ -91,9 +116,8 @@ class Session:
         self.shared = SharedPool()
         self.challenge = Challenge(self.shared)
         self.closed: str | None = None
-        self.local_workers: list[WorkerProcess | None] = []  # by node, those that this process has started
-        self.starter: Callable[[int], WorkerProcess] | None = None  # starts the worker of a node again
-        self._kills = out_of_memory_kills()
+        self.workers = LaunchedWorkers()
+        self.connector: Connector
         # Called when the session is to end, while its workers still answer. Each is told until when (monotonic) those are waited for that
         # cannot be reached; None: for as long as it takes.
         self.before_end: list[Callable[[float | None], None]] = []
@@ -102,6 +126,8 @@ class Session:
             Callable[[], None]
         ] = []  # called where not only this process leaves the session, but it is over
         self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
+        # Called when a worker has come in the place of one that was lost.
+        self.on_return: list[Callable[[Node], None]] = []
         self.on_broken: Callable[[Node, int, str], None] = (
             _unknown  # called when a worker says that a group has broken
         )
@@ -110,14 +136,6 @@ class Session:
         self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
         self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
-        self.greetings: list[tuple[bytes, Greeting]] = []
-        self.keeper_to_be: Any = None  # the same, while it starts
-        self.keeper: Any = None  # the Keeper of its workers' connections, a layer up, once it has started
-        self.parted: set[bytes] = set()  # connections that were closed again before there was a keeper
-        self.early: list[
-            tuple[bytes, Join]
-        ] = []  # of workers that are there, and have dialled anew before there was a keeper
-        self.retired: deque[bytes] = deque(maxlen=4096)  # names of connections that have been given up
         self._by_peer: dict[bytes, Node] = {
             node.link.peer: node for node in nodes if node.link.peer is not None
         }
@@ -161,10 +179,9 @@ class Session:
         """What has a command log: the workers, and the meshes of several."""
         return [*self.nodes, *self.meshes] if self.meshes else self.nodes
 
-    def add_node(self, node: Node) -> None:
-        """Take a worker that has welcomed the session."""
+    def join(self, node: Node) -> None:
+        """Listen to a worker that has welcomed the session."""
         assert node.link.peer is not None
-        self.nodes.append(node)
         self._by_peer[node.link.peer] = node
 
     def by_peer(self, peer: bytes) -> Node | None:
@@ -172,13 +189,13 @@ class Session:
         return self._by_peer.get(peer)
 
     def replace(self, node: Node) -> None:
-        """Let a worker have the number of one that is lost: what lived there stays lost."""
-        assert node.link.peer is not None
+        """Let a worker that has joined have the number of one that is lost: what lived there stays lost."""
         self.places.forget(self.nodes[node.index])
         self.places.leave(self.nodes[node.index])
-        self._by_peer[node.link.peer] = node
         self.nodes[node.index] = node
         self._begin(node)
+        for callback in self.on_return:
+            callback(node)
 
     # -- requests ----------------------------------------------------------------------------------------------------------------
 
@@ -225,7 +242,7 @@ class Session:
         if inside:  # another thread may be the reader, and need the lock to go on
             deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
-            done = self.requests.wait(lambda: request.done, self._read, deadline, request.node)
+            done = self.requests.wait(lambda: request.done, self.read, deadline, request.node)
             if inside and timeout is None and not done:
                 raise DistruntimeError(
                     f"a finalizer or a signal handler that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a "
@@ -249,7 +266,7 @@ class Session:
         def enough() -> bool:
             return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
 
-        self.requests.wait(enough, self._read, time.monotonic() + timeout, requests[0].node)
+        self.requests.wait(enough, self.read, time.monotonic() + timeout, requests[0].node)
 
     def value(self, request: Request) -> Any:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -277,7 +294,7 @@ class Session:
             other.flush()
         started = time.perf_counter()
         try:
-            self.requests.wait(lambda: not node.busy or node.failed is not None, self._read, None, node)
+            self.requests.wait(lambda: not node.busy or node.failed is not None, self.read, None, node)
         finally:
             note_wait("a full window", started)
 
@@ -352,14 +369,15 @@ class Session:
             sent.settle()
             return
         try:
-            self.requests.wait(lambda: sent.done or node.failed is not None, self._read, None, node)
+            self.requests.wait(lambda: sent.done or node.failed is not None, self.read, None, node)
         except BaseException:
             sent.settle()
             raise
 
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
 
-    def _read(self, timeout: float) -> None:
+    def read(self, timeout: float) -> None:
+        """Read the socket, and act on what is there: the one thread calls it that `Requests` lets read."""
         if not self._arrived:
             self.channel.receive(timeout, _SPIN if timeout else 0.0, self._arrived)
         now = time.monotonic()
@@ -398,14 +416,12 @@ class Session:
     def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
         node = self._by_peer.get(peer)
         if isinstance(message, (Join, Welcome, Refused)):
-            if self.keeper is None:
-                self.greetings.append((peer, message))
-            else:
-                self.keeper.greeted(peer, message)
+            self.connector.greeted(peer, message)
             return
         if node is None:
-            if peer in self.retired or (self.keeper is not None and self.keeper.knew(peer)):
-                return  # sent before its connection was given up; it comes again on the next one
+            if self.connector.knows(peer):
+                # It was sent before its connection was given up, and comes again on the next one.
+                return
             raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")
         link = node.link
         if isinstance(message, Ack):
@@ -442,67 +458,39 @@ class Session:
             node = self._by_peer.get(event.peer) if event.peer is not None else None
             if event.kind == "disconnected" and node is not None:
                 self.cut(node, "the connection was closed" + (f" ({event.detail})" if event.detail else ""))
-            elif self.keeper is not None:
-                self.keeper.happened(event)
-        for node in self.nodes[: len(self.local_workers)]:
-            if node.failed is None and (epitaph := self._epitaph(node, wait=0)) is not None:
+            else:
+                self.connector.happened(event)
+        for node in self.nodes[: len(self.workers)]:
+            if node.failed is None and (epitaph := self.workers.epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
         for node in self.nodes:
             if node.failed is not None:  # also what was asked of it by who had just seen it alive
                 self.requests.lose(node, node.failed)
-        if self.keeper is not None:
-            self.keeper.look()
+        self.connector.poll()
 
     def cut(self, node: Node, why: str) -> None:
         """Note that a worker's connection is no more: what is sent to it waits for another one, unless the worker is known to be dead."""
         self._hang_up(node)
         if node.failed is not None or self.closed is not None:
             return
-        epitaph = self._epitaph(node)
-        if epitaph is not None or self.keeper is None:
-            self.lose(node, epitaph or why)
+        epitaph = self.workers.epitaph(node)
+        if epitaph is not None:
+            self.lose(node, epitaph)
         else:
             node.presence.absence = Absence(why)
-            self.keeper.seek(node)
+            self.connector.parted(node)
 
     def _hang_up(self, node: Node) -> None:
         peer, node.link.peer = node.link.peer, None
         if peer is not None:
             self._by_peer.pop(peer, None)
-            self.retired.append(peer)
-            self.channel.hang_up(
-                peer
-            )  # or libzmq would go on by itself, with messages that have no place any more
+            self.connector.retire(peer)
 
     def reached(self, node: Node, peer: bytes, received: int) -> None:
         """Go on with a worker on another connection, which has counted so many messages."""
         self._by_peer[peer] = node
         self.channel.resume(node.link, peer, received)
         node.presence.absence = None
-
-    def _epitaph(self, node: Node, wait: float = 0.5) -> str | None:
-        """Return how a worker of this machine has ended, or None if it runs, or nobody here can know."""
-        worker = self.local_workers[node.index] if node.index < len(self.local_workers) else None
-        if worker is None:
-            assert node.welcome is not None
-            return (
-                f"(pid {node.welcome.pid}) died: there is no such process any more"
-                if has_died(node.welcome.process)
-                else None
-            )
-        deadline = time.monotonic() + wait
-        ended = worker.poll()
-        while ended is None and time.monotonic() < deadline:
-            time.sleep(0.01)  # the connection closes a moment before the kernel reports the death
-            ended = worker.poll()
-        if ended is None:
-            return None
-        words = worker.last_words()
-        if "signal 9 " in ended and out_of_memory_kills() > self._kills:
-            ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
-        return f"(pid {worker.pid}) exited: {ended}" + (
-            "; its last words:\n  " + "\n  ".join(words) + "\n" if words else ""
-        )
 
     def lose(self, node: Node, why: str, quietly: bool = False) -> None:
         """Declare a worker dead: its proxies raise `NodeFailed` from now on, everything else goes on."""
@@ -514,8 +502,8 @@ class Session:
                 self.requests.lose(node, why)
                 for callback in self.on_loss:
                     callback(node)
-                if self.keeper is not None and not quietly:
-                    self.keeper.lost(node)
+                if not quietly:
+                    self.connector.lost(node)
 
     def _pump_loop(self) -> None:
         while not self._stop:
@@ -530,7 +518,7 @@ class Session:
                 while not self._stirred.empty():
                     self._stirred.get_nowait()
             try:
-                self.requests.glance(self._read)
+                self.requests.glance(self.read)
                 for node in self.logs:
                     if (node.words or node.freed) and not node.busy and not node.gathering():
                         node.flush()
@@ -595,7 +583,7 @@ class Session:
                     here = [n for n in there if n.failed is None and n.presence.absence is None]
                     return not any(n.flights for n in here)
 
-                self.requests.wait(idle, self._read, deadline, busy, "Ctrl-C ends the session now")
+                self.requests.wait(idle, self.read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [
                     (n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in self.nodes if n.ledger.unread
                 ]
@@ -611,7 +599,7 @@ class Session:
             finally:  # Ctrl-C again, perhaps
                 with shield:  # it takes no more than 2 s for the pump, and as many for all workers together
                     self._leave("it was shut down")
-                    self._stop_workers(time.monotonic() + _LAST_STEPS)
+                    self.workers.stop(time.monotonic() + _LAST_STEPS)
                     for callback in (
                         *self.on_close,
                         *([] if any(node.presence.taken for node in self.nodes) else self.on_end),
@@ -638,9 +626,7 @@ class Session:
         finally:
             with shield:
                 self._leave("it was detached; resume=True attaches to it again")
-                for worker in self.local_workers:
-                    if worker is not None:
-                        worker.leave()
+                self.workers.leave()
                 for callback in self.on_close:
                     callback()
         if late:
@@ -662,13 +648,6 @@ class Session:
             return deadline
         return time.monotonic() + limit
 
-    def _stop_workers(self, deadline: float) -> None:
-        there = [worker for worker in self.local_workers if worker is not None]
-        for worker in there:
-            worker.terminate()
-        for worker in there:
-            worker.stop(max(0.0, deadline - time.monotonic()))
-
     def _part(self, word: Message, deadline: float | None) -> list[Node]:
         """Say the last word to each worker, which answers it by what has arrived, and wait for that; return whose answer has not come."""
         said = {node: self.post(node, word) for node in self.nodes if node.failed is None}
@@ -679,7 +658,7 @@ class Session:
                 n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
             ]
 
-        self.requests.wait(lambda: not late(), self._read, deadline, next(iter(said), None))
+        self.requests.wait(lambda: not late(), self.read, deadline, next(iter(said), None))
         return late()
 
     def _leave(self, why: str) -> None:

@@ -20,7 +20,7 @@ import torch
 
 import distruntime as dr
 from cut_training import Trouble, counted, same, train, whole_words
-from distruntime.cluster import keeper
+from distruntime.cluster import connection
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
@@ -98,7 +98,7 @@ def undisturbed(daemon: ListeningWorker) -> list[torch.Tensor]:
 def test_a_worker_that_answers_later_than_an_attempt_takes_is_found_again(
     attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_ATTEMPT", 0.7)
+    monkeypatch.setattr(connection, "ATTEMPT", 0.7)
     attach(unreachable=20)
     x = torch.ones(3, device="remote")
     assert x.sum().item() == 3
@@ -131,7 +131,7 @@ def test_a_training_goes_on_after_a_cut(
     length: float,
 ) -> None:
     monkeypatch.setattr(
-        "distruntime.cluster.keeper._ATTEMPT", 1.0
+        "distruntime.cluster.connection.ATTEMPT", 1.0
     )  # so that several attempts are made to reach the worker
     attach()
     ends: list[threading.Timer] = []
@@ -362,7 +362,7 @@ def test_an_old_greeting_that_comes_late_costs_nothing(attach: Start, daemon: Li
         dr.synchronize()
         peer = node.link.peer
         channel = stranger(
-            daemon.address, daemon.log.parent / "key", session.keeper.hello("again", node.link.received)
+            daemon.address, daemon.log.parent / "key", session.connector.hello("again", node.link.received)
         )
         moved(node, peer)
         assert x.sum().item() == 5

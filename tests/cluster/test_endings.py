@@ -123,7 +123,7 @@ def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
 ) -> None:
     """Requests to a lost worker are taken out of a table before they are answered: between the two they would be nobody's."""
     finished: list[bool] = []
-    look = active_session().keeper.look
+    look = active_session().connector.poll
 
     def struck() -> None:
         if threading.current_thread() is threading.main_thread() and not finished:
@@ -131,10 +131,10 @@ def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
             finished.append(True)
         look()
 
-    monkeypatch.setattr(active_session().keeper, "look", struck)
+    monkeypatch.setattr(active_session().connector, "poll", struck)
     open_session = active_session()
     with pytest.raises(KeyboardInterrupt):
-        open_session.requests.wait(lambda: False, open_session._read, time.monotonic() + 30)
+        open_session.requests.wait(lambda: False, open_session.read, time.monotonic() + 30)
     assert finished
 
 

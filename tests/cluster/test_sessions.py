@@ -22,7 +22,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster import named_sessions as registry
-from distruntime.cluster.keeper import refuses
+from distruntime.cluster.connector import refuses
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
@@ -311,7 +311,7 @@ def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(
     session = dr.init_master_worker(session="twice", workers=[daemon.address])
     with closing(Channel(keys=choose(daemon.address))) as second:
         second.connect(daemon.address, b"again")
-        second.send(b"again", [encode(session.keeper.hello("resume"))])
+        second.send(b"again", [encode(session.connector.hello("resume"))])
         answers: deque[Any] = deque()
         until(lambda: second.receive(0.1, into=answers) or answers)
         assert isinstance(decode(answers[0][1][0]), Welcome)

@@ -153,7 +153,7 @@ def _waits_across() -> None:
     with dr.node(1):
         work = torch.ones(1200, 1200, device=REMOTE)
     dr.synchronize()
-    stop(session.local_workers[0].pid)
+    stop(session.workers[0].pid)
     gate = gate @ gate / 1200
     event, side = dr.current_stream(0, "cpu").record_event(), dr.Stream(1)
     side.wait_event(event)
@@ -162,7 +162,7 @@ def _waits_across() -> None:
             work = work @ work / 1200
     for node in session.nodes:
         node.flush()
-    print("pids", *(worker.pid for worker in session.local_workers), flush=True)
+    print("pids", *(worker.pid for worker in session.workers), flush=True)
     sys.stdin.readline()
     side.cancel()
     session.shutdown(raise_unread=False)

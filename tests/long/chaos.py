@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "help"))
 import torch
 
 import distruntime as dr
-from distruntime.cluster import keeper
+from distruntime.cluster import connection
 from distruntime.wire.keys import KeyPair
 from network import Network
 from processes import Child, ListeningWorker, pause, stopped
@@ -55,7 +55,7 @@ STARTING = 120.0  # seconds for a process to start, which imports torch, beside 
 
 # What the bounds are made of. An attempt to connect may begin just before the fault ends, and be lost in it; the next one, which is given
 # twice as long, is not.
-DIAL = SILENCE + 3 * keeper._ATTEMPT + 2 * keeper._PAUSE
+DIAL = SILENCE + 3 * connection.ATTEMPT + 2 * connection.LONGEST_PAUSE
 AGAIN = DIAL + MEET  # another worker, or another master: connections, then groups, are made anew
 ENDING = (
     DETACH + 6.0

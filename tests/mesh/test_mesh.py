@@ -469,7 +469,7 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     before = slots(0)
     x, unsent = torch.ones(2, device=mesh.device), torch.ones(3, device=mesh.device)
     dr.synchronize()
-    session.local_workers[1].terminate()
+    session.workers[1].terminate()
     until(lambda: session.nodes[1].failed)
     with pytest.raises(
         dr.NodeFailed,
@@ -512,11 +512,11 @@ def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]
     x = torch.ones(2, 4, device=mesh.device)
     model(x).sum().backward()
     dr.synchronize()
-    stop(session.local_workers[1].pid)
+    stop(session.workers[1].pid)
     loss = model(x).sum()
     loss.backward()
     until(lambda: session.value(session.ask(session.nodes[0], "status"))[1] is not None)  # it has begun
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
         loss.item()
     until(lambda: session.nodes[1].failed)

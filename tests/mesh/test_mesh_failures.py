@@ -185,7 +185,7 @@ def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh)
     lines, stream = mesh.lines("dp"), dr.Stream(mesh.device)
     x = of(mesh, 1, 2)
     settle()
-    with stopped(active_session().local_workers[1].pid):
+    with stopped(active_session().workers[1].pid):
         total = dr.lines.all_reduce(lines, x)
         with dr.stream(stream):
             event = (total + 1, stream.record_event())[1]

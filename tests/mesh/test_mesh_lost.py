@@ -49,7 +49,7 @@ def dying(mesh: Mesh, standing: bool = True) -> Iterator[str]:
     Gives what every error must say. In the end its loss is known, and the failures that it has caused are read.
     """
     node = mesh.places[-1].node
-    worker, pid = mesh.session.nodes[node], mesh.session.local_workers[node].pid
+    worker, pid = mesh.session.nodes[node], mesh.session.workers[node].pid
     if standing:
         stop(pid)
     killer = threading.Timer(0.5, lambda: os.kill(pid, signal.SIGKILL))

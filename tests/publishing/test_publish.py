@@ -436,7 +436,7 @@ def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:
     with dr.node(1):
         dr.publish("far", torch.ones(2, device=REMOTE))
     dr.publish("near", torch.ones(2, device=REMOTE))
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
     with pytest.raises(dr.NodeFailed, match="node 1"):
         dr.lookup("far")

@@ -732,7 +732,7 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
     event.wait(here)
     with dr.stream(here):
         after = torch.ones(2, device="remote")
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
     for use in (
         event.query,

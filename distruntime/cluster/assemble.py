@@ -1,4 +1,7 @@
-"""How a session's workers come together: started here, attached to, or dialling in; for the first time, or again for a later master."""
+"""How a session's workers come together: they are started, attached to, or dial in.
+
+The session may be a new one, or one that a later master resumes.
+"""
 
 from __future__ import annotations
 
@@ -76,13 +79,16 @@ def start(plan: Plan, count: int) -> Session:
     if before is not None and there:
         if plan.mode == "new":
             raise ConnectionFailed(
-                f"there is a session {plan.name!r} already, with {len(there)} worker{'s' if len(there) > 1 else ''} on this machine: "
+                f"there is a session {plan.name!r} already, with {len(there)} "
+                f"worker{'s' if len(there) > 1 else ''} on this machine: "
                 "resume=True attaches to it, force=True begins it anew"
             )
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
             raise ConfigurationError(
-                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} simulated GPUs: give the same "
-                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, then shutdown()"
+                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} "
+                "simulated GPUs: give the same "
+                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, "
+                "then shutdown()"
             )
         return _attach_local(plan, before, [k for k in range(count) if k not in there])
     directory = scratch_folder()
@@ -148,7 +154,8 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
 
 def _spec(plan: Plan, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
     """Return what all workers of a session are started with."""
-    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower (seen on 2 cores).
+    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower
+    # (seen on 2 cores).
     threads = max(1, ((os.cpu_count() or 1) - 1) // count) if is_local(address) else 0
     environment = {UNREACHABLE.variable: str(plan.unreachable), "PYTHONFAULTHANDLER": "1"}
     if threads:
@@ -227,7 +234,10 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
 
 
 def resume_entry(plan: Plan, entry: Entry) -> Session:
-    """Attach to the workers of a session that was noted here. Those of this machine that have died are started again."""
+    """Attach to the workers of a session that was noted here.
+
+    Workers of this machine that have died are started again.
+    """
     plan = replace(
         plan,
         key=plan.key or (Path(entry.key) if entry.key else None),
@@ -244,7 +254,8 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
             forget(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
             raise ConnectionFailed(
-                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time without a master was over, "
+                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "
+                "without a master was over, "
                 "or they died). Begin it anew, without resume=True"
             )
         for k in dead:

@@ -1,4 +1,4 @@
-"""The workers that a session has started: how they have ended, who is started again, and their end with the session."""
+"""The workers that a session has started: how each has ended, and how they are restarted and stopped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         self[number] = self.launch(number)
 
     def may_restart(self, node: Node) -> bool:
-        """Whether a dead worker is to be started again now, and count it; log a warning where workers died too often."""
+        """Count a restart, and return whether it is to be; log a warning where workers died too often."""
         recent = [at for at in self._restarts if at > time.monotonic() - _SPELL]
         if len(recent) >= _MOST_RESTARTS:
             log.warning(
@@ -61,7 +61,10 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         return self[node.index] if node.index < len(self) else None
 
     def epitaph(self, node: Node, wait: float = 0.5) -> str | None:
-        """Return how a worker has ended, or None if it runs, or nobody here can know. Block for `wait` seconds at most."""
+        """Return how a worker has ended; None: it runs, or nobody here can know.
+
+        Block `wait` seconds at most.
+        """
         worker = self.of(node)
         if worker is None:
             dead = has_died(node.welcome.process)
@@ -81,7 +84,10 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         return f"(pid {worker.pid}) exited: {ended}{quoted}"
 
     def stop(self, deadline: float) -> None:
-        """Stop all of them together. Block until `deadline` (of `time.monotonic`) at most, when those that are left are killed."""
+        """Stop all of them together. Block until `deadline` (of `time.monotonic`) at most.
+
+        Workers that are left then are killed.
+        """
         started = [worker for worker in self if worker is not None]
         for worker in started:
             worker.terminate()
@@ -96,7 +102,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
 
 
 def last_words(worker: WorkerProcess) -> list[str]:
-    """Return what a worker wrote in the end that says why: from where Python says that it is fatal, or else its last lines.
+    """Return what a worker wrote in the end: from where Python says that it is fatal, or else its last lines.
 
     What a library in C++ says before it ends the process stands in front of that.
     """

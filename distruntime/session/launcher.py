@@ -1,4 +1,4 @@
-"""How workers are started: the plug point for whoever starts them in a way of his own, by ssh, Slurm or in containers."""
+"""How workers are started: the plug point for launchers of one's own, by ssh, by Slurm or in containers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class LaunchSpec:
     Attributes:
         node: the number that the worker has in the session.
         master: the address that the worker dials; "" where it listens.
-        listen: the address where it waits for masters instead; "" where it dials. It then outlives this process.
+        listen: the address where it waits for masters instead; "" where it dials. It then outlives this
+            process.
         key: the file here with the cluster's key; None: the address needs none.
         insecure: whether the user has said that there is to be no key.
         threads: threads of torch's kernels; 0: as torch chooses.
         simulate_cuda: how many GPUs it offers that are really CPU tensors.
         environment: variables that it needs beside those of its machine.
-        directory: a folder on this machine for what it writes, which only this user can enter. It goes with the session.
+        directory: a folder on this machine for what it writes, which only this user can enter. It goes with
+            the session.
     """
 
     node: int
@@ -56,7 +58,8 @@ class LaunchSpec:
 class WorkerProcess(ABC):
     """A worker that a launcher has started.
 
-    The session asks from the thread that reads its socket, ten times a second: `poll` and `pid` must not wait.
+    The session asks from the thread that reads its socket, ten times a second: `poll` and `pid` must not
+    wait.
     """
 
     @property
@@ -66,11 +69,14 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def poll(self) -> str | None:
-        """Return how it has ended, as "killed by signal 9 (SIGKILL)"; None: it runs, or nobody knows. Return at once."""
+        """Return at once how it has ended, as "killed by signal 9 (SIGKILL)", or None while it runs."""
 
     @abstractmethod
     def last_lines(self, count: int = 20) -> str:
-        """Return the last lines that it has written, at most so many; "" where they cannot be had. Errors quote them."""
+        """Return the last lines that it has written, at most `count`, for errors to quote.
+
+        "" if there are none.
+        """
 
     @abstractmethod
     def terminate(self) -> None:
@@ -78,11 +84,14 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def stop(self, timeout: float = 5.0) -> None:
-        """Block until it has ended. One that takes longer than `timeout` seconds is killed; 0 kills it at once."""
+        """Block until it has ended. Kill it if that takes longer than `timeout` seconds, or at once for 0."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Let it run on with its named session, which this process leaves. Return at once; nothing else is called later."""
+        """Let it run on with its named session, which this process leaves. Return at once.
+
+        This call is the last.
+        """
 
 
 class Launcher(ABC):
@@ -93,7 +102,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, spec: LaunchSpec) -> WorkerProcess:
-        """Start a worker, for the first time or in the place of one that has ended. Return at once, before it listens or dials.
+        """Start a worker, the first one of a node or another one. Return at once, before it listens or dials.
 
-        Called from any thread. What is raised here ends `init_master_worker`, or the attempt to start the worker again.
+        Called from any thread. What is raised here ends `init_master_worker`, or the attempt to start the
+        worker again.
         """

@@ -1,13 +1,16 @@
-"""The state machine of one node's connection: awaited or dialled, greeted, then welcomed or refused, and found again after a loss.
+"""The state machine of one node's connection: sought, greeted, welcomed or refused, lost, and sought again.
 
-A node that is sought (`mode` says as what) has no attempt, and is dialled when it is due, or has attempts. An attempt
-is a connection on which the worker is to answer: it was dialled and is not connected yet, or the worker is greeted on it.
-The first answer ends all of them. An attempt that fails ends alone, and the node is due again after a pause.
+A node that is sought (`mode` says as what) has no attempt, and is dialled when it is due, or has attempts. An
+attempt is a connection on which the worker is to answer: it was dialled and is not connected yet, or the
+worker is greeted on it. The first answer ends all of them. An attempt that fails ends alone, and the node is
+due again after a pause.
 
-The first meeting and every later one take this way. They differ in one thing: before a node's first worker has come,
-somebody waits for it, who is told a `failure` after a few refusals; later ones are sought until the session gives up.
+The first meeting and every later one take this way. They differ in one thing: before a node's first worker
+has come, somebody waits for it, who is told a `failure` after a few refusals; later ones are sought until the
+session gives up.
 
-Nothing here knows a socket, a thread or a clock. The `Connector` does what a connection says, and tells it the time.
+Nothing here knows a socket, a thread or a clock. The `Connector` does what a connection says, and tells it
+the time.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import final
 
 from ..wire.channel import HANG_UPS, PeerEvent
 
-# Seconds for an attempt. Each one gets twice as long as the one before that nobody answered in time, up to the longest.
+# Seconds for an attempt. Each one gets twice as long as the one before that nobody answered in time, up to
+# the longest.
 ATTEMPT = 5.0
 LONGEST_ATTEMPT = 20.0
 # Seconds between attempts: twice as long after each one that fails, up to the longest.
@@ -46,7 +50,7 @@ class Connection:
 
     def __init__(self, number: int, address: str) -> None:
         self.number, self.address = number, address
-        # As what the node is sought: the mode of its greeting; None while it is not.
+        # The mode of the greeting with which the node is sought; None while it is not.
         self.mode: str | None = None
         self.attempts: dict[bytes, Attempt] = {}
         # Names of connections that do not count any more, for the connector to hang up on.
@@ -63,7 +67,7 @@ class Connection:
         self._dials = 0
         self._seen: set[str] = set()
 
-    # -- seeking ---------------------------------------------------------------------------------------------
+    # -- seeking -------------------------------------------------------------------------------------------
 
     def seek(self, mode: str | None, now: float) -> None:
         """Seek the worker from now on with greetings of this mode; None: stop seeking it."""
@@ -101,7 +105,7 @@ class Connection:
                 self._patience = min(LONGEST_ATTEMPT, self._patience * 2)
                 self._end(peer, now)
 
-    # -- what happens on an attempt's connection ------------------------------------------------------------
+    # -- what happens on an attempt's connection -----------------------------------------------------------
 
     def happened(self, event: PeerEvent, now: float) -> bool:
         """Take note of what a connection reports; return whether the worker is to be greeted on it now."""
@@ -127,7 +131,10 @@ class Connection:
         return False
 
     def answered(self, peer: bytes, now: float) -> tuple[str, float]:
-        """Take the worker's answer on a connection; return the greeting's mode and the seconds that it took."""
+        """Note that the worker has answered.
+
+        Return the greeting's mode and the seconds that the answer took.
+        """
         attempt = self.attempts[peer]
         return attempt.mode, now - (attempt.dialled_at if attempt.greeted_at is None else attempt.greeted_at)
 
@@ -145,7 +152,7 @@ class Connection:
         news, self.refusal = why != self.refusal, why
         return news
 
-    # -- the first meeting ----------------------------------------------------------------------------------
+    # -- the first meeting ---------------------------------------------------------------------------------
 
     def fail(self) -> None:
         """Give the first meeting up, for what has been seen so far."""
@@ -155,13 +162,16 @@ class Connection:
         """Return why no worker has answered at the address within so many seconds."""
         if self._seen & {"auth_failed", "handshake_failed"}:
             return (
-                f"{self.address} closed the connection during the handshake: it has another key, or needs one where none was given "
-                "(or needs none where one was), or has no descriptors left. Expected: the same key file on both sides "
+                f"{self.address} closed the connection during the handshake: it has another key, or needs "
+                "one where none was given "
+                "(or needs none where one was), or has no descriptors left. Expected: the same key file on "
+                "both sides "
                 "(distruntime-worker keygen; key=...)"
             )
         if "connected" in self._seen:
             return (
-                f"something at {self.address} accepts connections but did not answer as a worker within {seconds:.0f} s: "
+                f"something at {self.address} accepts connections but did not answer as a worker within "
+                f"{seconds:.0f} s: "
                 "is it a distruntime-worker, and not stopped?"
             )
         return (

@@ -1,8 +1,8 @@
-"""Makes the connections to a session's workers and keeps them: at its beginning, after a cut, and after a loss.
+"""Makes the connections to a session's workers, the first ones and those after cuts and losses.
 
-"The process died" and "the network is silent" are different. A death that this machine can see, or a machine that answers
-that nobody listens there any more, is a loss at once; silence is one only after the grace time. Until then everything that
-is sent waits, in order, and arrives once.
+"The process died" and "the network is silent" are different. A death that this machine can see, or a machine
+that answers that nobody listens there any more, is a loss at once; silence is one only after the grace time.
+Until then everything that is sent waits, in order, and arrives once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _LOOK = 0.1
 class Connector:
     """The connections of one session, one for each node.
 
-    The thread that reads the socket calls `happened`, `greeted` and `poll`; nothing else changes a `Connection`.
+    The thread that reads the socket calls `happened`, `greeted` and `poll`; nothing else changes a
+    `Connection`.
 
     Args:
         addresses: where each node's worker is dialled, "" where it dials this process.
@@ -74,7 +75,7 @@ class Connector:
         self._modes = modes
         self._met = False
         self._by_attempt: dict[bytes, Connection] = {}
-        # By node: what a name was found to stand for, and for whom a thread is looking.
+        # What the name in a node's address stands for, and the nodes whose name a thread looks up.
         self._endpoints: dict[int, str] = {}
         self._lookups: set[int] = set()
         # Names of connections that have been given up.
@@ -86,10 +87,10 @@ class Connector:
         self._polled_at = 0.0
         session.connector = self
 
-    # -- the first meeting ----------------------------------------------------------------------------------
+    # -- the first meeting ---------------------------------------------------------------------------------
 
     def late(self) -> list[Connection]:
-        """Return the nodes that no worker has come for yet; raise `ConnectionFailed` where none can any more."""
+        """Return the nodes without a worker so far; raise `ConnectionFailed` where none can come any more."""
         late = [connection for connection in self.connections if connection.first]
         for connection in late:
             if connection.failure is not None:
@@ -100,14 +101,14 @@ class Connector:
         """Note that a worker has come for each node."""
         self._met = True
 
-    # -- what happens, as the session tells it --------------------------------------------------------------
+    # -- what happens, as the session tells it -------------------------------------------------------------
 
     def knows(self, peer: bytes) -> bool:
         """Whether this is the name of a connection on which a worker is greeted, or that was given up."""
         return peer in self._by_attempt or peer in self._retired
 
     def retire(self, peer: bytes) -> None:
-        """Let nothing count any more that comes on a connection, and hang up if this process has dialled it."""
+        """Ignore what comes on a connection from now on, and hang up if this process has dialled it."""
         self._retired.append(peer)
         # Else libzmq would go on by itself, with messages that have no place any more.
         self.session.channel.hang_up(peer)
@@ -159,7 +160,10 @@ class Connector:
             self._start_again(node)
 
     def revive(self, node: Node) -> None:
-        """Seek who comes to be a lost node, after starting its worker if it was this process that had. Any thread may call."""
+        """Seek another worker for a lost node, and start it if this process starts workers.
+
+        Any thread may call.
+        """
         if self.session.workers.can_start:
             self.session.workers.start(node.index)
             node.presence.connecting = True
@@ -188,7 +192,7 @@ class Connector:
             if node.presence.absence is not None and node.failed is None:
                 self._look_for(node, now)
 
-    # -- a connection's way ---------------------------------------------------------------------------------
+    # -- a connection's way --------------------------------------------------------------------------------
 
     def _wanted(self, connection: Connection) -> str | None:
         """Return as what a node's worker is sought now; None: it is not."""
@@ -243,7 +247,7 @@ class Connector:
         threading.Thread(target=look_up, name=f"distruntime-resolves-{number}", daemon=True).start()
 
     def _probe(self, connection: Connection, absence: Absence, now: float) -> None:
-        """Have a thread find out if anyone listens at a worker's address, where a connection takes longer than usual."""
+        """Have a thread find out if anyone listens where a connection takes longer than usual."""
 
         def probe(absence: Absence) -> None:
             absence.refusals = absence.refusals + 1 if refuses(connection.address) else 0
@@ -352,20 +356,21 @@ class Connector:
         return Node(session, index, peer, address, welcome, round_trip, shared)
 
     def _bury(self, node: Node, welcome: Welcome) -> None:
-        """Tell a worker which of the masters that it waits for were processes of this machine, and have died."""
+        """Tell a worker which of its absent masters were processes of this machine and have died."""
         for entry in welcome.left:
             match entry:
                 case [str(name), list(master)] if has_died(master):
                     self.session.post(node, Bury(name))
 
-    # -- workers that dial this process ---------------------------------------------------------------------
+    # -- workers that dial this process --------------------------------------------------------------------
 
     def _joined(self, peer: bytes, join: Join) -> None:
         now = time.monotonic()
         for node in self.nodes.values():
             if node.failed is None and node.welcome.incarnation == join.incarnation:
                 if node.link.peer is not None:
-                    # This connection may be the older one, delayed. Then the worker hears of it on the other, and joins again.
+                    # This connection may be the older one, delayed. Then the worker hears of it on the other,
+                    # and joins again.
                     self.session.greet(node.link.peer, Refused("the worker has connected anew", False))
                     self.session.cut(node, "the worker has connected anew")
                 break
@@ -394,7 +399,7 @@ class Connector:
         self._greet(connection, peer, mode)
 
     def _vacant(self, join: Join) -> Connection | None:
-        """Return whose worker one may be that has dialled this process: as it asks for, or else the first that has none."""
+        """Return the connection for a worker that has dialled: the one it asks for, or the first free one."""
         wish = join.node
         if self._met:
             lost = [c for c in self.connections if self.nodes[c.number].failed is not None]
@@ -410,7 +415,7 @@ class Connector:
         free = [connection for connection in late if not connection.attempts]
         return next(iter([*same, *(c for c in free if c.number == wish), *free]), None)
 
-    # -- workers that are away, and lost ones ---------------------------------------------------------------
+    # -- workers that are away, and lost ones --------------------------------------------------------------
 
     def _look_for(self, node: Node, now: float) -> None:
         """Say that a worker is away, and declare it lost once that is certain or its time is over."""
@@ -443,7 +448,8 @@ class Connector:
             return
         node.presence.connecting = False
         log.warning(
-            "%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  %s",
+            "%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  "
+            "%s",
             node,
             ended,
             "\n  ".join(last_words(worker)),
@@ -489,7 +495,10 @@ def refuses(address: str) -> bool:
 
 
 def _is_tunnelled(node: Node) -> bool:
-    """Whether a worker is dialled at this machine's own address and runs on another: a tunnel's end says nothing of it."""
+    """Whether a worker is dialled at this machine's own address and runs on another one.
+
+    Then a tunnel ends here, and says nothing about the worker.
+    """
     local = any(part in node.address for part in ("://127.", "://localhost", "://[::1]"))
     return local and node.host != socket.gethostname()
 

@@ -18,8 +18,9 @@ log = logging.getLogger("distruntime")
 def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     """Begin anew on a node: same number, new incarnation. Block until it is there.
 
-    A worker of this machine is ended, if it runs, and started; a daemon must be running, and drops what this session has there. What lived
-    on the node is lost, and tensors that named it keep saying so; groups and meshes with it are made anew.
+    A worker of this machine is ended, if it runs, and started; a daemon must be running, and drops what this
+    session has there. What lived on the node is lost, and tensors that named it keep saying so; groups and
+    meshes with it are made anew.
 
     Args:
         node: its number.

@@ -1,4 +1,8 @@
-"""What a waiting prompt says: after half a second what it waits for, after five how long it has, and how to leave. Only at a terminal."""
+"""What a waiting prompt says at a terminal.
+
+After half a second it says what it waits for and how to leave, after five seconds also how long it has
+waited.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ _COUNTING = 5.0  # seconds from which the line counts
 
 
 class Announcer:
-    """Says on standard error what the master waits for. The pump calls `look`; the waiting thread only notes that it waits."""
+    """Says on standard error what the master waits for.
+
+    The pump calls `look`; the waiting thread only notes that it waits.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[int, tuple[float, Log, str]] = {}

@@ -58,18 +58,26 @@ from .timeouts import checked
 
 log = logging.getLogger("distruntime")
 
-_TICK = 0.001  # seconds between looks of the pump while something is in flight
-_WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
-_SPIN = 0.0002  # seconds that a waiting thread looks for its reply before it sleeps
-_LOOK = 0.1  # seconds after which even a busy socket does not keep from looking for dead workers
-_INSIDE = 5.0  # seconds that a finalizer inside a log's own code waits for a value
-_LAST_WORD = 1.0  # seconds that the end of a session waits for workers to hear of it
-_LAST_STEPS = 2.0  # seconds that it waits for its own thread to end, and then for the workers of this machine before they are killed
-_IDLE = 0.2  # seconds between looks while nothing is
+# Seconds between looks of the pump: while something is in flight, while another thread reads the socket,
+# which it must not disturb, and while nothing is in flight.
+_TICK, _WAITED, _IDLE = 0.001, 0.005, 0.2
+# A waiting thread looks so many seconds for its reply before it sleeps.
+_SPIN = 0.0002
+# After so many seconds even a busy socket does not keep from looking for dead workers.
+_LOOK = 0.1
+# A finalizer inside a log's own code waits at most so many seconds for a value.
+_INSIDE = 5.0
+# The end of a session waits so many seconds for workers to hear of it.
+_LAST_WORD = 1.0
+# It waits so many seconds for its own thread to end, and as many for all its workers before they are killed.
+_LAST_STEPS = 2.0
 
 
 class Connector(Protocol):
-    """Who makes the connections of a session's workers and keeps them. The thread that reads the socket calls it."""
+    """What makes the connections of a session's workers and keeps them.
+
+    The thread that reads the socket calls it.
+    """
 
     def knows(self, peer: bytes) -> bool:
         """Whether this is the name of a connection on which a worker is greeted, or that was given up."""
@@ -90,7 +98,10 @@ class Connector(Protocol):
         """Report a loss, and seek who may come in its place."""
 
     def revive(self, node: Node) -> None:
-        """Seek who comes to be a lost node, after starting its worker if it was this process that had. Any thread may call."""
+        """Seek another worker for a lost node, and start it if this process starts workers.
+
+        Any thread may call.
+        """
 
     def poll(self) -> None:
         """Do what is due."""
@@ -101,53 +112,59 @@ class Session:
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
-        self.lasting = False  # whether it has a name that the user gave it, and may outlive this process
-        self.patience = CONNECT.seconds  # how long a worker is waited for that is to come, as the user has it
-        self.lock = (
-            threading.RLock()
-        )  # of every log: meshes and workers are issued to, and sent to, one at a time
-        self.in_moment = False  # see moment.py
-        self.meshes: list[MeshLog] = []  # the logs of meshes
+        # A user has given it a name, so it may outlive this process.
+        self.lasting = False
+        # A worker that is to come is waited for so many seconds, as the user has said.
+        self.patience = CONNECT.seconds
+        # All logs have this lock: meshes and workers are issued to, and sent to, one at a time.
+        self.lock = threading.RLock()
+        # log/moment.py says what a moment is.
+        self.in_moment = False
+        # These are the logs of meshes.
+        self.meshes: list[MeshLog] = []
         self.places = Places(nodes, self.require_open)
-        # It tells what of the user's lived on a worker that is lost.
+        # Tells what of the user's lived on a worker that is lost.
         self.losses = lost_lines
         self.requests = Requests()
-        self.signals = count(1).__next__  # numbers of what streams wait for across nodes
+        # Gives numbers to what streams wait for across nodes.
+        self.signals = count(1).__next__
         self.shared = SharedPool()
         self.challenge = Challenge(self.shared)
         self.closed: str | None = None
         self.workers = LaunchedWorkers()
         self.connector: Connector
-        # Called when the session is to end, while its workers still answer. Each is told until when (monotonic) those are waited for that
-        # cannot be reached; None: for as long as it takes.
+        # Called when the session is to end, while its workers still answer. Each is told until when
+        # (monotonic) those are waited for that cannot be reached; None: for as long as it takes.
         self.before_end: list[Callable[[float | None], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self.on_end: list[
-            Callable[[], None]
-        ] = []  # called where not only this process leaves the session, but it is over
-        self.on_loss: list[Callable[[Node], None]] = []  # called when a worker is declared dead
+        # Called when the session is over, and not only left by this process.
+        self.on_end: list[Callable[[], None]] = []
+        # Called when a worker is declared dead.
+        self.on_loss: list[Callable[[Node], None]] = []
         # Called when a worker has come in the place of one that was lost.
         self.on_return: list[Callable[[Node], None]] = []
-        self.on_broken: Callable[[Node, int, str], None] = (
-            _unknown  # called when a worker says that a group has broken
-        )
-        self.groups: Any = None  # the Groups of its workers, a layer up
-        self.meeting: Any = None  # how the workers have come to know each other
-        self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
+        # Called when a worker says that a group has broken.
+        self.on_broken: Callable[[Node, int, str], None] = _unknown
+        # These are the Groups of its workers, a layer up.
+        self.groups: Any = None
+        # This is the Meeting, which says how the workers have come to know each other.
+        self.meeting: Any = None
+        # Whether workers wait for each other. Then what has gathered for one may be what another waits for.
+        self.joined = False
         self._looked = 0.0
         self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
         self._by_peer: dict[bytes, Node] = {
             node.link.peer: node for node in nodes if node.link.peer is not None
         }
-        self.strangers = Tally(log.warning)  # what those who are no workers of it make this process say
+        # Says what strangers do, and not too often.
+        self.strangers = Tally(log.warning)
         self._pid = os.getpid()
         self._stop = False
-        # No Event: its lock is taken in Python code, where Ctrl-C can come before the code that gives it back, and then nobody gets it.
+        # No Event: its lock is taken in Python code, where Ctrl-C can come before the code that gives it
+        # back, and then nobody gets it.
         self._stirred: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.stir, self.parked = (
-            partial(self._stirred.put, None),
-            [False],
-        )  # what wakes the pump, and whether it sleeps
+        # These wake the pump, and say whether it sleeps.
+        self.stir, self.parked = partial(self._stirred.put, None), [False]
         self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
 
     def __repr__(self) -> str:
@@ -162,7 +179,7 @@ class Session:
     ) -> None:
         self.shutdown(raise_unread=kind is None)
 
-    # -- the start ---------------------------------------------------------------------------------------------------------------
+    # -- the start -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
@@ -197,12 +214,14 @@ class Session:
         for callback in self.on_return:
             callback(node)
 
-    # -- requests ----------------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------
 
     def fetch(
         self, node: Node, ref: int, after: list[int], form: str, options: dict[str, Any], buffer: Any = None
     ) -> Request:
-        """Ask for a value. Return at once; everything up to the positions in `after`, [stream, position, ...], is on its way then.
+        """Ask for a value. Return at once.
+
+        Everything up to the positions in `after`, [stream, position, ...], is on its way then.
 
         `buffer` is where the parts of a large reply are put together.
         """
@@ -217,7 +236,8 @@ class Session:
                 if last > node.base and any(log.flushing for log in self.logs):
                     self.requests.forget(request)
                     raise DistruntimeError(
-                        "a finalizer or a signal handler that runs inside the log's own sending cannot wait for what is still to be "
+                        "a finalizer or a signal handler that runs inside the log's own sending cannot wait "
+                        "for what is still to be "
                         "sent: let it note what it wants, and read later"
                     )
             self.post(node, Fetch(request.number, ref, after, form, options))
@@ -232,20 +252,25 @@ class Session:
         return request
 
     def result(self, request: Request, timeout: float | None = None) -> bool:
-        """Block until the reply is here, reading the socket. Return False past the timeout (seconds). Ctrl-C leaves all usable."""
+        """Block until the reply is here, and read the socket; return False past the timeout (seconds).
+
+        Ctrl-C leaves everything usable.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         if self.joined:
             for node in self.logs:
                 if node.words:
                     node.flush()
         inside = self._inside()
-        if inside:  # another thread may be the reader, and need the lock to go on
+        # Another thread may be the reader, and need the lock to go on.
+        if inside:
             deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
             done = self.requests.wait(lambda: request.done, self.read, deadline, request.node)
             if inside and timeout is None and not done:
                 raise DistruntimeError(
-                    f"a finalizer or a signal handler that runs inside the log's own code waits no longer than {_INSIDE:.0f} s for a "
+                    "a finalizer or a signal handler that runs inside the log's own code waits no longer "
+                    f"than {_INSIDE:.0f} s for a "
                     "value: let it note what it wants, and read later"
                 )
             return done
@@ -256,7 +281,7 @@ class Session:
             raise
 
     def _inside(self) -> bool:
-        """Whether this is a finalizer that the collector runs in the midst of a log's own code: nothing else waits with the lock."""
+        """Whether this is a finalizer inside a log's own code: nothing else waits with the lock."""
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
         return owned
 
@@ -285,10 +310,9 @@ class Session:
             raise request.node.lost_error()
 
     def throttle(self, node: Log) -> None:
-        """Block while the window of `node` is full, after sending the other nodes what has gathered for them."""
-        if (
-            self._inside()
-        ):  # a few words more than the window are better than a thread that waits with the lock
+        """Block while the window of `node` is full; first send what has gathered for the other nodes."""
+        # A few words more than the window are better than a thread that waits with the lock.
+        if self._inside():
             return
         for other in self.logs:
             other.flush()
@@ -299,7 +323,7 @@ class Session:
             note_wait("a full window", started)
 
     def synchronize(self, node: Node, timeout: float | None = None) -> bool:
-        """Block until a worker has run everything issued so far; raise its first failure that nobody has read.
+        """Block until a worker has run everything issued so far; raise its first unread failure.
 
         Return False past the timeout (seconds).
         """
@@ -319,7 +343,10 @@ class Session:
         return True
 
     def raise_unread(self, node: Node) -> None:
-        """Raise the first failure on `node` that nobody has read; later ones are dependents or come next time."""
+        """Raise the first failure on `node` that nobody has read.
+
+        Later ones depend on it, or come next time.
+        """
         if node.ledger.unread:
             key = next(iter(node.ledger.unread))
             more = len(node.ledger.unread) - 1
@@ -336,7 +363,7 @@ class Session:
             raise remote_error(node, cause, self._poisoned_if(cause, node))
 
     def poisoned(self, node: Node) -> frozenset[tuple[int, ...]]:
-        """Return what is poisoned on a worker: (node, ref), or (node, ref, k) where only a mesh's k-th member there is.
+        """Return what is poisoned on a worker: (node, ref), or (node, ref, k) for a mesh's k-th member there.
 
         Block for one round trip, at most 1 s; nothing is known of a lost worker.
         """
@@ -349,7 +376,8 @@ class Session:
         return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
 
     def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
-        # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
+        # Who holds memory is told from what this process believes to be there, and after a failure much of
+        # that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
     def post(self, node: Node, message: Message) -> Delivery:
@@ -364,8 +392,12 @@ class Session:
             self.channel.send(peer, [encode(message)])
 
     def settle(self, node: Node, sent: Delivery) -> None:
-        """Block until the memory of a message may be written again: it has arrived, or Ctrl-C or a cut made this keep a copy."""
-        if self._inside():  # another thread may be the reader, and need the lock to go on
+        """Block until the memory of a message may be written again.
+
+        The message has arrived then, or has been copied because of Ctrl-C or a cut.
+        """
+        # Another thread may be the reader, and need the lock to go on.
+        if self._inside():
             sent.settle()
             return
         try:
@@ -374,7 +406,7 @@ class Session:
             sent.settle()
             raise
 
-    # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------
+    # -- reading (one thread at a time, see Requests) ------------------------------------------------------
 
     def read(self, timeout: float) -> None:
         """Read the socket, and act on what is there: the one thread calls it that `Requests` lets read."""
@@ -383,16 +415,19 @@ class Session:
         now = time.monotonic()
         if not self._arrived or now > self._looked + _LOOK:
             self._looked = now
-            with shield:  # a loss that Ctrl-C cuts short would leave requests behind that nobody answers
+            # A loss that Ctrl-C cuts short would leave requests behind that nobody answers.
+            with shield:
                 self._look()
         self._take_in()
 
     def _take_in(self) -> None:
         with shield:
-            while self._arrived:  # one at a time: a reader within this one finds the rest here
+            # Messages are taken one at a time: a reader within this one finds the rest here.
+            while self._arrived:
                 try:
                     peer, frames = self._arrived.popleft()
-                except IndexError:  # such a reader has: a signal's handler, between these two lines
+                except IndexError:
+                    # Such a reader has taken it: a signal's handler, between these two lines.
                     break
                 self.take(peer, frames)
 
@@ -402,11 +437,10 @@ class Session:
         try:
             if not buffers:
                 raise ProtocolError("a message without frames")
-            self._take(peer, decode(buffers[0]), buffers[1:])  # Invariant: counted exactly if it was taken
-        except (
-            ProtocolError,
-            RecursionError,
-        ) as error:  # the second where a worker nests what it says thousands deep
+            # Invariant: a message is counted exactly if it was taken.
+            self._take(peer, decode(buffers[0]), buffers[1:])
+        except (ProtocolError, RecursionError) as error:
+            # RecursionError comes where a worker nests what it says thousands deep.
             node = self._by_peer.get(peer)
             if node is not None:
                 self.lose(node, f"was dropped, because it broke the protocol: {error}")
@@ -451,7 +485,9 @@ class Session:
 
     def _look(self) -> None:
         events = self.channel.events()
-        if events:  # what came through a connection is there before the report of its end: a worker that has left is not one that died
+        # What came through a connection is there before the report of its end: a worker that has left is not
+        # one that died.
+        if events:
             self.channel.receive(0, into=self._arrived)
             self._take_in()
         for event in events:
@@ -464,12 +500,16 @@ class Session:
             if node.failed is None and (epitaph := self.workers.epitaph(node, wait=0)) is not None:
                 self.lose(node, epitaph)
         for node in self.nodes:
-            if node.failed is not None:  # also what was asked of it by who had just seen it alive
+            # Somebody may have asked it who had just seen it alive.
+            if node.failed is not None:
                 self.requests.lose(node, node.failed)
         self.connector.poll()
 
     def cut(self, node: Node, why: str) -> None:
-        """Note that a worker's connection is no more: what is sent to it waits for another one, unless the worker is known to be dead."""
+        """Note that a worker's connection is no more.
+
+        The worker is lost if it is known to be dead. Otherwise messages to it wait for another connection.
+        """
         self._hang_up(node)
         if node.failed is not None or self.closed is not None:
             return
@@ -511,7 +551,8 @@ class Session:
                 time.sleep(_WAITED if self.requests.attended else _TICK)
             else:
                 self.parked[0] = True
-                if not self._active():  # something may have been sent before the mark stood
+                # Something may have been sent before the mark stood.
+                if not self._active():
                     with suppress(queue.Empty):
                         self._stirred.get(timeout=_IDLE)
                 self.parked[0] = False
@@ -531,11 +572,12 @@ class Session:
     def _active(self) -> bool:
         return len(self.requests) > 0 or any(node.flights or node.words for node in self.logs)
 
-    # -- the end -----------------------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise `SessionClosed` if the session has ended, or this is a forked child of the process that owns it."""
-        if self.closed is None:  # a forked child has called `abandon`
+        """Raise `SessionClosed` if the session has ended, or if this is a forked child of its process."""
+        # A forked child has called `abandon`.
+        if self.closed is None:
             return
         if self.foreign:
             raise SessionClosed(
@@ -562,10 +604,10 @@ class Session:
         self.places.forget()
 
     def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
-        """End the session: what is in flight gets `timeout` seconds (10) to finish, then workers drop their values.
+        """End the session: what is in flight may take `timeout` seconds (10), then workers drop their values.
 
-        Raise the first failure that nobody has read, after everything is closed. Block for `timeout` and 5 s at most, and beyond that for
-        a checkpoint whose workers can be reached. Ctrl-C ends that, too.
+        Raise the first failure that nobody has read, after everything is closed. Block for `timeout` and 5 s
+        at most, and beyond that for a checkpoint whose workers can be reached. Ctrl-C ends that, too.
         """
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is not None or self.foreign:
@@ -592,12 +634,15 @@ class Session:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and self.lasting:
                     log.warning(
-                        "%s has not heard that the session %r is over, and may keep it until its time is over",
+                        "%s has not heard that the session %r is over, and may keep it until its time is "
+                        "over",
                         late[0],
                         self.name,
                     )
-            finally:  # Ctrl-C again, perhaps
-                with shield:  # it takes no more than 2 s for the pump, and as many for all workers together
+            finally:
+                # Ctrl-C may have come again. This takes no more than 2 s for the pump, and as many for all
+                # workers together.
+                with shield:
                     self._leave("it was shut down")
                     self.workers.stop(time.monotonic() + _LAST_STEPS)
                     for callback in (
@@ -614,7 +659,8 @@ class Session:
         self.require_open()
         if not self.lasting:
             raise UsageError(
-                "this session has no name, so nobody could come back to it: name it, init_master_worker(session=...), "
+                "this session has no name, so nobody could come back to it: name it, "
+                "init_master_worker(session=...), "
                 "or end it with shutdown()"
             )
         late: list[Node] = []
@@ -635,7 +681,7 @@ class Session:
             )
 
     def _prepare_end(self, limit: float | None) -> float | None:
-        """Let what must be over before the end come to its own; return until when (monotonic) what else is in flight is waited for.
+        """Wait for what must be over before the end; return until when (monotonic) the rest is waited for.
 
         Workers that cannot be reached are waited for once, not once for each thing that is waited for.
         """
@@ -649,11 +695,14 @@ class Session:
         return time.monotonic() + limit
 
     def _part(self, word: Message, deadline: float | None) -> list[Node]:
-        """Say the last word to each worker, which answers it by what has arrived, and wait for that; return whose answer has not come."""
+        """Say the last word to each worker, and wait until it has arrived there.
+
+        Return the workers where it has not.
+        """
         said = {node: self.post(node, word) for node in self.nodes if node.failed is None}
 
         def late() -> list[Node]:
-            # By the word's number, which it may get a moment later: another thread may just be using the socket.
+            # A word may get its number a moment later, as another thread may just be using the socket.
             return [
                 n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
             ]
@@ -678,7 +727,8 @@ def _unknown(node: Node, group: int, reason: str) -> None:
     raise ProtocolError(f"a worker names the group {group}, and there are none")
 
 
-active: list[Session] = []  # the one session of this process, if any
+# This has the one session of this process, if there is any.
+active: list[Session] = []
 
 
 def active_session() -> Session:

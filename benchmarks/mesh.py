@@ -67,7 +67,7 @@ class _Cost:
     def __init__(self, session: Session, work: Work, count: int, busy: Any = None) -> None:
         threads = [
             time.pthread_getcpuclockid(thread.ident)
-            for thread in (threading.current_thread(), session._pump)
+            for thread in (threading.current_thread(), session.pump.thread)
             if thread.ident
         ]
 

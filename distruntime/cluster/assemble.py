@@ -299,7 +299,7 @@ def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
         if time.monotonic() > tick:
             plan.say(".")
             tick += 0.25
-        session.read(0.02)
+        session.receiver.read(0.02)
         for node in [] if verb or session.workers else list(connector.nodes.values()):
             if node.index not in said:
                 said.add(node.index)

@@ -135,7 +135,7 @@ class Connector:
         connection = self._by_attempt.get(peer)
         if connection is None:
             # The connection has been given up.
-            node = self.session.by_peer(peer)
+            node = self.session.receiver.by_peer.get(peer)
             if node is not None and isinstance(message, Refused):
                 self.session.cut(node, f"the worker has left the connection: {message.reason}")
             return
@@ -327,7 +327,7 @@ class Connector:
         self._reached(connection, peer)
         self.nodes[number] = node
         self._awaited.discard(number)
-        session.join(node)
+        session.receiver.by_peer[peer] = node
         if not first:
             session.replace(node)
             log.warning(

@@ -40,7 +40,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     try:
         session.requests.wait(
             lambda: session.nodes[node] is not old or (worker is not None and worker.poll() is not None),
-            session.read,
+            session.receiver.read,
             deadline,
             old,
         )

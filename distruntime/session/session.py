@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
@@ -25,25 +22,16 @@ from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
 from ..log.replies import asked
-from ..wire.channel import Channel, ChannelClosed, PeerEvent, PeerGone
-from ..wire.codec import Buffer, decode, encode
+from ..wire.channel import Channel, PeerGone
+from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import (
-    Ack,
     Ask,
-    BreakGroup,
     Detach,
-    Done,
-    Failed,
     Fetch,
     Goodbye,
-    Join,
     Message,
-    Part,
-    Refused,
-    Reply,
-    Welcome,
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
@@ -52,59 +40,20 @@ from .failures import out_of_memory, remote_error
 from .holders import lost_lines
 from .launched import LaunchedWorkers
 from .places import Places
+from .pump import Pump
+from .receiver import Connector, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
 from .timeouts import checked
 
 log = logging.getLogger("distruntime")
 
-# Seconds between looks of the pump: while something is in flight, while another thread reads the socket,
-# which it must not disturb, and while nothing is in flight.
-_TICK, _WAITED, _IDLE = 0.001, 0.005, 0.2
-# A waiting thread looks so many seconds for its reply before it sleeps.
-_SPIN = 0.0002
-# After so many seconds even a busy socket does not keep from looking for dead workers.
-_LOOK = 0.1
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
 # The end of a session waits so many seconds for workers to hear of it.
 _LAST_WORD = 1.0
 # It waits so many seconds for its own thread to end, and as many for all its workers before they are killed.
 _LAST_STEPS = 2.0
-
-
-class Connector(Protocol):
-    """What makes the connections of a session's workers and keeps them.
-
-    The thread that reads the socket calls it.
-    """
-
-    def knows(self, peer: bytes) -> bool:
-        """Whether this is the name of a connection on which a worker is greeted, or that was given up."""
-
-    def retire(self, peer: bytes) -> None:
-        """Let nothing count any more that comes on a connection."""
-
-    def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
-        """Act on what a worker says before it is one of the session's, or is again."""
-
-    def happened(self, event: PeerEvent) -> None:
-        """Act on what a connection reports that is no worker's now."""
-
-    def parted(self, node: Node) -> None:
-        """Seek a worker whose connection is no more."""
-
-    def lost(self, node: Node) -> None:
-        """Report a loss, and seek who may come in its place."""
-
-    def revive(self, node: Node) -> None:
-        """Seek another worker for a lost node, and start it if this process starts workers.
-
-        Any thread may call.
-        """
-
-    def poll(self) -> None:
-        """Do what is due."""
 
 
 class Session:
@@ -151,21 +100,13 @@ class Session:
         self.meeting: Any = None
         # Whether workers wait for each other. Then what has gathered for one may be what another waits for.
         self.joined = False
-        self._looked = 0.0
-        self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
-        self._by_peer: dict[bytes, Node] = {
-            node.link.peer: node for node in nodes if node.link.peer is not None
-        }
         # Says what strangers do, and not too often.
         self.strangers = Tally(log.warning)
         self._pid = os.getpid()
-        self._stop = False
-        # No Event: its lock is taken in Python code, where Ctrl-C can come before the code that gives it
-        # back, and then nobody gets it.
-        self._stirred: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # These wake the pump, and say whether it sleeps.
-        self.stir, self.parked = partial(self._stirred.put, None), [False]
-        self._pump = threading.Thread(target=self._pump_loop, name="distruntime-pump", daemon=True)
+        self.receiver = Receiver(self)
+        self.pump = Pump(self)
+        # Logs wake the pump by these, on the hot path.
+        self.stir, self.parked = self.pump.stir, self.pump.parked
 
     def __repr__(self) -> str:
         count = len(self.nodes)
@@ -185,7 +126,7 @@ class Session:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
             self._begin(node)
-        self._pump.start()
+        self.pump.start()
 
     def _begin(self, node: Node) -> None:
         for name, *_ in node.welcome.devices:
@@ -195,15 +136,6 @@ class Session:
     def logs(self) -> Sequence[Log]:
         """What has a command log: the workers, and the meshes of several."""
         return [*self.nodes, *self.meshes] if self.meshes else self.nodes
-
-    def join(self, node: Node) -> None:
-        """Listen to a worker that has welcomed the session."""
-        assert node.link.peer is not None
-        self._by_peer[node.link.peer] = node
-
-    def by_peer(self, peer: bytes) -> Node | None:
-        """Return whom a connection reaches now."""
-        return self._by_peer.get(peer)
 
     def replace(self, node: Node) -> None:
         """Let a worker that has joined have the number of one that is lost: what lived there stays lost."""
@@ -266,7 +198,7 @@ class Session:
         if inside:
             deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
-            done = self.requests.wait(lambda: request.done, self.read, deadline, request.node)
+            done = self.requests.wait(lambda: request.done, self.receiver.read, deadline, request.node)
             if inside and timeout is None and not done:
                 raise DistruntimeError(
                     "a finalizer or a signal handler that runs inside the log's own code waits no longer "
@@ -291,7 +223,7 @@ class Session:
         def enough() -> bool:
             return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
 
-        self.requests.wait(enough, self.read, time.monotonic() + timeout, requests[0].node)
+        self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
 
     def value(self, request: Request) -> Any:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -318,7 +250,9 @@ class Session:
             other.flush()
         started = time.perf_counter()
         try:
-            self.requests.wait(lambda: not node.busy or node.failed is not None, self.read, None, node)
+            self.requests.wait(
+                lambda: not node.busy or node.failed is not None, self.receiver.read, None, node
+            )
         finally:
             note_wait("a full window", started)
 
@@ -401,109 +335,10 @@ class Session:
             sent.settle()
             return
         try:
-            self.requests.wait(lambda: sent.done or node.failed is not None, self.read, None, node)
+            self.requests.wait(lambda: sent.done or node.failed is not None, self.receiver.read, None, node)
         except BaseException:
             sent.settle()
             raise
-
-    # -- reading (one thread at a time, see Requests) ------------------------------------------------------
-
-    def read(self, timeout: float) -> None:
-        """Read the socket, and act on what is there: the one thread calls it that `Requests` lets read."""
-        if not self._arrived:
-            self.channel.receive(timeout, _SPIN if timeout else 0.0, self._arrived)
-        now = time.monotonic()
-        if not self._arrived or now > self._looked + _LOOK:
-            self._looked = now
-            # A loss that Ctrl-C cuts short would leave requests behind that nobody answers.
-            with shield:
-                self._look()
-        self._take_in()
-
-    def _take_in(self) -> None:
-        with shield:
-            # Messages are taken one at a time: a reader within this one finds the rest here.
-            while self._arrived:
-                try:
-                    peer, frames = self._arrived.popleft()
-                except IndexError:
-                    # Such a reader has taken it: a signal's handler, between these two lines.
-                    break
-                self.take(peer, frames)
-
-    def take(self, peer: bytes, frames: Sequence[Any]) -> None:
-        """Act on one message. A worker that breaks the protocol is dropped; a stranger is not listened to."""
-        buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
-        try:
-            if not buffers:
-                raise ProtocolError("a message without frames")
-            # Invariant: a message is counted exactly if it was taken.
-            self._take(peer, decode(buffers[0]), buffers[1:])
-        except (ProtocolError, RecursionError) as error:
-            # RecursionError comes where a worker nests what it says thousands deep.
-            node = self._by_peer.get(peer)
-            if node is not None:
-                self.lose(node, f"was dropped, because it broke the protocol: {error}")
-            else:
-                self.strangers.note(f"ignored a peer that is no worker: {error}")
-
-    def _take(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
-        node = self._by_peer.get(peer)
-        if isinstance(message, (Join, Welcome, Refused)):
-            self.connector.greeted(peer, message)
-            return
-        if node is None:
-            if self.connector.knows(peer):
-                # It was sent before its connection was given up, and comes again on the next one.
-                return
-            raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")
-        link = node.link
-        if isinstance(message, Ack):
-            link.acknowledge(message.received)
-            return
-        if link.count(sum(map(len, payloads)) if payloads else 0, type(message) is Part):
-            self.greet(peer, Ack(link.received))
-        match message:
-            case Done():
-                node.done(message)
-            case Part():
-                self.requests.part(node, message.request, message.offset, payloads)
-            case Reply():
-                self.requests.reply(node, message.request, message.value, payloads)
-            case Failed():
-                self.requests.fail(node, message.request, message.failure)
-            case BreakGroup():
-                self.on_broken(node, message.group, message.reason)
-            case Goodbye():
-                node.presence.has_left = True
-                self.lose(node, f"left: {message.reason}")
-            case Detach():
-                node.presence.has_left = node.presence.taken = True
-                self.lose(node, f"left: {message.reason}")
-            case _:
-                raise ProtocolError(f"a worker does not send {type(message).__name__}")
-
-    def _look(self) -> None:
-        events = self.channel.events()
-        # What came through a connection is there before the report of its end: a worker that has left is not
-        # one that died.
-        if events:
-            self.channel.receive(0, into=self._arrived)
-            self._take_in()
-        for event in events:
-            node = self._by_peer.get(event.peer) if event.peer is not None else None
-            if event.kind == "disconnected" and node is not None:
-                self.cut(node, "the connection was closed" + (f" ({event.detail})" if event.detail else ""))
-            else:
-                self.connector.happened(event)
-        for node in self.nodes[: len(self.workers)]:
-            if node.failed is None and (epitaph := self.workers.epitaph(node, wait=0)) is not None:
-                self.lose(node, epitaph)
-        for node in self.nodes:
-            # Somebody may have asked it who had just seen it alive.
-            if node.failed is not None:
-                self.requests.lose(node, node.failed)
-        self.connector.poll()
 
     def cut(self, node: Node, why: str) -> None:
         """Note that a worker's connection is no more.
@@ -523,12 +358,12 @@ class Session:
     def _hang_up(self, node: Node) -> None:
         peer, node.link.peer = node.link.peer, None
         if peer is not None:
-            self._by_peer.pop(peer, None)
+            self.receiver.by_peer.pop(peer, None)
             self.connector.retire(peer)
 
     def reached(self, node: Node, peer: bytes, received: int) -> None:
         """Go on with a worker on another connection, which has counted so many messages."""
-        self._by_peer[peer] = node
+        self.receiver.by_peer[peer] = node
         self.channel.resume(node.link, peer, received)
         node.presence.absence = None
 
@@ -544,33 +379,6 @@ class Session:
                     callback(node)
                 if not quietly:
                     self.connector.lost(node)
-
-    def _pump_loop(self) -> None:
-        while not self._stop:
-            if self._active():
-                time.sleep(_WAITED if self.requests.attended else _TICK)
-            else:
-                self.parked[0] = True
-                # Something may have been sent before the mark stood.
-                if not self._active():
-                    with suppress(queue.Empty):
-                        self._stirred.get(timeout=_IDLE)
-                self.parked[0] = False
-                while not self._stirred.empty():
-                    self._stirred.get_nowait()
-            try:
-                self.requests.glance(self.read)
-                for node in self.logs:
-                    if (node.words or node.freed) and not node.busy and not node.gathering():
-                        node.flush()
-                self.requests.announcer.look()
-            except ChannelClosed:
-                return
-            except Exception:
-                log.exception("the pump met an error; it goes on")
-
-    def _active(self) -> bool:
-        return len(self.requests) > 0 or any(node.flights or node.words for node in self.logs)
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -625,7 +433,7 @@ class Session:
                     here = [n for n in there if n.failed is None and n.presence.absence is None]
                     return not any(n.flights for n in here)
 
-                self.requests.wait(idle, self.read, deadline, busy, "Ctrl-C ends the session now")
+                self.requests.wait(idle, self.receiver.read, deadline, busy, "Ctrl-C ends the session now")
                 unread = [
                     (n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in self.nodes if n.ledger.unread
                 ]
@@ -707,17 +515,14 @@ class Session:
                 n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
             ]
 
-        self.requests.wait(lambda: not late(), self.read, deadline, next(iter(said), None))
+        self.requests.wait(lambda: not late(), self.receiver.read, deadline, next(iter(said), None))
         return late()
 
     def _leave(self, why: str) -> None:
         self.closed = why
-        self._stop = True
-        self.stir()
         self.places.forget()
         self.requests.lose(None, "shutdown")
-        if self._pump.is_alive() and self._pump is not threading.current_thread():
-            self._pump.join(_LAST_STEPS)
+        self.pump.stop(_LAST_STEPS)
         self.channel.close()
         self.strangers.finish()
         self.shared.close()

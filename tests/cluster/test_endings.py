@@ -134,7 +134,7 @@ def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
     monkeypatch.setattr(active_session().connector, "poll", struck)
     open_session = active_session()
     with pytest.raises(KeyboardInterrupt):
-        open_session.requests.wait(lambda: False, open_session.read, time.monotonic() + 30)
+        open_session.requests.wait(lambda: False, open_session.receiver.read, time.monotonic() + 30)
     assert finished
 
 

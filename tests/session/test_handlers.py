@@ -49,8 +49,8 @@ def test_a_message_that_a_handler_has_taken_is_not_missed(
             return super().popleft()
 
     opened = active_session()
-    monkeypatch.setattr(opened, "_arrived", Struck([(b"peer", [])]))
-    opened._take_in()
+    monkeypatch.setattr(opened.receiver, "_arrived", Struck([(b"peer", [])]))
+    opened.receiver._take_in()
     monkeypatch.undo()
     assert torch.ones(1, device=REMOTE).item() == 1
 

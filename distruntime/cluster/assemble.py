@@ -26,7 +26,7 @@ from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strange
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
-from .named_sessions import Entry, forget, now, read, write
+from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
@@ -181,7 +181,7 @@ def _dialled_at(address: str) -> str:
 
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
-    session.on_end.append(lambda: forget(entry.name))
+    session.on_end.append(lambda: delete(entry.name))
 
 
 def _note_listening(plan: Plan, session: Session) -> None:
@@ -251,7 +251,7 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
     while True:
         before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
         if len(dead) == len(entry.workers):
-            forget(entry.name)
+            delete(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
             raise ConnectionFailed(
                 f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "

@@ -18,7 +18,7 @@ from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
 from .assemble import Plan, attach, attached, gather_at, resume_entry, start
-from .named_sessions import Entry, checked_name, known, read
+from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
 
 
@@ -127,7 +127,7 @@ def init_master_worker(
         raise error.with_traceback(None) from error.__cause__
     opened.groups = Groups(opened, data_channel)
     opened.start()
-    opened.groups.meeting.begin()
+    opened.groups.meeting.start()
     active[:] = [opened]
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
@@ -151,7 +151,7 @@ def _resumed(name: str, workers: Sequence[str] | None, listen: str | None) -> En
         return None
     entry = read(name)
     if entry is None:
-        have = ", ".join(map(repr, known()))
+        have = ", ".join(map(repr, names()))
         raise ConnectionFailed(
             f"there is no session {name!r} to resume: "
             + (f"there are {have}" if have else "none is noted here")

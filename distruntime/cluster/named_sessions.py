@@ -102,12 +102,12 @@ def read(name: str) -> Entry | None:
     return Entry(**fields)
 
 
-def forget(name: str) -> None:
+def delete(name: str) -> None:
     """Drop the entry of a session, if there is one."""
     _path(name).unlink(missing_ok=True)
 
 
-def known() -> list[str]:
+def names() -> list[str]:
     """Return the names of the sessions that are noted here."""
     return sorted(path.stem for path in (folder() / "sessions").glob("*.json"))
 

@@ -138,7 +138,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             node.round_trip = time.perf_counter() - started
             devices = asked.value
         else:
-            session.requests.forget(asked)
+            session.requests.discard(asked)
     rows = tuple(
         Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices
     )

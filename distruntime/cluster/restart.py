@@ -33,7 +33,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
     wait = session.patience if timeout is None else CONNECT.get(timeout)
     session.places.devices(node)
     old = session.nodes[node]
-    begin(session, old, "was restarted by dr.restart()")
+    replace_worker(session, old, "was restarted by dr.restart()")
     deadline = time.monotonic() + wait
     worker = session.workers.of(old)
     old.presence.connecting = True
@@ -55,7 +55,7 @@ def restart(node: int, *, timeout: float | timedelta | None = None) -> None:
         )
 
 
-def begin(session: Session, old: Node, why: str) -> None:
+def replace_worker(session: Session, old: Node, why: str) -> None:
     """Give a node up, if it is not lost yet, and have another worker take its place. Return at once."""
     if session.closed is not None:
         raise UsageError("the session is over")

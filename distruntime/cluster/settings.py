@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.node import Node
@@ -77,7 +76,7 @@ def config(
         ConfigurationError: a value that cannot be. PlacementError: there is no such node. NodeFailed: it is
             lost.
     """
-    wanted: dict[str, Any] = {
+    wanted: dict[str, object] = {
         name: value for name, value in locals().items() if name != "node" and value is not None
     }
     _check(wanted)
@@ -103,7 +102,7 @@ def _settings(node: Node) -> Settings:
         raise ProtocolError(f"{node} describes its settings as {rows!r:.80}: {error}") from None
 
 
-def _check(wanted: dict[str, Any]) -> None:
+def _check(wanted: dict[str, object]) -> None:
     for name, value in wanted.items():
         if name == "num_threads":
             if type(value) is not int or value < 1:

@@ -208,13 +208,13 @@ class Groups:
                 self._answer(request, f"join {group!r}", 0.0)
         finally:
             for request in requests:
-                session.requests.forget(request)
+                session.requests.discard(request)
 
     def _answer(self, request: Request, what: str, limit: float | None = None) -> Any:
         """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
-            session.requests.forget(request)
+            session.requests.discard(request)
             raise ConnectionFailed(
                 f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"
             )

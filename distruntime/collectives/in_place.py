@@ -435,7 +435,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     node, session = home.worker, group.session
     asked = session.ask(node, "status")
     if not session.result(asked, ASK.get()) or asked.lost is not None:
-        session.requests.forget(asked)
+        session.requests.discard(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"
     if event.query():
         return ""

@@ -31,7 +31,7 @@ class Meeting:
         session.on_loss.append(self._lost)
         session.on_return.append(self.returned)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Have every worker told where the others listen. Return at once; `done` says when that is so."""
         session = self.session
         if len(session.nodes) < 2:

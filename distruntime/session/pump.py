@@ -76,7 +76,7 @@ class Pump:
                 for node in self._session.logs:
                     if (node.words or node.freed) and not node.busy and not node.gathering():
                         node.flush()
-                self._session.requests.announcer.look()
+                self._session.requests.announcer.show()
             except ChannelClosed:
                 return
             except Exception:

@@ -93,7 +93,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """Drop a request; its reply, if one comes, is ignored."""
         self._open.pop(request.number, None)
 
@@ -112,7 +112,7 @@ class Requests:
         if request is not None:
             payload, buffer = payloads[0] if payloads else None, request.buffer
             require(request.form, value, payload, buffer.memory if isinstance(buffer, Loan) else buffer)
-            self.forget(request)
+            self.discard(request)
             request.value, request.payload = value, payload
             request.finish()
 
@@ -131,7 +131,7 @@ class Requests:
         request = self._of(number, node)
         if request is not None:
             request.cause = request.node.cause(failure_from(fields))
-            self.forget(request)
+            self.discard(request)
             request.finish()
 
     def lose(self, node: Node | None, why: str) -> None:
@@ -187,7 +187,7 @@ class Requests:
             while not ready():
                 slices += 1
                 if slices == 2 and node is not None:
-                    self.announcer.begin(node, leave)
+                    self.announcer.start_waiting(node, leave)
                 if not self._wait_once(ready, read, deadline):
                     return False
             return True
@@ -196,7 +196,7 @@ class Requests:
             raise interrupt.with_traceback(None) from None
         finally:
             if slices > 1:
-                self.announcer.end()
+                self.announcer.stop_waiting()
 
     def _wait_once(
         self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None

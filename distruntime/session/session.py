@@ -125,10 +125,10 @@ class Session:
     def start(self) -> None:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
-            self._begin(node)
+            self._set_up(node)
         self.pump.start()
 
-    def _begin(self, node: Node) -> None:
+    def _set_up(self, node: Node) -> None:
         for name, *_ in node.welcome.devices:
             self.places.pin(Place(node.index, name))
 
@@ -142,7 +142,7 @@ class Session:
         self.places.forget(self.nodes[node.index])
         self.places.leave(self.nodes[node.index])
         self.nodes[node.index] = node
-        self._begin(node)
+        self._set_up(node)
         for callback in self.on_return:
             callback(node)
 
@@ -166,7 +166,7 @@ class Session:
             if last > node.base:
                 node.flush(last)
                 if last > node.base and any(log.flushing for log in self.logs):
-                    self.requests.forget(request)
+                    self.requests.discard(request)
                     raise DistruntimeError(
                         "a finalizer or a signal handler that runs inside the log's own sending cannot wait "
                         "for what is still to be "
@@ -209,7 +209,7 @@ class Session:
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
             if request.then is None and not isinstance(request.buffer, Loan):
-                self.requests.forget(request)
+                self.requests.discard(request)
             raise
 
     def _inside(self) -> bool:
@@ -270,7 +270,7 @@ class Session:
         request = self.requests.new(node, "done")
         self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
         if not self.result(request, timeout):
-            self.requests.forget(request)
+            self.requests.discard(request)
             return False
         self.raise_for(request)
         self.raise_unread(node)
@@ -305,7 +305,7 @@ class Session:
             return frozenset()
         asked = self.ask(node, "memory")
         if not self.result(asked, ASK.get()):
-            self.requests.forget(asked)
+            self.requests.discard(asked)
         refs: list[Any] = asked.value[2] if asked.value is not None else []
         return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
 

@@ -154,7 +154,7 @@ class Event:
                 request, None if deadline is None else max(0.0, deadline - time.monotonic())
             ):
                 for late in requests:
-                    node.session.requests.forget(late)
+                    node.session.requests.discard(late)
                 raise WaitTimeout(
                     f"{recorded.stream!r} did not get to the event within {timeout:g} s\n  the event {recorded.text}\n"
                     f"  waited for at {line_text(user_line())}\n  the stream goes on; wait again, or drop its work: stream.cancel()"

@@ -93,7 +93,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     finally:
         note_wait("repr", started)
     if not answered:
-        session.requests.forget(reply)
+        session.requests.discard(reply)
         return summary(spec, where, _status(handle))
     if reply.lost is not None:
         return summary(spec, where, f"lost, {node} {reply.lost}")

@@ -1,4 +1,4 @@
-"""One node's connection, without sockets, threads or clocks: dialled or awaited, greeted, welcomed or refused, lost, and again."""
+"""One node's connection, without sockets, threads or clocks: from the first search to a later one."""
 
 from __future__ import annotations
 

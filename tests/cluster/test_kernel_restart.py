@@ -67,7 +67,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         monkeypatch.setenv(f"DISTRUNTIME_{variable}", str(tmp_path / name))
     dr.shutdown()
     yield
-    if registry.known():  # only where the test has failed
+    if registry.names():  # only where the test has failed
         dr.init_master_worker(session="sae", resume=True, force=True)
         dr.shutdown()
 

@@ -1,4 +1,4 @@
-"""The plug point for who starts workers: what a launcher gets, what the session makes of it, and the suite for one's own."""
+"""The plug point for who starts workers: what a launcher gets, and the suite for one's own."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_workers_that_answer_before_anyone_listens_meet_all_the_same(
 
     opened.ask = ask_and_wait
     groups = Groups(opened, "auto")
-    groups.meeting.begin()
+    groups.meeting.start()
     opened.ask = ask
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
 
@@ -182,7 +182,7 @@ def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callab
     groups = Groups(opened, "auto")
     pid = dr.nodes()[2].pid
     with stopped(pid):
-        groups.meeting.begin()
+        groups.meeting.start()
         os.kill(pid, signal.SIGKILL)
     until(lambda: opened.nodes[2].failed)
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))

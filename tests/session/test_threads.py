@@ -1,4 +1,7 @@
-"""One session, many hands: threads, asyncio, finalizers and Ctrl-C at any moment; every value right, nothing stuck."""
+"""One session, many hands: threads, asyncio, finalizers and Ctrl-C at any moment.
+
+Every value right, nothing stuck.
+"""
 
 from __future__ import annotations
 
@@ -450,7 +453,7 @@ class Storm:
 
 
 def under_interrupts(seed: int, rounds: int, rate: float) -> None:
-    """The child: operations and reads under a storm of Ctrl-C, with a thread beside that must never notice."""
+    """The child: operations and reads under a storm of Ctrl-C, which a second thread must not notice."""
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)
     dr.init_master_worker(world_size=2)

@@ -51,7 +51,8 @@ class LocalWorker(WorkerProcess):
             return f"exited with code {code}"
         try:
             return f"killed by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:  # a real-time signal
+        except ValueError:
+            # Real-time signals have no name.
             return f"killed by signal {-code}"
 
     def last_lines(self, count: int = 20) -> str:
@@ -77,7 +78,8 @@ class LocalWorker(WorkerProcess):
     def leave(self) -> None:
         """Let the process run on, with the session that it is for."""
         _left[:] = [process for process in _left if process.poll() is None]
-        _left.append(self._process)  # else Python would warn that nobody waits for it
+        # Python warns if nobody waits for a process.
+        _left.append(self._process)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
@@ -160,7 +162,8 @@ def start_worker(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+                # Ctrl-C in the master's terminal is the master's alone.
+                start_new_session=True,
             )
     worker = LocalWorker(node, process, log)
     if not listen:
@@ -173,21 +176,22 @@ def _hand_over(key: KeyPair | None, process: _Process) -> None:
     try:
         process.stdin.write((key.public + b" " + key.secret if key else b"") + b"\n")
     except BrokenPipeError:
-        pass  # it ended already: poll() and last_lines() tell why
+        # The process has ended already: poll() and last_lines() tell why.
+        pass
 
 
 def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker of this machine that has so many threads for its kernels."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(threads)
-    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in a kernel leaves its Python stack in the log
+    # A crash in a kernel then leaves its Python stack in the log.
+    environment["PYTHONFAULTHANDLER"] = "1"
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     paths = [path for path in _import_paths() if path not in installed]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     tunables = environment.get("GLIBC_TUNABLES", "")
-    if (
-        platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables
-    ):  # who has set malloc up already knows better
+    # Settings of the user's stay as they are.
+    if platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables:
         environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC}" if tunables else _MALLOC
     return environment
 
@@ -195,9 +199,8 @@ def worker_environment(threads: int) -> dict[str, str]:
 def _import_paths() -> list[str]:
     """Return where both packages are found, so that workers run from a checkout as well."""
     here = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec(
-        "distruntime_worker"
-    )  # found, not imported: the master's side never runs the worker's
+    # The package is found and not imported: the master's side never runs the worker's.
+    spec = importlib.util.find_spec("distruntime_worker")
     found = (
         [Path(folder).parent for folder in spec.submodule_search_locations or ()]
         if spec

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, final
 
 from ..wire.identity import has_died, process
 
@@ -241,7 +241,7 @@ class ForkedWorker:
     def __init__(self, nursery: Nursery, stdin: IO[bytes] | None) -> None:
         self.stdin = stdin
         self.returncode: int | None = None
-        self.process: list[Any] = []  # as [machine, pid, start]; empty until it is forked
+        self.process: list[object] = []  # as [machine, pid, start]; empty until it is forked
         self._nursery = nursery
 
     @property

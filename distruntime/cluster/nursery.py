@@ -248,7 +248,7 @@ class ForkedWorker:
     def pid(self) -> int:
         """The process id; 0 if the nursery ended before. Block until the nursery has forked the worker."""
         self._nursery.wait(lambda: self.poll() is not None or bool(self.process), None)
-        return int(self.process[1]) if self.process else 0
+        return int(str(self.process[1])) if self.process else 0
 
     def poll(self) -> int | None:
         """Return the exit code, None while the worker runs. A signal has the code -number."""

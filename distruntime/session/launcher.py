@@ -58,8 +58,7 @@ class LaunchSpec:
 class WorkerProcess(ABC):
     """A worker that a launcher has started.
 
-    The session asks from the thread that reads its socket, ten times a second: `poll` and `pid` must not
-    wait.
+    The thread that reads the session's socket asks `poll` ten times a second, so that must not wait.
     """
 
     @property

@@ -53,7 +53,7 @@ class Connection:
         # The mode of the greeting with which the node is sought; None while it is not.
         self.mode: str | None = None
         self.attempts: dict[bytes, Attempt] = {}
-        # Names of connections that do not count any more, for the connector to hang up on.
+        # The connector is to hang up on these connections, which do not count any more.
         self.abandoned: list[bytes] = []
         # Whether no worker has been this node yet, and why none can be any more.
         self.first = True

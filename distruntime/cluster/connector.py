@@ -33,13 +33,13 @@ from .connection import Connection
 
 log = logging.getLogger("distruntime")
 
-# Seconds that a connection usually takes; later, somebody looks if anyone listens there at all.
+# A connection usually takes less (in seconds). Later, somebody looks if anyone listens there at all.
 _SOON = 0.3
-# Seconds of an absence that nobody need hear of.
+# Nobody need hear of an absence that is shorter (in seconds).
 _BRIEF = 1.0
-# How often in a row nobody was listening, before nobody is taken to be there any more.
+# A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
-# Seconds between looks for workers that have died, once all have come.
+# Seconds between two polls that do something, once all workers have come.
 _LOOK = 0.1
 
 
@@ -51,7 +51,7 @@ class Connector:
 
     Args:
         addresses: where each node's worker is dialled, "" where it dials this process.
-        modes: as what each is greeted first: see `Hello`.
+        modes: the modes of the first greetings: see `Hello`.
         keep: seconds that a worker keeps the session while it has no master.
         grace: seconds that a worker that cannot be reached is waited for.
         restart_workers: start a lost worker again, where this process had started it.
@@ -68,7 +68,7 @@ class Connector:
         restart_workers: bool,
     ) -> None:
         self.session, self.keep, self.grace, self.restart_workers = session, keep, grace, restart_workers
-        # What this master proves itself with on later connections.
+        # This master proves itself with it on later connections.
         self.token = secrets.token_bytes(16)
         self.connections = [Connection(k, address) for k, address in enumerate(addresses)]
         self.nodes: dict[int, Node] = {}
@@ -78,7 +78,7 @@ class Connector:
         # What the name in a node's address stands for, and the nodes whose name a thread looks up.
         self._endpoints: dict[int, str] = {}
         self._lookups: set[int] = set()
-        # Names of connections that have been given up.
+        # These connections have been given up.
         self._retired: deque[bytes] = deque(maxlen=4096)
         # Workers that have dialled this process while all places seemed to be taken.
         self._surplus: list[tuple[bytes, Join]] = []
@@ -110,13 +110,14 @@ class Connector:
     def retire(self, peer: bytes) -> None:
         """Ignore what comes on a connection from now on, and hang up if this process has dialled it."""
         self._retired.append(peer)
-        # Else libzmq would go on by itself, with messages that have no place any more.
+        # libzmq would go on by itself, with messages that have no place any more.
         self.session.channel.hang_up(peer)
 
     def happened(self, event: PeerEvent) -> None:
         """Act on what a connection reports that is no worker's now."""
         connection = self._by_attempt.get(event.peer) if event.peer is not None else None
         if event.peer is None or connection is None or event.peer not in connection.attempts:
+            self._surplus = [(peer, join) for peer, join in self._surplus if peer != event.peer]
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
                 self.session.strangers.note(
                     f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
@@ -195,7 +196,7 @@ class Connector:
     # -- a connection's way --------------------------------------------------------------------------------
 
     def _wanted(self, connection: Connection) -> str | None:
-        """Return as what a node's worker is sought now; None: it is not."""
+        """Return the mode of the greeting with which a worker is sought now; None: it is not sought."""
         node = self.nodes.get(connection.number)
         if self.session.closed is not None:
             return None

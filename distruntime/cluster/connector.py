@@ -117,7 +117,8 @@ class Connector:
         """Act on what a connection reports that is no worker's now."""
         connection = self._by_attempt.get(event.peer) if event.peer is not None else None
         if event.peer is None or connection is None or event.peer not in connection.attempts:
-            self._surplus = [(peer, join) for peer, join in self._surplus if peer != event.peer]
+            if event.kind == "disconnected":
+                self._surplus = [(peer, join) for peer, join in self._surplus if peer != event.peer]
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
                 self.session.strangers.note(
                     f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"

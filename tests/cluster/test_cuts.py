@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import Goodbye, Join, Refused, Welcome
+from distruntime.wire.messages import Goodbye, Hello, Join, Refused, Welcome
 from greeting_samples import hello
 from network import Network
 from processes import (
@@ -521,6 +521,30 @@ def test_an_old_join_that_comes_late_costs_nothing(
         channel.close()
         assert x.sum().item() == 5
     counted()
+
+
+def test_a_place_that_comes_free_while_a_session_begins_is_given_to_who_waits(
+    fresh_session: Start, tmp_path: Path
+) -> None:
+    address, answers = f"ipc://{tmp_path}/master", list[Any]()
+
+    def dial() -> None:
+        with closing(Channel()) as second:
+            with closing(Channel()) as first:
+                for channel, incarnation in ((first, b"first"), (second, b"second")):
+                    channel.connect(address, b"master")
+                    channel.send(b"master", [encode(Join(None, 1, "here", incarnation))])
+                    if channel is first:
+                        answers.append(answer(channel))
+                assert not second.receive(0.3)
+            answers.append(answer(second))
+
+    thread = threading.Thread(target=dial)
+    thread.start()
+    with pytest.raises(dr.ConnectionFailed, match="1 of 1 workers did not dial"):
+        fresh_session(listen=address, world_size=1, timeout=10)
+    thread.join()
+    assert [type(one) for one in answers] == [Hello, Hello]
 
 
 # -- what is left behind

@@ -1,4 +1,6 @@
-"""`dr.config`: torch's settings of the workers, set in the log's order, read, refused, and gone with the session."""
+"""`dr.config`: torch's settings of the workers, set in the log's order, read, refused, and gone with the
+session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sessions survive their connections: whatever happens to the network, each instruction runs once, and what waits gets its answer."""
+"""Sessions survive their connections: whatever happens to the network, each instruction runs once, and what
+waits gets its answer.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_a_worker_that_answers_later_than_an_attempt_takes_is_found_again(
     attach(unreachable=20)
     x = torch.ones(3, device="remote")
     assert x.sum().item() == 3
-    # A handshake and a greeting take eight ways, 1.2 s: longer than an attempt. The handshake's six are well within its 2 s.
+    # A handshake and a greeting take eight ways, 1.2 s: longer than an attempt. The handshake's six are well
+    # within its 2 s.
     network.slow(0.15)
     network.tear()
     assert dr.fetch(x.sum(), timeout=60).item() == 3
@@ -266,7 +269,9 @@ def test_memory_of_an_upload_that_was_cut_may_be_written_again(attach: Start, ne
 def test_large_values_that_are_there_already_are_read_whole(
     attach: Start, network: Network, size: int
 ) -> None:
-    """The worker's reader answers, and must hear that they have arrived; what comes meanwhile must not be lost, nor run too early."""
+    """The worker's reader answers, and must hear that they have arrived; what comes meanwhile must not be
+    lost, nor run too early.
+    """
     attach()
     x = torch.arange(float(size), device="remote")
     for k in range(4):
@@ -352,7 +357,9 @@ def answer(channel: Channel) -> Any:
 
 
 def test_an_old_greeting_that_comes_late_costs_nothing(attach: Start, daemon: ListeningWorker) -> None:
-    """As on a connection that was given up while it was silent, and whose bytes the kernel delivers after the next one's."""
+    """As on a connection that was given up while it was silent, and whose bytes the kernel delivers after the
+    next one's.
+    """
     session = attach()
     x = torch.ones(5, device="remote")
     assert x.sum().item() == 5
@@ -435,7 +442,8 @@ def test_a_master_whose_threads_stand_still_is_not_unreachable(patient: Any) -> 
     x = torch.ones(5, device="remote")
 
     def stand() -> None:
-        ctypes.PyDLL(None).usleep(3_500_000)  # which does not let go of the interpreter
+        # This call does not let go of the interpreter.
+        ctypes.PyDLL(None).usleep(3_500_000)
 
     assert any(quiet_after(stand, patient) for _ in range(3))
     assert x.sum().item() == 5

@@ -36,7 +36,9 @@ def _a_session_of_this_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_held(_a_session_of_this_file: None) -> None:
-    """Two nodes with a simulated GPU each, and nothing on them: a test that failed is kept by pytest, with all that it holds."""
+    """Two nodes with a simulated GPU each, and nothing on them: a test that failed is kept by pytest, with
+    all that it holds.
+    """
     gc.collect()
     if not dr.is_initialized() or len(dr.memory().devices) != 4 or dr.memory().lines:
         dr.shutdown()
@@ -256,7 +258,9 @@ def test_a_lost_node_is_left_out(fresh_session: Callable[..., Any]) -> None:
 
 
 def text_of(code: Callable[[], object], kind: type[Exception] = RuntimeError) -> list[str]:
-    """Return the lines of the error that `code` raises, without what differs between machines and versions of torch."""
+    """Return the lines of the error that `code` raises, without what differs between machines and versions of
+    torch.
+    """
     with pytest.raises(kind) as caught:
         code()
     assert isinstance(caught.value, dr.RemoteError)
@@ -297,9 +301,8 @@ def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
     mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (80 << 20), before[1]))  # type: ignore[attr-defined]
     try:
-        lines = text_of(
-            lambda: local.to(REMOTE).sum().item(), OSError
-        )  # which needs 64 MiB twice: to see it, and to keep it
+        # It needs 64 MiB twice: to see it, and to keep it.
+        lines = text_of(lambda: local.to(REMOTE).sum().item(), OSError)
     finally:
         resource.prlimit(pid, resource.RLIMIT_AS, before)  # type: ignore[attr-defined]
     assert "annot allocate memory" in lines[0] and lines[1].startswith("  upload on node 0")

@@ -1,4 +1,6 @@
-"""Sessions that have a name outlive their masters; sessions of several masters on one worker do not see each other."""
+"""Sessions that have a name outlive their masters; sessions of several masters on one worker do not see each
+other.
+"""
 
 from __future__ import annotations
 
@@ -260,7 +262,8 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
     until(lambda: refuses(entry.workers[1]))
     path = entry.workers[1].removeprefix("ipc://")
     os.unlink(path)
-    # Connections are taken, nobody answers, and they are closed: what a process does whose threads end one after the other.
+    # Connections are taken, nobody answers, and they are closed: what a process does whose threads end one
+    # after the other.
     with socket.socket(socket.AF_UNIX) as dying:
         dying.bind(path)
         dying.listen()
@@ -280,7 +283,9 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
 
 
 def test_a_greeting_that_does_not_arrive_whole_is_said_again(daemon: ListeningWorker) -> None:
-    """The worker has the beginning of it, and waits for the rest; its own beats tell the master that the connection lives."""
+    """The worker has the beginning of it, and waits for the rest; its own beats tell the master that the
+    connection lives.
+    """
     with Network(daemon.address) as network:
         for options in ({}, {"resume": True}, {"resume": True, "force": True}):
             network.deafen(130)  # the handshake, and the beginning of the greeting
@@ -373,7 +378,9 @@ time.time = lambda: _real() + next(_jumps)
 
 
 def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of day is shown, and decides nothing: here it jumps by a day, to and fro, at each look that either side takes."""
+    """The time of day is shown, and decides nothing: here it jumps by a day, to and fro, at each look that
+    either side takes.
+    """
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     path = os.pathsep.join([str(tmp_path), *PATH])
     jumps, real = itertools.cycle([86400.0, -86400.0, 0.0]), time.time

@@ -31,8 +31,8 @@ from ..wire.identity import has_died, process
 
 # A nursery that was started with other values of these variables serves as well: they are read when they are
 # needed, or set in the forked worker. Libraries may have read any other variable while torch was imported.
-# pytest writes its variable anew for each test.
-_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
+# pytest writes its own variable anew for each test, and torch writes its own in the first session.
+_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 # Bytes of the largest request that is hoped for. A worker with a larger environment is not forked.
 _BUFFER = 1 << 20
 _REPORT = 4096  # bytes

@@ -1,4 +1,6 @@
-"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models, against the same code under `torch.autocast("cpu")`."""
+"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models, against the same code under
+`torch.autocast("cpu")`.
+"""
 
 from __future__ import annotations
 
@@ -275,9 +277,10 @@ def test_custom_functions(device: str, cast: torch.dtype | None) -> Any:
     return out, x.grad, y.grad
 
 
+# torch's first jvp warns.
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning"
-)  # of torch's first jvp
+)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @agrees(rtol=2e-2, atol=2e-2)  # the casts come below the transform there, above it here
 def test_function_transforms(device: str, transform: str) -> Any:
@@ -360,7 +363,9 @@ def test_a_transformer_layer(device: str) -> Any:
 
 @agrees
 def test_the_fused_transformer_layer(device: str) -> Any:
-    """Called as `nn.TransformerEncoderLayer` calls it without gradients: on no list, but it calls listed operators from within."""
+    """Called as `nn.TransformerEncoderLayer` calls it without gradients: on no list, but it calls listed
+    operators from within.
+    """
     shapes = [(24, 8), (24,), (8, 8), (8,), (8,), (8,), (8,), (8,), (16, 8), (16,), (8, 16), (8,)]
     attend, rest = (lambda w: (w[:4], w[4:]))(
         [tensor(device, *shape, seed=k) for k, shape in enumerate(shapes)]

@@ -1,4 +1,6 @@
-"""`torch.amp.GradScaler("remote")`: the same loop on local tensors gives the same losses, scales and parameters, overflow included."""
+"""`torch.amp.GradScaler("remote")`: the same loop on local tensors gives the same losses, scales and
+parameters, overflow included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved, and plain PyTorch can read it."""
+"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved, and plain
+PyTorch can read it.
+"""
 
 from __future__ import annotations
 

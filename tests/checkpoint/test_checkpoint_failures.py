@@ -431,7 +431,8 @@ def test_ctrl_c_in_a_wait(two: Any, tmp_path: Path) -> None:
     dr.synchronize()
     with stopped(dr.nodes()[1].pid), pytest.raises(KeyboardInterrupt), StruckWhileWaiting():
         dr.save(two_, tmp_path)
-    is_whole(dr.load(tmp_path), 1)  # which waits for the one that was left
+    # A load waits for the save that was left.
+    is_whole(dr.load(tmp_path), 1)
     assert ours(tmp_path) == before
     dr.save(tree(3), tmp_path)
     is_whole(dr.load(tmp_path), 3)
@@ -491,7 +492,9 @@ APART = "/proc/self/cwd/c"  # each worker's own folder
 
 @pytest.fixture
 def disks(tmp_path: Path, fresh_session: Fresh) -> Iterator[tuple[list[Path], Callable[[list[int]], Any]]]:
-    """Three folders, and what opens a session with a worker in each of some of them: APART is another one for each worker."""
+    """Three folders, and what opens a session with a worker in each of some of them: APART is another one for
+    each worker.
+    """
     if not Path("/proc/self/cwd").exists():
         pytest.skip("one path that is another folder for each process is Linux's /proc/self/cwd")
     folders = [tmp_path / f"disk{k}" for k in range(3)]

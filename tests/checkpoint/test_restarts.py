@@ -25,7 +25,9 @@ def lost(n: int = 1) -> dr.NodeFailed:
 
 
 def training(ckpt: Any, breaks: dict[int, list[int]], async_op: bool = False) -> dict[str, Any]:
-    """Train with dropout, shuffled data and a schedule on two nodes, save every third step; lose a worker at the steps of this attempt."""
+    """Train with dropout, shuffled data and a schedule on two nodes, save every third step; lose a worker at
+    the steps of this attempt.
+    """
     torch.manual_seed(7)
     data = torch.randn(32, 6)
     body = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Tanh()).to(dr.place(0))

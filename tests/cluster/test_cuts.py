@@ -439,7 +439,8 @@ def test_a_master_whose_threads_stand_still_is_not_unreachable(patient: Any) -> 
     x = torch.ones(5, device="remote")
 
     def stand() -> None:
-        ctypes.PyDLL(None).usleep(3_500_000)  # which does not let go of the interpreter
+        # This call does not let go of the interpreter.
+        ctypes.PyDLL(None).usleep(3_500_000)
 
     assert any(quiet_after(stand, patient) for _ in range(3))
     assert x.sum().item() == 5

@@ -15,7 +15,8 @@ import distruntime as dr
 from distruntime.cluster import named_sessions as registry
 from processes import PATH
 
-LAYERS = 64  # of 2048 x 2048 numbers: 1 GB
+# Each has 2048 x 2048 numbers: together 1 GB.
+LAYERS = 64
 
 FIRST = f"""
 import os, signal, torch, distruntime as dr

@@ -304,9 +304,8 @@ def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
     mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (80 << 20), before[1]))  # type: ignore[attr-defined]
     try:
-        lines = text_of(
-            lambda: local.to(REMOTE).sum().item(), OSError
-        )  # which needs 64 MiB twice: to see it, and to keep it
+        # It needs 64 MiB twice: to see it, and to keep it.
+        lines = text_of(lambda: local.to(REMOTE).sum().item(), OSError)
     finally:
         resource.prlimit(pid, resource.RLIMIT_AS, before)  # type: ignore[attr-defined]
     assert "annot allocate memory" in lines[0] and lines[1].startswith("  upload on node 0")

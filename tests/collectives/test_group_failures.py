@@ -1,4 +1,6 @@
-"""What breaks a group, and what does not: members that die, stop or are late, and masters that go while a collective waits."""
+"""What breaks a group, and what does not: members that die, stop or are late, and masters that go while a
+collective waits.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,10 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
 def test_whoever_dies_the_others_stop_waiting_for_each_other(
     fresh_session: Any, victim: int, closed: bool
 ) -> None:
-    """The others have begun, and none may wait on: gloo knows only of those that are beside it. A group that is closed counts too."""
+    """The others have begun, and none may wait on: gloo knows only of those that are beside it.
+
+    A group that is closed counts too.
+    """
     session = fresh_session(world_size=3)
     group = dr.new_group([0, 1, 2])
     given = each([0, 1, 2], size=1 << 16)
@@ -300,7 +305,9 @@ def message_at(channel: Channel) -> Any:
 
 
 def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(tmp_path: Path) -> None:
-    """Step by step, in this process: the end of the one connection and the Hello of the next are taken in together."""
+    """Step by step, in this process: the end of the one connection and the Hello of the next are taken in
+    together.
+    """
     tmp_path.chmod(0o700)
     hello = encode(replace(HELLO, mode="force new"))
     daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
@@ -320,7 +327,9 @@ def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(t
 
 
 def test_a_master_that_is_gone_before_its_greeting_is_read_keeps_no_session_in_use(tmp_path: Path) -> None:
-    """Step by step, in this process: two masters, of which the first has given up, perhaps as another worker of its does not answer."""
+    """Step by step, in this process: two masters, of which the first has given up, perhaps as another worker
+    of its does not answer.
+    """
     tmp_path.chmod(0o700)
     hello = replace(HELLO, mode="new", lasting=True)
     daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))

@@ -1,4 +1,6 @@
-"""Groups at their edges: what is cancelled, closed by another thread, written through odd views, or said by a worker that lies."""
+"""Groups at their edges: what is cancelled, closed by another thread, written through odd views, or said by a
+worker that lies.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +216,8 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
         ):
             liar.send(name, [encode(message)])
         until(lambda liar=liar: liar.sent_bytes)  # type: ignore[misc]
-        both_hear(group)  # whose fifth and sixth operations are these
+        # These are the group's fifth and sixth operations.
+        both_hear(group)
         liar.close()
     tensors = [there(torch.ones(2), 0), there(torch.ones(2), 1)]
     dr.all_reduce(tensors, group=group)

@@ -276,7 +276,9 @@ def test_collectives_along_a_dimension(mesh: Mesh, dim: str | None) -> None:
 
 @pytest.mark.parametrize("dim", ["dp", "tp", None])
 def test_adjoints_of_collectives(mesh: Mesh, dim: str | None) -> None:
-    """<F x, y> = <x, F* y>, summed over the members; and where a member is the least or the greatest, its gradient is the sum."""
+    """<F x, y> = <x, F* y>, summed over the members; and where a member is the least or the greatest, its
+    gradient is the sum.
+    """
     lines, n = mesh.lines(dim), mesh.lines(dim).size
     operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: dr.lines.all_reduce(lines, x),
@@ -504,7 +506,9 @@ def test_a_poisoned_shard_poisons_its_line_and_no_other(mesh: Mesh) -> None:
 
 
 def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]) -> None:
-    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of those who are."""
+    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of
+    those who are.
+    """
     session = fresh_session(world_size=2)
     mesh = dr.init_device_mesh("cpu", (2,))
     model = torch.nn.Linear(4, 4).to(mesh.device)

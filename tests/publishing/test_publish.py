@@ -1,4 +1,6 @@
-"""Publishing: what is looked up is what was published, whoever asks, and stays so whatever becomes of the master."""
+"""Publishing: what is looked up is what was published, whoever asks, and stays so whatever becomes of the
+master.
+"""
 
 from __future__ import annotations
 
@@ -178,9 +180,8 @@ def test_what_is_published_is_alive(clean: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", x)
     x += 1
-    x.copy_(
-        torch.tensor([1.0, 2.0, 3.0])
-    )  # of a local tensor: it must not become another value on the worker
+    # A local tensor's value must not become another on the worker.
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
     del x
     assert dr.lookup("x").tolist() == [1.0, 2.0, 3.0]
     y = dr.lookup("x")
@@ -579,5 +580,6 @@ def test_a_session_with_fewer_nodes_says_which_one_is_missing(
             dr.UsageError, match=r"some of 'pair' is on node 1 of the session .* connect to that worker too"
         ):
             dr.lookup("pair")
-        enter(fresh_session, daemons[::-1], "alice")  # which numbers them otherwise
+        # This session numbers them otherwise.
+        enter(fresh_session, daemons[::-1], "alice")
         assert [t.get_node() for t in dr.lookup("pair")] == [1, 0]

@@ -1,4 +1,6 @@
-"""One model in memory, many readers: what another session shares can be read, and written by nobody but its owner."""
+"""One model in memory, many readers: what another session shares can be read, and written by nobody but its
+owner.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who may have a pickle opened by this process: nobody but whose key is trusted, and nothing but what that key has signed as that.
+"""Who may have a pickle opened by this process: nobody but whose key is trusted, and nothing but what that
+key has signed as that.
 
 The worker is hostile here: whatever it holds is changed between a publish and a lookup, and what it sends
 instead would leave a mark if it were opened.

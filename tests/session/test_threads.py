@@ -286,7 +286,8 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
                 assert dr.zeros(2).get_node() == 1
             assert dr.zeros(2).get_node() == 0
 
-    together(*[enter] * 3)  # the same context object may be entered by several threads
+    # Several threads may enter one context object.
+    together(*[enter] * 3)
 
 
 # Finalizers run wherever the collector does: inside locks, inside the socket's code, in the pump

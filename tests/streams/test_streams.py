@@ -30,7 +30,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "streams.md"
 
 @pytest.fixture(autouse=True)
 def _two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes with a simulated GPU each; the next test gets the same, unless this one has made another session."""
+    """Two nodes with a simulated GPU each; the next test gets the same, unless this one has made another
+    session.
+    """
     monkeypatch.setattr("distruntime.log.order._KEPT", 1 << 30)  # so that `waits` counts all of them
     if not (dr.is_initialized() and _ours and _ours[0] is active_session()):
         dr.shutdown()
@@ -56,7 +58,10 @@ def slow(node: int = 0, products: int = 12) -> torch.Tensor:
 
 
 def waits(node: int = 0) -> int:
-    """How many waits between streams have been issued on a node. Counts the clocks' snapshots: one for each wait."""
+    """How many waits between streams have been issued on a node.
+
+    Counts the clocks' snapshots: one for each wait.
+    """
     return sum(len(past) for past in active_session().nodes[node].order._past.values())
 
 
@@ -196,7 +201,8 @@ def test_event_that_was_never_recorded() -> None:
 def test_elapsed_time_agrees_with_the_workers_clock(
     tmp_path: Path, fresh_session: Callable[..., Any]
 ) -> None:
-    # The worker runs in a thread of this process, and an operator of the test's own notes the time when it runs there.
+    # The worker runs in a thread of this process, and an operator of the test's own notes the time when it
+    # runs there.
     clock: list[float] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -322,7 +328,9 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 def held() -> None:
-    """Hold node 0 still and give the current stream work: until `resume` no instruction of it can be known to have run."""
+    """Hold node 0 still and give the current stream work: until `resume` no instruction of it can be known to
+    have run.
+    """
     stop(_pid())
     slow()
 

@@ -16,14 +16,17 @@ with warnings.catch_warnings():  # it warns about packages that it would like an
     from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
 STEPS = 5
-INPUTS = 12  # of a module's input variants at most
+# A module is tried with so many of its input variants at most.
+INPUTS = 12
 
 # What does not agree, and why. A module that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {}
 
 
 def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> Any:
-    """SGD on parameters and floating inputs alike, so that losses and activations, which have no parameters, train too."""
+    """SGD on parameters and floating inputs alike, so that losses and activations, which have no parameters,
+    train too.
+    """
     copier = Copier(device)
     args, kwargs = copier((call.forward_input.args, call.forward_input.kwargs))
     leaves = copier.leaves()

@@ -9,9 +9,9 @@ from agree import Disagreement
 from op_samples import entries, run_entry
 
 CHUNKS = 24
-SAMPLES = (
-    120  # of an entry's sample inputs at most: seven entries have many hundreds that differ in one number
-)
+# An entry is tried with so many samples at most: seven entries have many hundreds, which differ in one
+# number.
+SAMPLES = 120
 
 # What does not agree, and why. An entry that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {

@@ -1,4 +1,6 @@
-"""The store where a group's members find each other: what it does, what it refuses, who it listens to, and when waiting in it ends."""
+"""The store where a group's members find each other: what it does, what it refuses, who it listens to, and
+when waiting in it ends.
+"""
 
 from __future__ import annotations
 

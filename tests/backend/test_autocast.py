@@ -1,4 +1,7 @@
-"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models, against the same code under `torch.autocast("cpu")`."""
+"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models.
+
+Each test compares with the same code under `torch.autocast("cpu")`.
+"""
 
 from __future__ import annotations
 
@@ -360,7 +363,10 @@ def test_a_transformer_layer(device: str) -> Any:
 
 @agrees
 def test_the_fused_transformer_layer(device: str) -> Any:
-    """Called as `nn.TransformerEncoderLayer` calls it without gradients: on no list, but it calls listed operators from within."""
+    """`nn.TransformerEncoderLayer` calls it like this without gradients.
+
+    It is on no list, but it calls listed operators from within.
+    """
     shapes = [(24, 8), (24,), (8, 8), (8,), (8,), (8,), (8,), (8,), (16, 8), (16,), (8, 16), (8,)]
     attend, rest = (lambda w: (w[:4], w[4:]))(
         [tensor(device, *shape, seed=k) for k, shape in enumerate(shapes)]
@@ -455,7 +461,7 @@ def test_training(device: str, name: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_on_a_gpu(fresh_session: Callable[..., Any], name: str) -> None:
-    """Another list, so the same course only: what the CPU's list gives here, within what bfloat16 can hold."""
+    """The list is another one, so only the course is the same, within what bfloat16 can hold."""
     fresh_session(world_size=1, simulate_cuda=1)
     make, data = MODELS[name]
     check(

@@ -1,4 +1,7 @@
-"""`torch.amp.GradScaler("remote")`: the same loop on local tensors gives the same losses, scales and parameters, overflow included."""
+"""`torch.amp.GradScaler("remote")` gives the same losses, scales and parameters as a loop on local tensors.
+
+That includes loops that overflow.
+"""
 
 from __future__ import annotations
 

@@ -276,9 +276,13 @@ sys.modules["local_code"] = local_code
 spec.loader.exec_module(local_code)
 torch.set_num_threads(1)
 local_code._run_all("before the import")
-before = torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, torch.__future__.get_swap_module_params_on_conversion()
+def state():
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    return torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, swaps
+
+before = state()
 import distruntime
-assert before == (torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, torch.__future__.get_swap_module_params_on_conversion())
+assert before == state()
 assert not hasattr(torch, "remote")
 local_code._run_all("after the import")
 with distruntime.init_master_worker():

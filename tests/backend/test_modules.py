@@ -72,7 +72,10 @@ def test_moving_keeps_ties_and_optimizers(session: object) -> None:
 
 
 def test_local_modules_are_converted_as_before(session: object) -> None:
-    """The swapping that keeps ties across the border must not reach local modules: it refuses what has weak references."""
+    """The swapping that keeps ties across the border must not reach local modules.
+
+    It refuses what has weak references.
+    """
     assert not torch.__future__.get_swap_module_params_on_conversion()
     model = nn.Linear(2, 2)
     references = [weakref.ref(p) for p in model.parameters()]
@@ -330,7 +333,10 @@ def test_a_model_that_is_dropped_is_freed(session: object) -> None:
 
 
 def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
-    """Attention with gradients, as a real GPU has it: all of its arguments come in the schema's order, `scale` and `enable_gqa` too."""
+    """Attention with gradients, as a real GPU has it.
+
+    All of its arguments come in the schema's order, `scale` and `enable_gqa` too.
+    """
     q = torch.randn(1, 2, 3, 4)
     out, tape = record(
         "aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False

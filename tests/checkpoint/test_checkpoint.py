@@ -1,4 +1,7 @@
-"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved, and plain PyTorch can read it."""
+"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved.
+
+Plain PyTorch can read it.
+"""
 
 from __future__ import annotations
 
@@ -599,7 +602,8 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
 
 
 def test_this_process_needs_no_safetensors() -> None:
-    code = "import sys, distruntime as dr; print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"
+    code = "import sys, distruntime as dr; "
+    code += "print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90

@@ -212,7 +212,8 @@ def test_a_folder_that_is_not_writable(session: object, tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(
             OSError,
-            match=r"Read-only file system \(.*\n  the worker runs as user 0, who must be allowed to write there",
+            match=r"Read-only file system \(.*\n"
+            r"  the worker runs as user 0, who must be allowed to write there",
         ):
             dr.save(tree(2), disk)
         is_whole(dr.load(disk), 1)
@@ -231,7 +232,8 @@ def test_a_disk_that_is_full(session: object, tmp_path: Path, async_op: bool) ->
     with mounted(tmp_path / "m", "size=2m") as disk:
         dr.save(tree(1), disk)
         before = ours(disk)
-        text = r"No space left on device \(.*\n  24000\d\d bytes were to be written, and \d+ are free there: make room, or save elsewhere"
+        text = r"No space left on device \(.*\n  24000\d\d bytes were to be written, and \d+ are free there: "
+        text += "make room, or save elsewhere"
         with pytest.raises(OSError, match=text) as caught:
             saving = dr.save(tree(2, 600_000), disk, async_op=async_op)
             saving.wait()
@@ -491,7 +493,10 @@ APART = "/proc/self/cwd/c"  # each worker's own folder
 
 @pytest.fixture
 def disks(tmp_path: Path, fresh_session: Fresh) -> Iterator[tuple[list[Path], Callable[[list[int]], Any]]]:
-    """Three folders, and what opens a session with a worker in each of some of them: APART is another one for each worker."""
+    """Three folders, and a function that opens a session with a worker in each of some of them.
+
+    APART stands for another folder for each worker.
+    """
     if not Path("/proc/self/cwd").exists():
         pytest.skip("one path that is another folder for each process is Linux's /proc/self/cwd")
     folders = [tmp_path / f"disk{k}" for k in range(3)]

@@ -25,7 +25,10 @@ def lost(n: int = 1) -> dr.NodeFailed:
 
 
 def training(ckpt: Any, breaks: dict[int, list[int]], async_op: bool = False) -> dict[str, Any]:
-    """Train with dropout, shuffled data and a schedule on two nodes, save every third step; lose a worker at the steps of this attempt."""
+    """Train with dropout, shuffled data and a schedule on two nodes, and save every third step.
+
+    Lose a worker at the steps of this attempt.
+    """
     torch.manual_seed(7)
     data = torch.randn(32, 6)
     body = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Tanh()).to(dr.place(0))
@@ -135,7 +138,7 @@ def _raises(error: BaseException) -> Callable[[], None]:
 def test_a_worker_that_is_away_for_longer_than_one_restart_waits(
     fresh_session: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its machine is started anew, say: each wait is as long as the session's own, and counts as one restart."""
+    """A machine that starts anew takes long, say. Each wait is as long as the session's, and one restart."""
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()

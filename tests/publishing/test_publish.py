@@ -1,4 +1,7 @@
-"""Publishing: what is looked up is what was published, whoever asks, and stays so whatever becomes of the master."""
+"""Publishing: what is looked up is what was published, whoever asks.
+
+It stays so, whatever becomes of the master.
+"""
 
 from __future__ import annotations
 
@@ -415,7 +418,8 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     del x
     with pytest.raises(
         dr.UsageError,
-        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again",
+        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): "
+        "publish it again",
     ):
         dr.lookup("x")
 

@@ -1,4 +1,4 @@
-"""One model in memory, many readers: what another session shares can be read, and written by nobody but its owner."""
+"""One model in memory, many readers: only its owner can write what a session shares."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_it_cannot_be_published_again_but_a_copy_can(
     x = dr.lookup("alice/x")
     with pytest.raises(
         dr.UsageError,
-        match="'mine' would hold a tensor of 'alice/x', which is another session's: publish a copy, copy=True",
+        match="'mine' would hold a tensor of 'alice/x', which is another session's: "
+        "publish a copy, copy=True",
     ):
         dr.publish("mine", [x[0]])
     dr.publish("mine", x, copy=True)

@@ -1,4 +1,4 @@
-"""Autocast's operators, one by one: on a CPU place the list of torch's own CPU autocast, on a GPU place that of its CUDA autocast."""
+"""Autocast's operators, one by one: torch's list for CPUs on a CPU place, and that for CUDA on a GPU place."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ NEED_A_GPU = {
     "aten::_thnn_fused_lstm_cell",
     "aten::cudnn_convolution",
     "aten::cudnn_convolution_transpose",
-    "aten::_convolution",  # these ask the GPU something first (the convolutions in torch 2.11); the lists below have what is promised
+    # These ask the GPU something first (the convolutions in torch 2.11). The lists below have the rest.
+    "aten::_convolution",
     "aten::_convolution.deprecated",
     "aten::cosine_similarity",
     "aten::gru_cell",
@@ -221,7 +222,10 @@ def test_gpu_operators_give_the_dtypes_that_they_give_there(fresh_session: Calla
 
 @pytest.mark.timeout(300)
 def test_gpu_operators_do_what_torchs_own_lists_promise(fresh_session: Callable[..., Any]) -> None:
-    """The body of torch's test of its CUDA autocast: dtypes, functions and methods alike, and the very bits of casting by hand."""
+    """The body of torch's test of its CUDA autocast.
+
+    It compares dtypes, for functions and methods alike, and the very bits with those of casting by hand.
+    """
     fresh_session(world_size=1, simulate_cuda=1)
     lists, body = AutocastTestLists(REMOTE), TestAutocast()._run_autocast_outofplace
     run = 0

@@ -23,7 +23,10 @@ KNOWN: dict[str, str] = {}
 
 
 def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> Any:
-    """SGD on parameters and floating inputs alike, so that losses and activations, which have no parameters, train too."""
+    """SGD trains parameters and floating inputs alike.
+
+    So losses and activations, which have no parameters, train too.
+    """
     copier = Copier(device)
     args, kwargs = copier((call.forward_input.args, call.forward_input.kwargs))
     leaves = copier.leaves()

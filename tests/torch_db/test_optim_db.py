@@ -1,4 +1,7 @@
-"""Every optimizer of PyTorch's own optimizer database, default arguments included: five steps here and on a worker."""
+"""Every optimizer of PyTorch's own optimizer database, with its default arguments too.
+
+Each makes five steps here and on a worker.
+"""
 
 from __future__ import annotations
 

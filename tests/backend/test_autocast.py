@@ -156,7 +156,8 @@ def test_parameters_are_cast_once_a_region(device: str, modes: str, cached: bool
             for mode in modes.split():
                 with MODES[mode](), Casts() as casts:
                     weight @ weight
-                    with torch.autocast(device, dtype=BFLOAT16):  # an inner region's end keeps the casts
+                    # The end of an inner region keeps the casts.
+                    with torch.autocast(device, dtype=BFLOAT16):
                         other @ weight
                     view @ other
                 counts.append(casts.count)
@@ -282,7 +283,8 @@ def test_custom_functions(device: str, cast: torch.dtype | None) -> Any:
     "ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning"
 )  # of torch's first jvp
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-@agrees(rtol=2e-2, atol=2e-2)  # the casts come below the transform there, above it here
+# There the casts come below the transform, and here above it.
+@agrees(rtol=2e-2, atol=2e-2)
 def test_function_transforms(device: str, transform: str) -> Any:
     x, weight = tensor(device, 3, 4), tensor(device, 4, 4, seed=1)
 
@@ -323,7 +325,8 @@ def test_recurrent_layers(device: str, kind: str, grad: bool) -> Any:
     make, dtype = RECURRENT[kind]
     layer: Any = net(device, make(4, 6, num_layers=2))[0]
     found = []
-    for _ in range(2):  # the first call asks the worker for the dtypes
+    # The first call asks the worker for the dtypes.
+    for _ in range(2):
         with torch.autocast(device, dtype=dtype), torch.set_grad_enabled(grad):
             out, state = layer(tensor(device, 5, 2, 4))
         found.append((out, state))
@@ -342,9 +345,8 @@ def test_recurrent_layers_of_packed_sequences(device: str) -> Any:
     return out.data, [p.grad for p in layer.parameters()]
 
 
-@agrees(
-    rtol=0.03, atol=0.15
-)  # as far from float32 on both sides: their second derivatives are rounded elsewhere
+# Both sides are as far from float32. Their second derivatives are rounded elsewhere.
+@agrees(rtol=0.03, atol=0.15)
 def test_recurrent_layers_differentiated_twice(device: str) -> Any:
     layer: Any = net(device, nn.GRU(4, 6))[0]
     with torch.autocast(device, dtype=BFLOAT16):

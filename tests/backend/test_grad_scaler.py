@@ -15,7 +15,8 @@ from torch import nn
 import distruntime as dr
 from agree import REMOTE, agrees, tensor
 
-OVERFLOWS = 3  # the step whose gradients are infinite
+# The gradients of this step are infinite.
+OVERFLOWS = 3
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,

@@ -162,7 +162,8 @@ def test_a_tensor_of_a_lost_node(two: Any, tmp_path: Path) -> None:
     with pytest.raises(dr.NodeFailed, match=r"node 1 .* Lost with it: 1 tensor"):
         dr.save(one, tmp_path)
     assert ours(tmp_path) == before
-    found = dr.load(tmp_path)  # by node 0, which shares the disk
+    # Node 0 reads it, as it shares the disk.
+    found = dr.load(tmp_path)
     is_whole(found, 1)
     assert found["one"].place == dr.place(0)
     with pytest.raises(dr.NodeFailed, match="node 1"):
@@ -240,7 +241,8 @@ def test_a_disk_that_is_full(session: object, tmp_path: Path, async_op: bool) ->
         assert isinstance(caught.value, dr.RemoteError) and "test_checkpoint_failures.py" in str(caught.value)
         assert ours(disk) == before
         is_whole(dr.load(disk), 1)
-        dr.synchronize()  # what was raised is not raised again
+        # A failure that was raised is not raised again.
+        dr.synchronize()
         dr.save(tree(3), disk)
         is_whole(dr.load(disk), 3)
 
@@ -256,7 +258,8 @@ def test_a_disk_that_is_full_for_one_of_two(session: object, tmp_path: Path) -> 
             dr.save(tree(2, 100_000), tmp_path)
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    assert ours(tmp_path) == before  # what node 0 had written is gone
+    # The file that node 0 had written is gone.
+    assert ours(tmp_path) == before
     is_whole(dr.load(tmp_path), 1)
 
 
@@ -271,7 +274,8 @@ def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(
         dr.synchronize()
     dr.synchronize()
     with pytest.raises(NotADirectoryError):
-        saving.wait()  # it is what became of it, however often one asks
+        # The answer is the same, however often one asks.
+        saving.wait()
     with pytest.raises(NotADirectoryError):
         saving.wait()
     dr.synchronize()
@@ -412,7 +416,8 @@ def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path)
     dr.synchronize()
     with stopped(pid):
         saving = dr.save(two_, tmp_path, async_op=True)
-        until(lambda: len(ours(tmp_path)) > len(before))  # node 0 has written its file
+        # Then node 0 has written its file.
+        until(lambda: len(ours(tmp_path)) > len(before))
         with pytest.raises(
             dr.WaitTimeout, match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures"
         ):
@@ -433,7 +438,8 @@ def test_ctrl_c_in_a_wait(two: Any, tmp_path: Path) -> None:
     dr.synchronize()
     with stopped(dr.nodes()[1].pid), pytest.raises(KeyboardInterrupt), StruckWhileWaiting():
         dr.save(two_, tmp_path)
-    is_whole(dr.load(tmp_path), 1)  # which waits for the one that was left
+    # This waits for the save that was left.
+    is_whole(dr.load(tmp_path), 1)
     assert ours(tmp_path) == before
     dr.save(tree(3), tmp_path)
     is_whole(dr.load(tmp_path), 3)
@@ -464,7 +470,8 @@ def test_a_master_that_is_killed(fresh_session: Fresh, tmp_path: Path) -> None:
         assert found["n"] >= last - 1
         last = int(found["n"])
         dr.save(tree(last), tmp_path)
-        assert len(ours(tmp_path)) == 3  # what the killed one had begun is gone
+        # The file that the killed one had begun is gone.
+        assert len(ours(tmp_path)) == 3
         dr.shutdown()
 
 
@@ -482,7 +489,8 @@ def test_a_worker_that_is_killed_while_it_writes(fresh_session: Fresh, tmp_path:
         saving.wait()
     except dr.NodeFailed:
         is_whole(dr.load(tmp_path), 1)
-    else:  # it was written before the signal came
+    else:
+        # It was written before the signal came.
         assert dr.load(tmp_path)["n"] == 2.0
 
 
@@ -545,11 +553,13 @@ def test_each_worker_has_its_own_disk(disks: Any) -> None:
         ["node1.safetensors", "distruntime.json"],
     ]
     is_whole(dr.load(APART), 1)
-    found = dr.load(APART, place=0)  # what node 0 does not have, node 1 reads and sends
+    # Node 1 reads and sends what node 0 does not have.
+    found = dr.load(APART, place=0)
     is_whole(found, 1)
     assert found["one"].place == dr.place(0)
     is_whole(dr.load(APART, place="cpu"), 1)
-    dr.save({"n": 2, "x": there(torch.ones(1), 1)}, APART)  # only node 1 has a part of it
+    # Only node 1 has a part of it.
+    dr.save({"n": 2, "x": there(torch.ones(1), 1)}, APART)
     assert ours(folders[0] / "c") == [] and dr.load(APART)["n"] == 2
     dr.save({"n": 3, "x": there(torch.ones(1), 0)}, APART)
     assert ours(folders[1] / "c") == [] and dr.load(APART)["n"] == 3
@@ -559,7 +569,8 @@ def test_a_worker_without_its_disk(disks: Any) -> None:
     _, attach = disks
     attach([0, 1])
     dr.save(tree(1), APART)
-    attach([1, 0])  # numbered anew: the files are found all the same
+    # The nodes have other numbers now, and the files are found all the same.
+    attach([1, 0])
     is_whole(dr.load(APART), 1)
     attach([0, 2])
     with pytest.raises(
@@ -576,21 +587,21 @@ def test_a_save_that_was_made_the_current_one_on_one_disk_only(disks: Any) -> No
     one = folders[1] / "c"
     pid = dr.nodes()[1].pid
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(
-        pid, resource.RLIMIT_FSIZE, (4000, limits[1])
-    )  # enough for its tensor, not for the index
+    # There is room for its tensor, and not for the index.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4000, limits[1]))
     with pytest.raises(OSError, match=r"was written, and could not be made the current one: File too large"):
         dr.save({**tree(2), "long": "x" * 10_000}, APART)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    # There are both saves. The index of the first has two names or is in its place.
     assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [
         4,
         4,
-    ]  # both saves, and the index of the first under two names or in its place
-    is_whole(
-        dr.load(APART), 2
-    )  # it is whole: every worker had written its part before any made it the current one
+    ]
+    # It is whole: every worker had written its file before any made it the current one.
+    is_whole(dr.load(APART), 2)
     os.remove(file_of_save(one, 2))
-    is_whole(dr.load(APART), 1)  # else the one before is, which is kept until the new one is everywhere
+    # Otherwise the one before is whole. It is kept until the new one is everywhere.
+    is_whole(dr.load(APART), 1)
     dr.save(tree(3), APART)
     is_whole(dr.load(APART), 3)
     assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [2, 2]

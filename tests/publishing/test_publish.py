@@ -181,9 +181,8 @@ def test_what_is_published_is_alive(clean: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", x)
     x += 1
-    x.copy_(
-        torch.tensor([1.0, 2.0, 3.0])
-    )  # of a local tensor: it must not become another value on the worker
+    # This is a local tensor. It must not become another value on the worker.
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
     del x
     assert dr.lookup("x").tolist() == [1.0, 2.0, 3.0]
     y = dr.lookup("x")

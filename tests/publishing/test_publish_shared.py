@@ -67,7 +67,8 @@ def test_a_reader_computes_with_it(daemon: Keeping) -> None:
     with torch.no_grad():
         out = model(torch.ones(3, 4, device=REMOTE))
     assert out.shape == (3, 2)
-    out += 1  # what is made of it is one's own
+    # A result of it belongs to the reader.
+    out += 1
     loss = model(torch.ones(3, 4, device=REMOTE)).sum()
     loss.backward()
     assert model[0].weight.grad.abs().sum().item() > 0
@@ -121,9 +122,8 @@ def test_a_write_is_refused_though_the_same_was_done_to_ones_own_before(daemon: 
 def test_training_needs_a_copy_of_ones_own(daemon: Keeping) -> None:
     theirs = dr.lookup("alice/model")
     batch = torch.ones(3, 4, device=REMOTE)
-    with pytest.raises(
-        dr.UsageError, match=READ_ONLY
-    ):  # the running statistics, of which torch's schema says nothing
+    # torch's schema says nothing of the running statistics.
+    with pytest.raises(dr.UsageError, match=READ_ONLY):
         theirs(batch)
     theirs.eval()
     for cls in (torch.optim.SGD, torch.optim.AdamW):

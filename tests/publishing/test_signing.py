@@ -155,7 +155,8 @@ def test_a_strangers_key_is_named_with_how_to_trust_it(daemon: Keeping, tmp_path
     assert str(caught.value).splitlines()[1].endswith(f"add the line:  {shown} mallory@pit")
     assert not (tmp_path / "mark").exists()
     (keys / "trusted").write_text(str(caught.value).rpartition("add the line:  ")[2] + "\n")
-    dr.lookup("x").close()  # a file: trusted now, and so opened
+    # This is a file. It is trusted now, and so it is opened.
+    dr.lookup("x").close()
     assert (tmp_path / "mark").exists()
 
 

@@ -14,7 +14,8 @@ import torch
 
 from agree import REMOTE, Disagreement, check, quietly, tensor
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# It warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
@@ -80,7 +81,8 @@ def _cases() -> Iterator[Any]:
         inputs = info.optim_inputs_func(device="cpu")
         yield pytest.param(info, {}, id=f"{name} as it comes")
         for form, extra in forms:
-            if "differentiable" in extra:  # steps on leaves are refused by autograd: covered by test_autograd
+            # Autograd refuses steps on leaves, which test_autograd covers.
+            if "differentiable" in extra:
                 continue
             for number, given in enumerate(inputs):
                 kwargs = {**given.kwargs, **extra}

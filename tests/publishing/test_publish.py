@@ -1,5 +1,6 @@
-"""Publishing: what is looked up is what was published, whoever asks, and stays so whatever becomes of the
-master.
+"""Publishing: what is looked up is what was published, whoever asks.
+
+It stays so, whatever becomes of the master.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def test_what_is_published_is_alive(clean: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", x)
     x += 1
-    # A local tensor's value must not become another on the worker.
+    # This is a local tensor. It must not become another value on the worker.
     x.copy_(torch.tensor([1.0, 2.0, 3.0]))
     del x
     assert dr.lookup("x").tolist() == [1.0, 2.0, 3.0]
@@ -416,7 +417,8 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     del x
     with pytest.raises(
         dr.UsageError,
-        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again",
+        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): "
+        "publish it again",
     ):
         dr.lookup("x")
 

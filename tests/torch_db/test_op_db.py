@@ -9,9 +9,11 @@ from agree import Disagreement
 from op_samples import entries, run_entry
 
 CHUNKS = 24
-# An entry is tried with so many samples at most: seven entries have many hundreds, which differ in one
-# number.
-SAMPLES = 120
+SAMPLES = (
+    # An entry has at most so many sample inputs here. Seven entries have many hundreds that differ in one
+    # number.
+    120
+)
 
 # What does not agree, and why. An entry that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {

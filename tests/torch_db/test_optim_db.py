@@ -1,5 +1,6 @@
-"""Every optimizer of PyTorch's own optimizer database, default arguments included: five steps here and on a
-worker.
+"""Every optimizer of PyTorch's own optimizer database, with its default arguments too.
+
+Each makes five steps here and on a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from agree import REMOTE, Disagreement, check, quietly, tensor
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# It warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
@@ -82,7 +84,8 @@ def _cases() -> Iterator[Any]:
         fewer = {"max_iter": LBFGS_ITERATIONS} if name == "LBFGS" else {}
         yield pytest.param(info, fewer, id=f"{name} as it comes")
         for form, extra in forms:
-            if "differentiable" in extra:  # steps on leaves are refused by autograd: covered by test_autograd
+            # Autograd refuses steps on leaves, which test_autograd covers.
+            if "differentiable" in extra:
                 continue
             for number, given in enumerate(inputs):
                 kwargs = {**given.kwargs, **extra, **fewer}

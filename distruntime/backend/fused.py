@@ -184,7 +184,7 @@ def _record(
             str(shape),
             *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
         )
-        specs = place.known.get(key)
+        specs = place.signatures.get(key)
         packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
@@ -203,7 +203,7 @@ def _record(
         request = ask_specs(words, handles, operands, (), place, user_line(), random)
     tensors = [*[True] * (count - 1), False]
     # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
-    place.known[key] = found = [
+    place.signatures[key] = found = [
         spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]
     ]
     for handle, described in zip(handles, found):

@@ -1,4 +1,7 @@
-"""What workers answer, checked where it is taken: a worker that answers nonsense is dropped, and nobody who waits gets to see it."""
+"""What workers answer, checked where it is taken.
+
+A worker that answers nonsense is dropped, and nobody who waits gets to see it.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,10 @@ def _failure(fields: Any) -> bool:
 
 
 def is_tensor(value: Any, payload: Any, room: Any) -> bool:
-    """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
+    """Whether this is a tensor with its bytes.
+
+    They are here, in the payload frame, or in `room`, which the master has made for them.
+    """
     if (
         not isinstance(value, list)
         or len(value) != 3

@@ -103,7 +103,7 @@ def learn(
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
-            place.known[signature] = entry_for(func, cls, args, number, outcome)
+            place.signatures[signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out
     return out[0] if count == 1 else tuple(out)

@@ -59,7 +59,7 @@ class _Mixed:
 
     def __init__(self) -> None:
         self.cache: dict[Any, Any] = {}
-        self.known = self.cache
+        self.signatures = self.cache
 
 
 MIXED: Any = _Mixed()

@@ -62,20 +62,20 @@ def first_time(
     kwargs: dict[str, Any],
     signature: tuple[Any, ...],
     words: list[Any],
-    known: Any,
+    where: Any,
     specials: Any,
 ) -> Any:
-    """Issue a call that the hot path has not found; `known` is its place, or what stands for several.
+    """Issue a call that the hot path has not found; `where` is its place, or what stands for several.
 
     On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the rules among them.
     """
     try:
-        entry = known.known.get(signature)
+        entry = where.signatures.get(signature)
     except (TypeError, AttributeError):  # as on the hot path
         entry = None
     if entry is not None:
-        relieve(known.node)
-        return emit(cls, entry, words, args, kwargs, known, user_line())
+        relieve(where.node)
+        return emit(cls, entry, words, args, kwargs, where, user_line())
     if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
     special = specials.get(func._schema.name)
@@ -107,9 +107,9 @@ def call(
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
-    known = place.unproven.get(signature) if signature is not None else None
-    if known is not None:
-        return _issue_new(cls, func, args, kwargs, place, signature, line, known[3])
+    entry = place.unproven.get(signature) if signature is not None else None
+    if entry is not None:
+        return _issue_new(cls, func, args, kwargs, place, signature, line, entry[3])
     try:
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
@@ -155,14 +155,14 @@ def _issue_new(
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
         if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
-            if len(place.known) >= _MOST_SIGNATURES:
-                place.known.clear()
+            if len(place.signatures) >= _MOST_SIGNATURES:
+                place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):
                 place.unproven[signature] = entry
-                correct = _corrector(place.unproven, place.known, signature, cls, func, args)
+                correct = _corrector(place.unproven, place.signatures, signature, cls, func, args)
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
                 return _emit_checked(cls, entry, words, args, kwargs, place, line)
-            place.known[signature] = entry
+            place.signatures[signature] = entry
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
@@ -231,7 +231,7 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         *(tuple(a) if isinstance(a, list) else a for a in args),
         *((k, type(v), v) for k, v in kwargs.items()),
     )
-    entry = place.known.get(signature)
+    entry = place.signatures.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
     words: list[Any] = [

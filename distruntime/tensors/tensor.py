@@ -34,7 +34,7 @@ class DistributedTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     __torch_dispatch__: Any = classmethod(dispatch)
 
-    # -- place -------------------------------------------------------------------------------------------------------------------
+    # -- place -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -134,7 +134,7 @@ class DistributedTensor(torch.Tensor):
             memory_format=memory_format,
         )
 
-    # -- values ------------------------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = render(self, self._handle, suffixes_of(self))
@@ -177,7 +177,7 @@ class DistributedTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy()
 
-    # -- what torch would do above dispatch --------------------------------------------------------------------------------------
+    # -- what torch would do above dispatch ------------------------------------------------------------------
 
     @property
     def data(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
@@ -189,9 +189,7 @@ def _record(
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
     count = len(op._schema.returns) + 1
-    handles = [
-        Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)
-    ]
+    handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
     random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
@@ -276,7 +274,7 @@ class _Whole(torch.autograd.Function):
             place.node,
             name="distruntime::replay_backward",
         )
-        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
+        handles = [new_value(s, place) for s in (_dense(t._handle.spec) for t in wanted)]
         # The tape shares the memory of the forward's operands, which nobody may write, on whatever stream, before this has read it.
         operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())

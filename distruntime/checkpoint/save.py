@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import NotSupportedError, UsageError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, new_value
 from ..log.line import user_line
 from ..log.node import Node
 from ..log.shards import member_of
@@ -326,6 +326,6 @@ def send_plan(node: Node, fields: dict[str, Any], rest: Sequence[Any] = ()) -> D
 def _issue_write(
     node: Node, plan: DistributedTensor, background: bool, tensors: list[DistributedTensor]
 ) -> Handle:
-    report = Handle(next_ref(), NO_TENSOR, host_of(node.session, node), Storage(NO_TENSOR))
+    report = new_value(NO_TENSOR, host_of(node.session, node))
     issue_function(node, "checkpoint_write", [plan, background, tensors], fresh=report)
     return report

@@ -67,7 +67,7 @@ class Residence:
         self.cache = self.signatures if node.order is None else {}
         self.unproven: dict[tuple[Any, ...], Any] = {}
         # A mesh keeps tensors here of a number for each member: see lines.py.
-        self.numbers: dict[tuple[int, ...], object] = {}
+        self.numbers: dict[tuple[int, ...], Any] = {}
         self._released = released
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InternalError, NotSupportedError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, Storage, new_value
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
@@ -33,7 +33,7 @@ PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
 )
 
 
-def learn(
+def ask(
     cls: Any,
     func: Any,
     args: Sequence[Any],
@@ -42,10 +42,13 @@ def learn(
     signature: tuple[Any, ...] | None,
     line: Line,
 ) -> Any:
-    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
+    """Issue a call whose results only the worker can describe.
+
+    Wait for the description: one round trip.
+    """
     node = place.node
     if node.members:
-        return _learn_each(cls, func, args, kwargs, place, line)
+        return _ask_each(cls, func, args, kwargs, place, line)
     before_wait(f"{func} (its results depend on data)")
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
@@ -64,7 +67,7 @@ def learn(
         number, words = template(
             func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node
         )
-        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
+        handles = [new_value(PENDING, place) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
         request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
     described = await_specs(
@@ -95,11 +98,9 @@ def learn(
             handle.storage.spec = handle.spec
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
-    if (
-        signature is not None
-        and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS)
-        and not schema.is_mutable
-    ):  # deterministic: only the meta kernel was wrong
+    # These are deterministic: only the meta kernel was wrong.
+    deterministic = schema.name in LIARS or schema.name in LOW_PRECISION_LIARS
+    if signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
@@ -109,20 +110,20 @@ def learn(
     return out[0] if count == 1 else tuple(out)
 
 
-def _learn_each(
+def _ask_each(
     cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line
 ) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
     team: Any = home.node
     found: list[Any] = []
-    whole: dict[int, Any] = {}  # the mesh's tensor, by the id of each member's proxy of it
+    # The mesh's tensor, by the id of each member's proxy of it.
+    whole: dict[int, Any] = {}
     for k, place in enumerate(team.members):
         there = team.session.places.residence(place, numbered=False)
         own = [_at_member(value, cls, home, k, place, whole) for value in args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
-        found.append(
-            (learn(cls, func, own, named, there, None, line), own, named)
-        )  # held: their ids are keys
+        # The arguments are held, as their ids are keys.
+        found.append((ask(cls, func, own, named, there, None, line), own, named))
     return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
 
 
@@ -147,7 +148,8 @@ def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], w
         target = whole.get(id(found[0]))
         if target is None:
             return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
-        if target._handle.spec is not found[0]._handle.spec:  # written, and resized on the way
+        # It was written, and resized on the way.
+        if target._handle.spec is not found[0]._handle.spec:
             reshape_wrapper(target, found[0]._handle.spec)
         return target
     # Tensors are equal where all members' are; of any other number that is read, the first member's counts.
@@ -159,7 +161,8 @@ def _unlike(func: Any, results: list[str]) -> NotSupportedError:
         ", ..." if len(results) > 4 else ""
     )
     return NotSupportedError(
-        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; call it for each: t.member(k)"
+        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; "
+        "call it for each: t.member(k)"
     )
 
 
@@ -182,7 +185,10 @@ def ask_specs(
 
 
 def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any) -> list[Any]:
-    """Block until a worker has described an instruction's results; `tensors` says which of them are tensors, or None."""
+    """Block until a worker has described an instruction's results.
+
+    `tensors` says for each result whether it is a tensor, or None.
+    """
     started = time.perf_counter()
     described = node.session.value(request)
     note_wait(f"{func}", started)

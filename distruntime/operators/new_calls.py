@@ -1,7 +1,7 @@
 """The slow path: a call whose signature is new, or that never has one.
 
-It finds out what the call returns, gives it a template, remembers both under its signature, and issues it. Operators that do not
-travel as they are stand in `special.SPECIAL`.
+It finds out what the call returns, gives it a template, remembers both under its signature, and issues it.
+Operators that do not travel as they are stand in `special.SPECIAL`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
-from .ask_worker import learn
+from .ask_worker import ask
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Entry, emit, entry_for, results_pattern, template
@@ -28,9 +28,8 @@ from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
 
-for_each_member: list[
-    Callable[..., Any]
-] = []  # what calls with numbers that differ from member to member go to; see dtensor.py
+# Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
+for_each_member: list[Callable[..., Any]] = []
 
 # Operators that take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
@@ -67,11 +66,13 @@ def first_time(
 ) -> Any:
     """Issue a call that the hot path has not found; `where` is its place, or what stands for several.
 
-    On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the rules among them.
+    On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the
+    rules among them.
     """
     try:
         entry = where.signatures.get(signature)
-    except (TypeError, AttributeError):  # as on the hot path
+    except (TypeError, AttributeError):
+        # There is nothing to look up, as on the hot path.
         entry = None
     if entry is not None:
         relieve(where.node)
@@ -113,20 +114,20 @@ def call(
     try:
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
-        if not func._schema.returns:  # fused optimizers: there is nothing to predict
+        # Fused optimizers return nothing, so there is nothing to predict.
+        if not func._schema.returns:
             outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
             return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
-        return learn(cls, func, args, kwargs, place, signature, line)
+        return ask(cls, func, args, kwargs, place, signature, line)
+    # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-    ):  # out=
-        if (
-            outcome.reshaped and func._schema.returns
-        ):  # meta kernels resize `out` to other strides than the real ones do
-            return learn(cls, func, args, kwargs, place, None, line)
-        if any(
-            isinstance(a, float) for a in args
-        ):  # which may say how large `out` must be (arange), and are not in the signature
+    ):
+        # Meta kernels resize `out` to other strides than the real ones do.
+        if outcome.reshaped and func._schema.returns:
+            return ask(cls, func, args, kwargs, place, None, line)
+        # Such numbers may say how large `out` must be (arange), and are not in the signature.
+        if any(isinstance(a, float) for a in args):
             signature = None
     return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
 
@@ -143,7 +144,8 @@ def _issue_new(
 ) -> Any:
     """Give a call its template, remember both under its signature, and issue it."""
     node = place.node
-    if outcome.written:  # before anything is noted of a call that will not be
+    # This comes before anything is noted of a call that will not be.
+    if outcome.written:
         operands: list[Any] = tensors_of(args, kwargs)
         require_writable([operands[k]._handle.storage for k in outcome.written], line)
     relieve(node)
@@ -170,9 +172,8 @@ def _emit_checked(
     cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
 ) -> Any:
     """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
-    return emit(
-        cls, (CHECK, *entry[1:]), words, args, kwargs, place, line
-    )  # CHECK is 0, the word that emit writes first
+    # CHECK is 0, the word that emit writes first.
+    return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
 
 
 def _corrector(
@@ -188,7 +189,8 @@ def _corrector(
 
     def correct(result: int | None, fields: list[Any]) -> None:
         entry = unproven.get(signature)
-        if entry is None:  # forgotten, or an earlier call of this signature has proven it
+        # It is forgotten, or an earlier call of this signature has proven it.
+        if entry is None:
             return
         if result is None:
             cache[signature] = unproven.pop(signature)
@@ -244,7 +246,10 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
-    """Return the place that all remote operands share; raise `PlacementError` if they do not, or the session's own error."""
+    """Return the place that all remote operands share.
+
+    Raise `PlacementError` if they do not share one, or the session's own error.
+    """
     remote = [(name, t) for name, t in named_tensors(func, args, kwargs) if type(t) is cls]
     first_name, first = remote[0]
     place: Residence = first._handle.place
@@ -268,7 +273,8 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
     return (
         f"{func}: operands live on different {'nodes' if apart else 'devices'}: "
         f"`{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
-        f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
+        f"  move one of them, for instance {two}.to({one}.device)      "
+        f"(copies {moved.nbytes:,} B from {there.place} to {here.place})"
     )
 
 
@@ -287,39 +293,45 @@ def _different_members(func: Any, one: str, here: Residence, two: str, there: Re
         lines.append("  they are the same members in another order")
     if here.node.members and there.node.members:
         lines.append(
-            "  tensors of meshes combine where all members match; make one of the other's: dr.from_shards([x.member(k), ...], mesh)"
+            "  tensors of meshes combine where all members match; make one of the other's: "
+            "dr.from_shards([x.member(k), ...], mesh)"
         )
     else:
         mesh, plain = (one, two) if here.node.members else (two, one)
         lines.append(
-            f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)"
+            f"  send it to all of them, {plain}.to({mesh}.device), "
+            f"or take one member's shard, {mesh}.member(k)"
         )
     return "\n".join(lines)
 
 
 def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the tensors of a call with the names that the operator's schema gives them, list members as `tensors[2]`."""
+    """Return the tensors of a call with the names that the operator's schema gives them, list members as
+    `tensors[2]`.
+    """
     found: list[tuple[str, Any]] = []
     names = [a.name for a in func._schema.arguments]
     for k, value in enumerate(args):
-        _look(found, names[k] if k < len(names) else f"argument {k}", value)
+        _collect(found, names[k] if k < len(names) else f"argument {k}", value)
     for name, value in kwargs.items():
-        _look(found, name, value)
+        _collect(found, name, value)
     return found
 
 
-def _look(found: list[tuple[str, Any]], name: str, value: Any) -> None:
+def _collect(found: list[tuple[str, Any]], name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         found.append((name, value))
     elif isinstance(value, (list, tuple)):
         for k, item in enumerate(value):
-            _look(found, f"{name}[{k}]", item)
+            _collect(found, f"{name}[{k}]", item)
 
 
 def send_along(
     cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
 ) -> tuple[Any, Any]:
-    """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional ones and indices."""
+    """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional
+    ones and indices.
+    """
     written = set(aliases(func, args, kwargs)[1])
     for k, (name, t) in enumerate(named_tensors(func, args, kwargs)):
         if type(t) is cls:
@@ -343,16 +355,26 @@ def send_along(
 def _elsewhere(
     cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device
 ) -> Any:
-    """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
+    """Issue a `_like` or `new_` factory whose device is not its operand's.
+
+    Only the operand's metadata counts.
+    """
     if target.type in ("remote", "lazy"):
         there = active_session().places.numbered(target.index)
         if there is place:
             if target == place.lazy:
                 return NotImplemented
             return func(*args, **{**kwargs, "device": place.lazy})
-        twin = lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=there.lazy)  # noqa: E731
+
+        def twin(t: Any) -> torch.Tensor:
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=there.lazy)
+
         kwargs = {**kwargs, "device": there.lazy}
     else:
-        twin = lambda t: t._handle.spec.meta()  # noqa: E731
+
+        def twin(t: Any) -> torch.Tensor:
+            meta: torch.Tensor = t._handle.spec.meta()
+            return meta
+
     margs, mkwargs = tree_map_only(cls, twin, (list(args), dict(kwargs)))
     return func(*margs, **mkwargs)

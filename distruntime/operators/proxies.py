@@ -9,13 +9,11 @@ import torch
 from ..log.handle import Handle
 from ..log.spec import Spec
 
-HUGE = (
-    1 << 50
-)  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
+# A wrapper's null storage claims so many bytes, so that operators that change metadata can set any size.
+HUGE = 1 << 50
 AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-AUTOCAST = torch._C.DispatchKeySet(
-    AUTOCAST_KEY
-)  # on every proxy; torch looks at it while autocast of "remote" is on
+# Every proxy has it; torch looks at it while autocast of "remote" is on.
+AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)

@@ -62,7 +62,10 @@ def _status(handle: Handle) -> str:
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
-    """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
+    """Return the text of a remote tensor.
+
+    Block for two seconds at most, never raise for what is wrong on a worker.
+    """
     whole, home, session, spec = handle, handle.place, handle.place.node.session, handle.spec
     where = str(home.place)
     # The first member's values stand for all of them.

@@ -1,4 +1,7 @@
-"""What a proxy owns: the ref of a value, the place where it lives, and its storage as the log knows it."""
+"""A handle: the ref of a value, the place where it lives, and its storage as the log knows it.
+
+Proxies own handles.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Every way of calling a worker ends here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,14 @@ from .spec import NO_TENSOR
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
+class Tagged(Protocol):
+    """An operator as it is seen from here."""
+
+    @property
+    def tags(self) -> Sequence[torch.Tag]:
+        """What torch says about it."""
+
+
 def stream_at(place: Residence) -> int:
     """Return the number of the current stream of a place."""
     entered = current_streams.get().get((place.place.node, place.place.device))
@@ -35,7 +44,7 @@ def issue(
     written: Sequence[Storage],
     place: Residence,
     line: Line,
-    random: torch._ops.OpOverload | bool = False,
+    random: Tagged | bool = False,
 ) -> None:
     """Append one instruction and note which values it makes and which storages it changes.
 

@@ -121,7 +121,7 @@ class Log(ABC):
         self.session = session
         self.lock = session.lock
         self.words: list[object] = []
-        # Which line of the user's issued what, by the position after each instruction.
+        # The lines of the user's that issued the instructions, by the position after each.
         self.line_table: list[Line] = []
         # Refs whose handles died. Anyone may append at any time.
         self.freed: list[int] = []

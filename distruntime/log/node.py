@@ -74,9 +74,7 @@ class Node(Log):
 
     @property
     def state(self) -> str:
-        """What it is now: "ready", "busy", "unreachable", "lost", "left" (it has said so), or "connecting"
-        (another is to come).
-        """
+        """What it is now, in one word: see `Presence.state`."""
         return self.presence.state(self.failed is not None, bool(self.flights))
 
     def workers(self) -> list[Node]:
@@ -110,7 +108,7 @@ class Node(Log):
             self.flush()
             if self.overtaken:
                 # No position of this log tells of those words, but a word that follows them does.
-                words: list[Any] = [FORGET, 0]
+                words = [FORGET, 0]
                 if self.order is None:
                     self.checked = self.append(words, line)[0]
                 else:

@@ -1,12 +1,10 @@
-"""Which stream must wait for which: the rules that keep several streams of a node from racing, on the master.
+"""The order among the streams of one log: which stream must wait for which. Sends nothing itself.
 
-Sends nothing itself.
-
-A node has an `Order` from its second stream on; until then nothing here is called. Streams are numbered per
-node, and the log's own positions are their clocks. Of each storage (views share it) it is known who wrote it
-last and who has read it since; of each stream, up to where in each other stream it is known to come after: a
-vector clock (Lamport, Fidge, Mattern), so that a wait that follows from earlier ones is not issued again. See
-docs/streams.md for the table of rules.
+These rules keep several streams of a node from racing. A log has an `Order` from its second stream on; until
+then nothing here is called. Streams are numbered per node, and the log's own positions are their clocks. It
+is known of each storage (views share it) who wrote it last and who has read it since. It is known of each
+stream up to where it comes after each other stream: a vector clock (Lamport, Fidge, Mattern), so that a wait
+that follows from earlier ones is not issued again. See docs/streams.md for the table of rules.
 """
 
 from __future__ import annotations
@@ -173,9 +171,8 @@ class Order:
             handle.born = born
             if stream:
                 makers[handle.ref] = stream
-                if (
-                    handle.storage.order is None
-                ):  # not the storage of an operand: that one has been used above
+                # The storage of an operand has been used above.
+                if handle.storage.order is None:
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
             self.checked[stream] = end
@@ -188,9 +185,8 @@ class Order:
 
     def _use(self, storage: Memory) -> Use:
         use: Use | None = storage.order
-        if (
-            use is None
-        ):  # only stream 0 has touched it, and who read it before there were streams was not noted
+        # Only stream 0 has touched it, and who read it before there were streams was not noted.
+        if use is None:
             use = storage.order = Use(0, {0: self._since})
         return use
 
@@ -235,7 +231,8 @@ class Order:
         self.last[stream] = end = put(self.node, stream, [WAIT, other, position, seconds, text])
         if line is not None:
             self.node.line_table.append((end, line[1], line[2]))
-        if seconds is not None:  # it may go on without
+        # It may go on without.
+        if seconds is not None:
             return
         clock = dict(self._clocks[stream])
         # What the other stream knew there, this one knows now.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
+from ..errors import InternalError
 from ..wire.messages import GIVE, TAKE
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue_joint
@@ -16,7 +16,9 @@ from .spec import NO_TENSOR
 
 def member_of(handle: Handle, k: int) -> Handle:
     """Return the value of a mesh's `k`-th member, at that member's own place. Return at once."""
-    team: Any = handle.place.node
+    team = handle.place.node
+    if not isinstance(team, MeshLog):
+        raise InternalError(f"{handle.place.place} is no mesh, and has no members")
     node, lane = team.lanes[k]
     team.session.require_open()
     node.require_alive()

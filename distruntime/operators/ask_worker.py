@@ -13,6 +13,7 @@ from ..log.handle import Handle, Place, Residence, Storage, new_value
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
+from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
@@ -34,12 +35,12 @@ PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
 
 
 def ask(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
     line: Line,
 ) -> Any:
     """Issue a call whose results only the worker can describe.
@@ -111,10 +112,16 @@ def ask(
 
 
 def _ask_each(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line
+    cls: type,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    home: Residence,
+    line: Line,
 ) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
-    team: Any = home.node
+    team = home.node
+    assert isinstance(team, MeshLog)
     found: list[Any] = []
     # The mesh's tensor, by the id of each member's proxy of it.
     whole: dict[int, Any] = {}
@@ -137,7 +144,14 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
     return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
 
 
-def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], whole: dict[int, Any]) -> Any:
+def _joined(
+    cls: Any,
+    func: torch._ops.OpOverload,
+    team: MeshLog,
+    home: Residence,
+    found: list[Any],
+    whole: dict[int, Any],
+) -> Any:
     if isinstance(found[0], (list, tuple)):
         if len({len(items) for items in found}) > 1:
             raise _unlike(func, [f"{len(items)} results" for items in found])
@@ -156,7 +170,7 @@ def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], w
     return all(found) if type(found[0]) is bool else found[0]
 
 
-def _unlike(func: Any, results: list[str]) -> NotSupportedError:
+def _unlike(func: torch._ops.OpOverload, results: list[str]) -> NotSupportedError:
     shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (
         ", ..." if len(results) > 4 else ""
     )
@@ -167,13 +181,13 @@ def _unlike(func: Any, results: list[str]) -> NotSupportedError:
 
 
 def ask_specs(
-    words: list[Any],
+    words: list[object],
     fresh: list[Handle],
     operands: Sequence[Handle],
     written: Sequence[Storage],
     place: Residence,
     line: Line,
-    random: Any,
+    random: torch._ops.OpOverload | bool,
 ) -> Request:
     """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
@@ -184,7 +198,9 @@ def ask_specs(
     return request
 
 
-def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any) -> list[Any]:
+def await_specs(
+    request: Request, tensors: Sequence[bool], node: Log, func: torch._ops.OpOverload
+) -> list[Any]:
     """Block until a worker has described an instruction's results.
 
     `tensors` says for each result whether it is a tensor, or None.
@@ -200,6 +216,6 @@ def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any)
     return described
 
 
-def _is_tensor(fields: Any) -> bool:
+def _is_tensor(fields: object) -> bool:
     """Whether this describes a tensor; other values stand for themselves."""
     return isinstance(fields, list) and bool(fields) and not isinstance(fields[0], str)

@@ -28,7 +28,7 @@ _inference = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 
 
-def _scan(cls: Any, value: Any, key: list[Any], words: list[Any], place: Any) -> Any:
+def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any) -> Any:
     """Add one argument to the signature that is a list, or stands in the keyword arguments.
 
     Return the place, or `MIXED` if the places differ.
@@ -72,11 +72,11 @@ class _Mixed:
 MIXED: Any = _Mixed()
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Turn one operator call into one instruction; return its proxies at once."""
     # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.
     key: list[Any] = [id(func)]
-    words: list[Any] = [0]
+    words: list[object] = [0]
     place: Any = None
     for a in args:
         kind = type(a)

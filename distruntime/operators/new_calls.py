@@ -6,7 +6,7 @@ Operators that do not travel as they are stand in `special.SPECIAL`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,14 @@ def _vary(values: Sequence[Any]) -> bool:
 
 
 def first_time(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    signature: tuple[Any, ...],
-    words: list[Any],
+    signature: tuple[object, ...],
+    words: list[object],
     where: Any,
-    specials: Any,
+    specials: Mapping[str, Callable[..., Any]],
 ) -> Any:
     """Issue a call that the hot path has not found; `where` is its place, or what stands for several.
 
@@ -99,12 +99,12 @@ def first_time(
 
 
 def call(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
@@ -133,12 +133,12 @@ def call(
 
 
 def _issue_new(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
     line: Line,
     outcome: Outcome,
 ) -> Any:
@@ -169,25 +169,31 @@ def _issue_new(
 
 
 def _emit_checked(
-    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+    cls: type,
+    entry: Entry,
+    words: list[object],
+    args: Sequence[Any],
+    kwargs: Any,
+    place: Residence,
+    line: Line,
 ) -> Any:
-    """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
+    """Emit words that begin with CHECK: the template's number stands behind it."""
     # CHECK is 0, the word that emit writes first.
     return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
 
 
 def _corrector(
-    unproven: dict[tuple[Any, ...], Any],
-    cache: dict[tuple[Any, ...], Any],
-    signature: tuple[Any, ...],
-    cls: Any,
-    func: Any,
+    unproven: dict[tuple[object, ...], Entry],
+    cache: dict[tuple[object, ...], Entry],
+    signature: tuple[object, ...],
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
 ) -> Callable[[int | None, list[Any]], None]:
     """Return what moves a signature into the cache, with its results' real metadata. It holds no proxy."""
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
-    def correct(result: int | None, fields: list[Any]) -> None:
+    def correct(result: int | None, fields: list[object]) -> None:
         entry = unproven.get(signature)
         # It is forgotten, or an earlier call of this signature has proven it.
         if entry is None:
@@ -209,7 +215,7 @@ def _corrector(
     return correct
 
 
-def _mend(r: Result, result: int, fields: list[Any], position: Iterator[int]) -> Result:
+def _mend(r: Result, result: int, fields: list[object], position: Iterator[int]) -> Result:
     if isinstance(r, New):
         return New(spec_from_wire(fields), r.alias) if next(position) == result else r
     return [_mend(item, result, fields, position) for item in r] if isinstance(r, list) else r
@@ -219,7 +225,7 @@ class _Placeholder:
     """Stands for a proxy in a remembered argument list."""
 
 
-def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
     place = active_session().places.numbered(
         kwargs["device"].index if kwargs.get("device") is not None else None
@@ -236,7 +242,7 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     entry = place.signatures.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
-    words: list[Any] = [
+    words: list[object] = [
         0,
         *(a for a in args if type(a) is float),
         *(v for v in kwargs.values() if type(v) is float),
@@ -245,7 +251,9 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return emit(cls, entry, words, args, kwargs, place, user_line())
 
 
-def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
+def common_place(
+    cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Residence:
     """Return the place that all remote operands share.
 
     Raise `PlacementError` if they do not share one, or the session's own error.
@@ -265,7 +273,9 @@ def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return place
 
 
-def _different(func: Any, one: str, here: Residence, two: str, there: Residence, moved: Spec) -> str:
+def _different(
+    func: torch._ops.OpOverload, one: str, here: Residence, two: str, there: Residence, moved: Spec
+) -> str:
     if here.node.members or there.node.members:
         return _different_members(func, one, here, two, there)
     apart = here.node is not there.node
@@ -278,7 +288,9 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
     )
 
 
-def _different_members(func: Any, one: str, here: Residence, two: str, there: Residence) -> str:
+def _different_members(
+    func: torch._ops.OpOverload, one: str, here: Residence, two: str, there: Residence
+) -> str:
     """Say which members two operands do not share."""
     sides = [list(home.node.members or [home.place]) for home in (here, there)]
     only = [[place for place in mine if place not in other] for mine, other in (sides, sides[::-1])]
@@ -305,7 +317,9 @@ def _different_members(func: Any, one: str, here: Residence, two: str, there: Re
     return "\n".join(lines)
 
 
-def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def named_tensors(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
     """Return the tensors of a call with the names that the operator's schema gives them, list members as
     `tensors[2]`.
     """
@@ -327,7 +341,7 @@ def _collect(found: list[tuple[str, Any]], name: str, value: Any) -> None:
 
 
 def send_along(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
+    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
 ) -> tuple[Any, Any]:
     """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional
     ones and indices.
@@ -353,7 +367,12 @@ def send_along(
 
 
 def _elsewhere(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device
+    cls: type,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    target: torch.device,
 ) -> Any:
     """Issue a `_like` or `new_` factory whose device is not its operand's.
 

@@ -21,10 +21,10 @@ from .proxies import reshape_wrapper, wrap, wrap_view
 
 # template number; spec of the one new result, if that is all there is to it; position of the argument whose
 # storage it shares, or None; the whole outcome; the operator, kept alive because the signature holds its id
-Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
+Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
 
 
-def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
+def pattern(value: Any, cls: Any, words: list[object]) -> object:
     """Return an argument's part of a template, appending its operand words."""
     if type(value) is cls:
         words.append(value._handle.ref)
@@ -53,7 +53,7 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         ) from None
 
 
-def results_pattern(results: list[Result], single: bool) -> Any:
+def results_pattern(results: list[Result], single: bool) -> object:
     """Return the results' part of a template.
 
     It has 1 for what gets a ref, 0 for what does not, and lists as they are.
@@ -65,21 +65,21 @@ def results_pattern(results: list[Result], single: bool) -> Any:
 
 
 def template(
-    func: Any,
-    cls: Any,
+    func: torch._ops.OpOverload | None,
+    cls: type,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    results: Any,
+    results: object,
     node: Log,
     name: str | None = None,
-) -> tuple[int, list[Any]]:
+) -> tuple[int, list[object]]:
     """Return the number of the template for this call on the worker of `node`, and the operand words of the
     call.
     """
-    words: list[Any] = []
+    words: list[object] = []
     packed_args = [pattern(a, cls, words) for a in args]
     packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
-    if name is None:
+    if func is not None:
         schema = func._schema
         name = f"{schema.name}.{schema.overload_name or 'default'}"
     fields = [name, packed_args, packed_kwargs, results]
@@ -87,7 +87,9 @@ def template(
         return node.template(msgpack.packb(fields), fields), words
 
 
-def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
+def entry_for(
+    func: torch._ops.OpOverload, cls: type, args: Sequence[Any], number: int, outcome: Outcome
+) -> Entry:
     """Return what the signature cache keeps for a call."""
     spec, alias = None, None
     only = outcome.results[0] if outcome.single else None
@@ -107,7 +109,13 @@ def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Ou
 
 
 def emit(
-    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+    cls: type,
+    entry: Entry,
+    words: list[object],
+    args: Sequence[Any],
+    kwargs: Any,
+    place: Residence,
+    line: Line,
 ) -> Any:
     """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata.
 
@@ -145,7 +153,7 @@ def emit(
 # A module's function, not a closure: one that calls itself is a reference cycle, which would hold its
 # operands until a collection.
 def _build(
-    cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence
+    cls: type, result: Result, operands: list[Any], words: list[object], fresh: list[Handle], place: Residence
 ) -> Any:
     if isinstance(result, New):
         storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage

@@ -19,26 +19,28 @@ from .ask_worker import ask
 from .proxies import wrap
 from .transfer import item, upload
 
-Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
+Special = Callable[[type, torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 
-def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _item(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return item(args[0]._handle)
 
 
-def _zeros(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _zeros(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Its special key is lost below dispatch: hessian and jvp of grad would crash the process.
     return torch.ops.aten.zeros.default(*args, **kwargs)
 
 
 def _refuse(reason: str) -> Special:
-    def refuse(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def refuse(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotSupportedError(f"{func}: {reason}")
 
     return refuse
 
 
-def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pack_padded_sequence(
+    cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
     data, lengths, batch_first = args
     if type(lengths) is cls or type(data) is not cls:
@@ -58,7 +60,7 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
     return packed, func(twin, lengths, batch_first)[1]
 
 
-def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _histc(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no
     # kernel for.
     source = args[0]
@@ -67,17 +69,19 @@ def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
 
 
-def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _never_pinned(
+    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     return False
 
 
-def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _detached(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be
     # (`torch.tensor` below autograd ends so).
     return args[0]
 
 
-def _decompose(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch
     # (a signal's handler, a finalizer). As a whole these would look at metadata where they are to move
     # values, or say nothing of results that share memory.

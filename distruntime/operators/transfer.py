@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
 from ..log.log import relieve
+from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
@@ -91,7 +93,8 @@ def upload(
 
 def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
     """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
-    team: Any = home.node
+    team = home.node
+    assert isinstance(team, MeshLog)
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = tensor_bytes(contiguous)
     if len(data) > INLINE_BYTES:
@@ -131,7 +134,7 @@ def _on_host(handle: Handle) -> Handle:
     return copy
 
 
-def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
+def request(handle: Handle, form: str, options: Mapping[str, object] | None = None) -> Request:
     """Ask for a value as it is after everything issued so far. Return at once."""
     if handle.place.node.members:
         handle = member_of(handle, 0)
@@ -140,14 +143,15 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
-        return node.session.fetch(node, handle.ref, after, form, options or {})
+        whole: Request = node.session.fetch(node, handle.ref, after, form, options or {})
+        return whole
     loan = node.session.shared.take(nbytes)
     shared = {"shared": loan.name} if loan is not None and node.shared else {}
     # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which
     # nothing else runs.
-    return node.session.fetch(
-        node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes)
-    )
+    room = loan if loan is not None else mmap.mmap(-1, nbytes)
+    in_parts: Request = node.session.fetch(node, handle.ref, after, form, shared, room)
+    return in_parts
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
@@ -174,7 +178,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     return tensor
 
 
-def read(handle: Handle, form: str, why: str) -> Any:
+def read(handle: Handle, form: str, why: str) -> Request:
     """Block until a value is here; raise the failure that poisoned it."""
     session = handle.place.node.session
     session.require_open()

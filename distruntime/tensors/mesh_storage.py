@@ -5,20 +5,28 @@ FSDP2 gives a parameter's memory back between uses, and takes it again.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 from ..errors import NotSupportedError
+from ..log.handle import Handle
 from ..log.issue import issue
 from ..log.line import user_line
 from ..operators.signatures import template
 
 
+class HasHandle(Protocol):
+    """A proxy as it is seen from here. What is assigned to `x.data` brings another handle."""
+
+    _handle: Handle
+
+
 class MeshStorage:
-    """What `t.untyped_storage()` is for a tensor on a mesh: its size in bytes on each member, which can be
-    changed.
+    """The size in bytes, on each member, of a tensor on a mesh. It can be changed.
+
+    It is what `t.untyped_storage()` returns.
     """
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: HasHandle) -> None:
         self._tensor = tensor
         self._storage = tensor._handle.storage
 

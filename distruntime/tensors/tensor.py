@@ -81,11 +81,10 @@ class DistributedTensor(torch.Tensor):
         return False
 
     def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
-        """As `Tensor.to`, where a device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=`
-        names another node.
+        """Return the tensor at another place or with another dtype, as `Tensor.to`. To the CPU here: blocks.
 
-        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place. To
-        the CPU here: blocks.
+        A device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
+        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place.
         """
         target: Any = kwargs.pop("device", None)
         rest = list(args)

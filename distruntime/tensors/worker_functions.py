@@ -23,15 +23,15 @@ from .tensor import DistributedTensor
 def issue_function(
     node: Log,
     function: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: dict[str, object] | None = None,
     fresh: Handle | list[Handle] | None = None,
 ) -> None:
     """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several.
 
     Return at once.
     """
-    results: Any = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
+    results: object = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
     number, words = template(
         None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}"
     )

@@ -27,7 +27,7 @@ log = logging.getLogger("distruntime")
 
 VERSION = 1  # of what is in a checkpoint's folder
 _LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
-_keys = count(-1, -1).__next__  # of failures that no instruction has: see Node.unread
+_keys = count(-1, -1).__next__  # of failures that no instruction has: see Ledger.unread
 
 
 @dataclass(frozen=True)

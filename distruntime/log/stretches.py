@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-Stretch = list[int]  # [stream, index of its first word]
+# A stream and the index of its first word.
+Stretch = list[int]
 
 
 class StretchedLog(list[object]):

@@ -156,7 +156,8 @@ def _issue_new(
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
-        if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
+        # -0j and 0j are one key, so complex numbers are not remembered.
+        if signature is not None and not any(isinstance(a, complex) for a in args):
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):

@@ -19,8 +19,9 @@ from ..wire.codec import OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
 
-# template number; spec of the one new result, if that is all there is to it; position of the argument whose
-# storage it shares, or None; the whole outcome; the operator, kept alive because the signature holds its id
+# What is remembered of a call: the number of its template, the spec of its one new result, if that is all
+# there is to it, the position of the argument whose storage the result shares, or None, the whole outcome,
+# and the operator. The signature holds the operator's id, so the operator is kept alive here.
 Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
 
 

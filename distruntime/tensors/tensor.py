@@ -197,8 +197,8 @@ class DistributedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        # torch's own setter changes the wrapper's sizes, dtype and device, and would keep the old value,
-        # silently
+        # torch's own setter changes the wrapper's sizes, dtype and device, and would silently
+        # keep the old value.
         if not isinstance(other, DistributedTensor):
             raise PlacementError(
                 f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)"

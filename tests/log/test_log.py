@@ -1,4 +1,4 @@
-"""The parts of a log: the base that a worker's and a mesh's log share, templates, predictions and failures."""
+"""The parts of a log: its base, which a worker and a mesh share, templates, predictions and failures."""
 
 from __future__ import annotations
 

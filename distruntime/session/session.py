@@ -532,7 +532,8 @@ class Session:
             try:
                 self.requests.glance(self._read)
                 for node in self.logs:
-                    if (node.words or node.freed) and not node.busy and not node.gathering():
+                    waits = node.words or node.freed or node.outlet.unsent
+                    if waits and not node.busy and not node.gathering():
                         node.flush()
                 self.requests.announcer.look()
             except ChannelClosed:

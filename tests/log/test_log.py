@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
+import distruntime as dr
 from distruntime.log.checks import Checks
 from distruntime.log.ledger import Cause, Ledger
 from distruntime.log.log import Log
@@ -13,6 +15,7 @@ from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
 from distruntime.log.templates import Templates
 from distruntime.wire.messages import FIRST_TEMPLATE, Failure
+from processes import until
 
 
 @pytest.mark.parametrize("kind", [Node, MeshLog])
@@ -79,3 +82,28 @@ def test_the_oldest_of_too_many_failures_goes() -> None:
         ledger.file((1, position), _cause())
     assert (1, 0) not in ledger and (1, 1) in ledger and (1, 1000) in ledger
     assert len(ledger.unread) == 1000 and (1, 1000) not in ledger.unread
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Session, on_mesh: bool) -> None:
+    """A read of its values waited for ever: nothing else was left to send."""
+    mesh = dr.init_device_mesh("cpu", (len(session.nodes),)) if on_mesh else None
+    x = torch.ones(3, device="remote" if mesh is None else mesh.device)
+    log = x._handle.place.node
+    dr.synchronize()
+    until(lambda: not log.flights)
+    send = log.outlet.send
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        log.outlet.send = send
+        raise KeyboardInterrupt
+
+    with log.lock:
+        # No word may be sent meanwhile but the one of the operation.
+        log.flush()
+        log.outlet.send = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            x + 1
+            log.flush()
+    until(lambda: log.outlet.unsent is None and not log.flights)
+    assert (x + 2).tolist() == [3, 3, 3]

@@ -62,8 +62,15 @@ from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 from .session.placing import device, node, on, place, set_place
 from .session.session import Session
 from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-from .streams.event import Event
-from .streams.stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
+from .streams.stream import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    set_implicit_waits,
+    stream,
+    synchronize,
+)
 from .tensors.factories import (
     BFloat16Tensor,
     BoolTensor,

@@ -16,8 +16,15 @@ from ..log.handle import Residence
 from ..session.placing import set_place
 from ..session.session import active, active_session
 from ..session.spelling import indexed
-from ..streams.event import Event
-from ..streams.stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize_device
+from ..streams.stream import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    stream,
+    synchronize_device,
+)
 from ..tensors.tensor import DistributedTensor
 from .random import get_rng_state, manual_seed, set_rng_state
 

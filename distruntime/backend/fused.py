@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
@@ -202,14 +202,12 @@ def _record(
             str(shape),
             *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
         )
-        specs = place.known.get(key)
+        specs = place.signatures.get(key)
         packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
     count = len(op._schema.returns) + 1
-    handles = [
-        Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)
-    ]
+    handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
     random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
@@ -221,7 +219,7 @@ def _record(
         request = ask_specs(words, handles, operands, (), place, user_line(), random)
     tensors = [*[True] * (count - 1), False]
     # A CPU lowers a layer as a whole or only its products, as its kernels (oneDNN's and others) can.
-    place.known[key] = found = [
+    place.signatures[key] = found = [
         spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]
     ]
     for handle, described in zip(handles, found):
@@ -308,7 +306,7 @@ class _Whole(torch.autograd.Function):
             place.node,
             name="distruntime::replay_backward",
         )
-        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
+        handles = [new_value(s, place) for s in (_dense(t._handle.spec) for t in wanted)]
         # The tape shares the memory of the forward's operands. Nobody may write that, on whatever stream,
         # before this has read it.
         operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]

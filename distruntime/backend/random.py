@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Place, Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
@@ -54,7 +54,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     if not place.node.members and "cpu" in session.places.devices(place.place.node):
         home = session.places.residence(Place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
-    handle = Handle(next_ref(), state, home, Storage(state))
+    handle = new_value(state, home)
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)
     return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
 

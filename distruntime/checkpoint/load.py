@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from ..errors import CheckpointError, PlacementError, UsageError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.shards import mesh_of
@@ -347,10 +347,8 @@ class _Reading:
     def _read(self, reader: Residence, keys: list[str]) -> tuple[Handle, dict[str, DistributedTensor]]:
         plan = send_plan(reader.worker, self._plan(keys))
         one = spec((), (), 0, torch.int64)
-        report = Handle(next_ref(), one, host_of(self._session, reader.worker), Storage(one))
-        handles = [
-            Handle(next_ref(), r.spec, reader, Storage(r.spec)) for r in (self._reads[key] for key in keys)
-        ]
+        report = new_value(one, host_of(self._session, reader.worker))
+        handles = [new_value(r.spec, reader) for r in (self._reads[key] for key in keys)]
         issue_function(
             reader.worker,
             "checkpoint_read",
@@ -361,7 +359,7 @@ class _Reading:
 
     def _read_packed(self, reader: Residence, keys: list[str]) -> Handle:
         whole = spec((sum(self._reads[key].spec.nbytes for key in keys),), (1,), 0, torch.uint8)
-        pack = Handle(next_ref(), whole, host_of(self._session, reader.worker), Storage(whole))
+        pack = new_value(whole, host_of(self._session, reader.worker))
         issue_function(
             reader.worker, "checkpoint_read_packed", [send_plan(reader.worker, self._plan(keys))], fresh=pack
         )

@@ -32,7 +32,7 @@ log = logging.getLogger("distruntime")
 # The form of what is in a checkpoint's folder.
 VERSION = 1
 _LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
-# Failures that no instruction has are filed under negative numbers: see Node.unread.
+# Failures that no instruction has are filed under negative numbers: see Ledger.unread.
 _keys = count(-1, -1).__next__
 
 

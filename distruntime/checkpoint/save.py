@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from ..errors import NotSupportedError, UsageError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, new_value
 from ..log.line import user_line
 from ..log.node import Node
 from ..log.shards import member_of
@@ -354,6 +354,6 @@ def send_plan(node: Node, fields: dict[str, object], rest: Sequence[Buffer] = ()
 def _issue_write(
     node: Node, plan: DistributedTensor, background: bool, tensors: list[DistributedTensor]
 ) -> Handle:
-    report = Handle(next_ref(), NO_TENSOR, host_of(node.session, node), Storage(NO_TENSOR))
+    report = new_value(NO_TENSOR, host_of(node.session, node))
     issue_function(node, "checkpoint_write", [plan, background, tensors], fresh=report)
     return report

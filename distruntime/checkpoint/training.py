@@ -122,7 +122,9 @@ def _start_again(session: Session, attempt: int) -> None:
         # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to
         # keep it.
         if session.nodes[index].failed is not None:
-            where = f"at {node.address}" if not session.workers.can_start else "that is started on this machine"
+            where = (
+                f"at {node.address}" if not session.workers.can_start else "that is started on this machine"
+            )
             log.warning(
                 "attempt %d waits for a worker %s to be node %d again, %g s at most",
                 attempt,

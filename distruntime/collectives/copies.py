@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import PlacementError
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
 from ..operators.new_calls import call
@@ -33,7 +33,7 @@ def move(proxy: Any, place: Residence) -> Any:
         handle.place.node.require_alive()
         return call(cls, func, [proxy], {"device": place.lazy}, place, None)
     spec = spec_of(torch.empty_like(handle.spec.meta()))
-    copy = Handle(next_ref(), spec, place, Storage(spec))
+    copy = new_value(spec, place)
     _across(handle, copy)
     return wrap(cls, copy)
 

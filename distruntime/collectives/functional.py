@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import UsageError
-from ..log.handle import Handle, Storage, next_ref
+from ..log.handle import Handle, new_value
 from ..log.spec import Spec, contiguous
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
@@ -78,10 +78,7 @@ def _issue(
 ) -> Tensors:
     """Issue a collective with new results of these specs, and return them, by rank."""
     homes = group.homes
-    made = [
-        [Handle(next_ref(), spec, homes[rank], Storage(spec)) for spec in row]
-        for rank, row in enumerate(specs)
-    ]
+    made = [[new_value(spec, homes[rank]) for spec in row] for rank, row in enumerate(specs)]
     issue_operation(
         group,
         collective.name,

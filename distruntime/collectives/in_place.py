@@ -16,8 +16,7 @@ import torch
 from ..errors import UsageError, WaitTimeout
 from ..log.line import line_text, user_line
 from ..session.timeouts import checked
-from ..streams.event import Event
-from ..streams.stream import current_stream
+from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
 from . import functional

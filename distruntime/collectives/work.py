@@ -13,8 +13,7 @@ from ..log.current import current_streams
 from ..log.handle import Place, Residence
 from ..operators.transfer import read
 from ..session.timeouts import checked
-from ..streams.event import Event
-from ..streams.stream import Stream, current_stream
+from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
 Tensors = Sequence[DistributedTensor]
@@ -131,7 +130,9 @@ def aside(
         if place not in streams:
             streams[place] = Stream(place)
         own[place.node, place.device] = streams[place]
-        if everything or not home.node.order.implicit:  # as torch's
+        order = home.node.order
+        # What torch does, too.
+        if everything or (order is not None and not order.implicit):
             streams[place].wait_stream(current_stream(place.node, place.device))
     token = current_streams.set({**current, **own})
     try:

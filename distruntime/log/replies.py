@@ -1,29 +1,35 @@
-"""What workers answer, checked where it is taken: a worker that answers nonsense is dropped, and nobody who waits gets to see it."""
+"""What workers answer, checked where it is taken.
+
+A worker that answers nonsense is dropped, and nobody who waits gets to see it.
+"""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
 
 from ..errors import ProtocolError
 from ..wire.codec import dtype_named, failure_from
 
-_MOST = 1 << 62  # elements; no memory holds them, and torch's own arithmetic overflows beyond
-_DEEPEST = (
-    64  # lists in lists; a thousand would end in a RecursionError, which is nobody's fault but the worker's
-)
+# No memory holds so many elements, and torch's own arithmetic overflows beyond.
+_MOST = 1 << 62
+# Lists may stand so deep in lists. A thousand would end in a RecursionError, which is nobody's fault but the
+# worker's.
+_DEEPEST = 64
+
+# It tells whether a value has the form that was asked for.
+Form = Callable[[object], bool]
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
+def _is(*kinds: type) -> Form:
     return lambda value: type(value) in kinds
 
 
-def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(item: Form) -> Form:
     return lambda value: isinstance(value, list) and all(map(item, value))
 
 
-def _row(*columns: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _row(*columns: Form) -> Form:
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(columns)
@@ -34,14 +40,14 @@ def _row(*columns: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _integer, _text, _real, _integers = _is(int), _is(str), _is(int, float), _list_of(_is(int))
 
 
-def _dtype(name: Any) -> bool:
+def _dtype(name: object) -> bool:
     try:
         return isinstance(name, str) and dtype_named(name) is not None
     except ProtocolError:
         return False
 
 
-def count(sizes: Any) -> int:
+def count(sizes: object) -> int:
     """Return how many elements a tensor of these sizes has; -1 where they are none."""
     if not isinstance(sizes, list) or len(sizes) > 64:
         return -1
@@ -53,9 +59,9 @@ def count(sizes: Any) -> int:
     return found if found < _MOST else -1
 
 
-def is_spec(fields: Any) -> bool:
+def is_spec(fields: object) -> bool:
     """Whether this is a tensor's metadata, as `spec_from_wire` takes it."""
-    if not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
+    if not isinstance(fields, list) or not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
         return False
     sizes, strides, offset, _, bits = fields
     if (
@@ -69,7 +75,7 @@ def is_spec(fields: Any) -> bool:
     return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
+def is_plain(value: object, depth: int = 0) -> bool:
     """Whether this is a result that is no tensor."""
     if isinstance(value, list):
         complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
@@ -81,15 +87,18 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _failure(fields: Any) -> bool:
+def _failure(fields: object) -> bool:
     try:
         return failure_from(fields) is not None
     except ProtocolError:
         return False
 
 
-def is_tensor(value: Any, payload: Any, room: Any) -> bool:
-    """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
+def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
+    """Whether this is a tensor with its bytes.
+
+    They are here, in the payload frame, or in `room`, which the master has made for them.
+    """
     if (
         not isinstance(value, list)
         or len(value) != 3
@@ -105,7 +114,7 @@ def is_tensor(value: Any, payload: Any, room: Any) -> bool:
     return isinstance(data, bytes) and len(data) == nbytes
 
 
-def is_devices(rows: Any) -> bool:
+def is_devices(rows: object) -> bool:
     """Whether this is what a worker has, as in `Welcome.devices`."""
     row = _row(_text, _text, _integer, _integer, _text, _integer, _integer)
     return (
@@ -116,12 +125,13 @@ def is_devices(rows: Any) -> bool:
     )
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     """Whether this can be a publication's version, and so can the one after it."""
     return type(value) is int and 0 < value < 1 << 53
 
 
-_listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))  # see publishing.py
+# See publishing/publish.py.
+_listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))
 _publication = _row(_text, _text, _text, _number, _is(bool), _text, _listed, _integer)
 _version = _row(
     _number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec)))
@@ -129,12 +139,13 @@ _version = _row(
 _index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
 
 
-def _sizes(value: Any) -> bool:
+def _sizes(value: object) -> bool:
     return isinstance(value, dict) and all(map(_text, value)) and all(map(_integer, value.values()))
 
 
 _poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
-FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for tensors
+# The forms of all that is asked for but tensors.
+FORMS: dict[str, Form] = {
     "item": lambda value: (
         type(value) in (bool, int, float)
         or (isinstance(value, list) and is_plain(value) and value[0] == "complex")
@@ -147,9 +158,8 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
     "ask memory": _row(_integer, _integer, _poisoned),
     "ask status": _row(_integer, lambda name: name is None or type(name) is str, _real),
     "ask passed": _is(bool),
-    "ask channel": _row(
-        _text, lambda fields: True, lambda python: _integers(python) and len(python) == 2
-    ),  # see Capabilities.from_wire
+    # See Capabilities.from_wire.
+    "ask channel": _row(_text, lambda fields: True, _row(_integer, _integer)),
     "ask listen": _text,
     "ask turns": _list_of(_row(_text, _integer, _real)),
     "ask published names": _row(_text, _list_of(_publication)),
@@ -166,13 +176,13 @@ FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for ten
 }
 
 
-def asked(what: str, detail: Sequence[Any]) -> str:
+def asked(what: str, detail: Sequence[object]) -> str:
     """Return the form of what is asked for: by what it is about, and by the verb where there are several."""
     verb = f"ask {what} {next(iter(detail), '')}"
     return verb if verb in FORMS else f"ask {what}"
 
 
-def require(form: str, value: Any, payload: Any, room: Any) -> None:
+def require(form: str, value: object, payload: Sized | None, room: Sized | None) -> None:
     """Raise `ProtocolError` unless `value` answers what was asked for."""
     if not (is_tensor(value, payload, room) if form == "tensor" else FORMS[form](value)):
         raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}")

@@ -13,7 +13,7 @@ from ..collectives.operation import require_operation
 from ..collectives.reductions import Op, reduction, require_reduction
 from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed
 from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
-from ..log.handle import Handle, Storage, next_ref
+from ..log.handle import new_value
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import relieve
@@ -80,7 +80,7 @@ def issue_along(
     if operation != "copy":
         require_operation(lines.groups[0], operation)
     home = (given or written_to)[0]._handle.place
-    made = [Handle(next_ref(), spec, home, Storage(spec)) for spec in specs]
+    made = [new_value(spec, home) for spec in specs]
     ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
     for handle in outs if not made else ():
         if handle.spec.expanded:

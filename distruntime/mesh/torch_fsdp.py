@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import _fully_shard
 
 from ..errors import NotSupportedError, UsageError
-from ..streams.event import Event
+from ..streams.stream import Event
 from .torch_process_group import BACKEND, MeshGroup, speaking_for
 from .varying import home_of, pick, run_for_each, varies, varying
 

@@ -167,13 +167,13 @@ class Places:
         """Send every call to `node`, or to all, down the slow path, which does not know it either."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if node is None or residence.node is node:
-                residence.forget()
+                residence.clear_signatures()
 
     def hide(self, node: Log) -> None:
         """Send every call to `node` down the slow path, which knows streams."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if residence.node is node:
-                residence.hide()
+                residence.hide_signatures()
 
 
 def _keep(number: int) -> None:

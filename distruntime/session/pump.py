@@ -74,7 +74,8 @@ class Pump:
             try:
                 self._session.requests.glance(self._session.receiver.read)
                 for node in self._session.logs:
-                    if (node.words or node.freed) and not node.busy and not node.gathering():
+                    waits = node.words or node.freed or node.outlet.unsent
+                    if waits and not node.busy and not node.gathering():
                         node.flush()
                 self._session.requests.announcer.show()
             except ChannelClosed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import _tensor_str
@@ -62,7 +61,10 @@ def _status(handle: Handle) -> str:
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
-    """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
+    """Return the text of a remote tensor.
+
+    Block for two seconds at most, never raise for what is wrong on a worker.
+    """
     whole, home, session, spec = handle, handle.place, handle.place.node.session, handle.spec
     where = str(home.place)
     # The first member's values stand for all of them.
@@ -121,7 +123,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     return text
 
 
-def suffixes_of(tensor: Any) -> list[str]:
+def suffixes_of(tensor: torch.Tensor) -> list[str]:
     """Return what torch appends about autograd."""
     if tensor.grad_fn is not None:
         return [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]

@@ -49,14 +49,13 @@ def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) 
     if group is None:
         session = tensors[0]._handle.place.node.session
         session.require_open()
-        homes = homes_of(session, [t.place for t in tensors])
-        return groups_of(session).of(homes)
+        return groups_of(session).of_places(tuple([t._handle.place.place for t in tensors]))
     _group(group).require()
     return group
 
 
 def one_each(
-    group: ProcessGroup | None, value: Any, name: str
+    group: ProcessGroup | None, value: object, name: str
 ) -> tuple[ProcessGroup, list[DistributedTensor]]:
     """Return the group and one tensor per member, by rank; raise what a list that is none raises."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
@@ -67,14 +66,18 @@ def one_each(
         raise UsageError(
             f"{name} must be a list with one tensor for each member of the group, got an empty list"
         )
-    tensors = [tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
+    tensors = [
+        t if isinstance(t, DistributedTensor) else tensor(t, f"{name}[{k}]") for k, t in enumerate(value)
+    ]
     found = group_for(group, tensors)
     if len(tensors) != found.size():
         raise UsageError(
             f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}"
         )
-    for rank, t in enumerate(tensors):
-        at(found, rank, t, f"{name}[{rank}]")
+    for rank, (t, place) in enumerate(zip(tensors, found.places)):
+        # Tensors share the object of their place, so that few of them need the check.
+        if t._handle.place.place is not place:
+            at(found, rank, t, f"{name}[{rank}]")
     return found, tensors
 
 
@@ -104,13 +107,17 @@ def lists_each(
 
 def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> DistributedTensor:
     """Return `t`; raise `PlacementError` unless it lives at the member of that rank."""
-    place = t.place
-    if place != group.places[rank]:
+    place, wanted = t.place, group.places[rank]
+    if place is wanted:
+        return t
+    if t._handle.place.node.session is not group.session:
+        raise UsageError(f"{what} is of another session than {group!r}")
+    if place != wanted:
         where = f"is rank {group.rank(place)} of it" if place in group.ranks else "is not in it"
         raise PlacementError(
-            f"{what} is on {place}, which {where}, where {group!r} has {group.places[rank]}: "
+            f"{what} is on {place}, which {where}, where {group!r} has {wanted}: "
             "give the tensors in the order of the ranks, or move it: "
-            f"x.to(dr.place({group.places[rank].node}, {group.places[rank].device!r}))"
+            f"x.to(dr.place({wanted.node}, {wanted.device!r}))"
         )
     return t
 

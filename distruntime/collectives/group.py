@@ -275,8 +275,19 @@ class Groups:
         return self._kept(self._links, (here, there))
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
-        """Return the group that is used where none is named: of just these places, made at the first use, again after it has broken."""
+        """Return the group of just these places. The first use makes it, and so does the next one after it has broken.
+
+        An operation without `group=` uses it.
+        """
         return self._kept(self._by_places, homes)
+
+    def of_places(self, places: tuple[Place, ...]) -> ProcessGroup:
+        """As `of`, for the places of tensors. While the group works, this is one look-up."""
+        found = self._by_places.get(places)
+        if found is None or found.closed or found.broken:
+            # Whoever made a group has shown that its places exist and differ. A new one has yet to show it.
+            found = self.of(homes_of(self.session, places))
+        return found
 
     def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
         places = tuple(home.place for home in homes)

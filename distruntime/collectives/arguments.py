@@ -1,4 +1,7 @@
-"""What users say about members, checked: which group, which tensors, which rank, which reduction. Nothing is sent from here."""
+"""The arguments that users give collectives, checked: a group, tensors of its members, a root.
+
+Nothing is sent here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ..log.handle import Handle, Place
 from ..log.spec import Spec
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
-from .group import ProcessGroup, groups_of, homes_of
+from .group import ProcessGroup, groups_of
 
 
 def _group(value: Any) -> ProcessGroup:
@@ -33,7 +36,8 @@ def tensor(value: Any, what: str) -> DistributedTensor:
         return value
     if isinstance(value, torch.Tensor):
         raise PlacementError(
-            f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)'
+            f"{what} is a local tensor; send it to its member first: "
+            'x.to("remote"), x.to(device=other.device)'
         )
     raise UsageError(f"{what} must be a remote tensor, got {type(value).__name__}")
 
@@ -72,7 +76,8 @@ def one_each(
     found = group_for(group, tensors)
     if len(tensors) != found.size():
         raise UsageError(
-            f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}"
+            f"{name} must have one tensor for each of the {found.size()} members of {found!r}, "
+            f"got {len(tensors)}"
         )
     for rank, (t, place) in enumerate(zip(tensors, found.places)):
         # Tensors share the object of their place, so that few of them need the check.
@@ -84,17 +89,23 @@ def one_each(
 def lists_each(
     group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]
 ) -> list[list[DistributedTensor]]:
-    """Return one list of tensors per member, each on its member's place, which `like` shows where no group is given."""
+    """Return one list of tensors per member, each at its member.
+
+    Without a group, `like` shows the members' places.
+    """
     found = group_for(group, like)
     if not isinstance(value, Sequence) or isinstance(value, torch.Tensor) or len(value) != found.size():
         raise UsageError(
-            f"{name} must be a list with one list of tensors for each of the {found.size()} members of {found!r}, got {_described(value)}"
+            f"{name} must be a list with one list of tensors for each of the {found.size()} members "
+            f"of {found!r}, "
+            f"got {_described(value)}"
         )
     lists = []
     for rank, row in enumerate(value):
         if not isinstance(row, Sequence) or isinstance(row, torch.Tensor) or len(row) != found.size():
             raise UsageError(
-                f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, got {_described(row)}"
+                f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, "
+                f"got {_described(row)}"
             )
         lists.append(
             [
@@ -153,7 +164,10 @@ def rows_of(value: Any, name: str) -> list[DistributedTensor]:
 
 
 def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, str]) -> int:
-    """Return the rank of a root: given as a node number or place (torch's global rank), or as a rank of the group; the first by default."""
+    """Return the rank of a root.
+
+    Users name it by a node number or place, or by its rank; the default is 0.
+    """
     plain, ranked = names
     if node is not None and rank is not None:
         raise UsageError(
@@ -176,7 +190,8 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
         raise PlacementError(f"{plain}={node}: no member of {group!r} is on node {node}")
     if len(found) > 1:
         raise UsageError(
-            f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}="
+            f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: "
+            f"give the place, or {ranked}="
         )
     return found[0]
 

@@ -1,7 +1,8 @@
-"""Issuing one operation of a group: an instruction in the log of each node that has members, all at one moment.
+"""Issuing one operation of a group: an instruction for each node that has members, all at one moment.
 
-Every log has the order of the program, so the members cannot disagree about what comes next. The earliest operation
-that has not run can always run. So no two operations wait for each other, whatever groups and streams are used.
+Every log has the order of the program, so the members cannot disagree about what comes next. The earliest
+operation that has not run can always run. So no two operations wait for each other, whatever groups and
+streams are used.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def issue_operation(
 ) -> None:
     """Issue an operation with these parts, by rank. Block only while a window is full.
 
-    The caller has checked what it can check. Nothing is sent to members on lost nodes, and they fail with their node.
+    The caller has checked what it can check. Nothing is sent to members on lost nodes. They fail with
+    their node.
     """
     group.require()
     line = user_line()
@@ -101,11 +103,12 @@ def issue_operation(
                     line,
                 )
         except BaseException as error:
-            # It may be what a signal's handler raises. Some members would wait for the others for half an hour.
+            # A signal's handler may raise here. Some members would wait for the others for half an hour.
             if begun:
                 groups.end(
                     group,
-                    f"{operation} was issued to some of its members only, as {type(error).__name__} came between",
+                    f"{operation} was issued to some of its members only, "
+                    f"as {type(error).__name__} came between",
                 )
             raise
 
@@ -115,7 +118,7 @@ def issue_operation(
 
 
 def _require_written(operation: str, parts: Sequence[Part]) -> None:
-    """Raise `UsageError` for an output that cannot be written: found out on its worker, it would break the group."""
+    """Raise `UsageError` for an output that cannot be written: its worker would break the group."""
     for _, outs in parts:
         for handle in outs:
             if handle.spec.expanded:

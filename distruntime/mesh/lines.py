@@ -1,8 +1,9 @@
 """Collectives along a dimension of a mesh, or along several: every line of members does its own.
 
-`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. A function here
-takes lines and one tensor on their mesh. It issues one instruction for all members, and returns one tensor on
-the mesh at once. Autograd knows the functions; the gradient of each is its adjoint, as in `dr.functional`.
+`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. A function
+here takes lines and one tensor on their mesh. It issues one instruction for all members, and returns one
+tensor on the mesh at once. Autograd knows the functions; the gradient of each is its adjoint, as in
+`dr.functional`.
 
 Every function raises:
     UsageError: `lines` are no lines of a mesh. PlacementError: the tensor is not on the mesh of these lines.

@@ -94,9 +94,6 @@ def _apply(group: ProcessGroup, collective: Collective, tensors: Tensors) -> lis
     return list(differentiable(GroupMembers(group), collective, tensors))
 
 
-# -- what users call -------------------------------------------------------------------------------------------------------------
-
-
 def all_reduce(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
@@ -110,7 +107,10 @@ def all_reduce(
 def broadcast(
     value: torch.Tensor, group: ProcessGroup, src: Where | None = None, group_src: int | None = None
 ) -> list[torch.Tensor]:
-    """Return a copy of `value`, a tensor of one member, for each member. `src` need not be said: it is where `value` lives."""
+    """Return a copy of `value`, a tensor of one member, for each member.
+
+    `src` need not be given, since `value` lives there.
+    """
     given = tensor(value, "value")
     found = group_for(group, [given])
     root = (
@@ -169,7 +169,8 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
     found = group_for(group, given)
     if len(given) != found.size():
         raise UsageError(
-            f"parts must have one tensor for each of the {found.size()} members of {found!r}, got {len(given)}"
+            f"parts must have one tensor for each of the {found.size()} members of {found!r}, "
+            f"got {len(given)}"
         )
     root = found.rank(given[0].place)
     for k, t in enumerate(given):
@@ -182,7 +183,7 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
 def reduce_scatter(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Return, for each member, its part of the reduction of all members' tensors, cut along the first dimension."""
+    """Return, for each member, its part of the reduction, cut along the first dimension."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "reduce_scatter")
     spec = same(given, "tensors")
@@ -218,7 +219,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[Sequence[int]] | None = None,
     group: ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
-    """Return, for each member, the parts that the members have for it, one after the other along the first dimension.
+    """Return, for each member, the parts that the members have for it, in one tensor.
 
     `input_split_sizes[i][j]` rows go from member i to member j; without them, equal parts.
     """

@@ -287,3 +287,31 @@ def test_a_group_that_is_none(session: object, group: Any) -> None:
             dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"
         ):
             call()
+
+
+def test_a_tensor_of_an_ended_session_is_refused_before_anything_is_issued(
+    fresh_session: Callable[..., Any],
+) -> None:
+    fresh_session(world_size=2)
+    old = there(torch.ones(2), 1)
+    dr.shutdown()
+    fresh_session(world_size=2)
+    a, b, group = there(torch.ones(2), 0), there(torch.ones(2), 1), dr.new_group()
+    for given in (None, group):
+        with pytest.raises(dr.UsageError, match=r"tensors\[1\] is of another session than"):
+            dr.all_reduce([a, old], group=given)
+        dr.all_reduce([a, b], group=given)
+    assert a.tolist() == b.tolist() == [4.0, 4.0]
+
+
+def test_the_group_of_some_places_is_found_again_and_made_again_when_it_is_closed(session: object) -> None:
+    a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
+    groups = active_session().groups
+    dr.all_reduce([a, b])
+    first = groups.of_places((a.place, b.place))
+    assert groups.of_places((a.place, b.place)) is first
+    assert groups.of_places((b.place, a.place)) is not first
+    first.close()
+    dr.all_reduce([a, b])
+    assert groups.of_places((a.place, b.place)) is not first
+    assert a.tolist() == b.tolist() == [4.0, 4.0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from ..log.node import Node
 from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.session import Session
-from ..session.timeouts import checked
+from ..session.timeouts import checked, left_until
 from ..wire.shield import shield
 from .tree import Json
 
@@ -154,7 +153,7 @@ class Saving:
 
         Past a deadline (monotonic) wait only for a save that has begun and whose workers can be reached.
         """
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        patience = left_until(deadline)
         while not self._whole.done and not self._session.result(self._whole, patience):
             if not self._looks or any(
                 node.failed is None and node.presence.absence is not None for node in self._session.nodes

@@ -8,7 +8,6 @@ node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from ..errors import UsageError, WaitTimeout
 from ..log.line import line_text, user_line
-from ..session.timeouts import checked
+from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
@@ -420,11 +419,11 @@ def barrier(
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout
-    deadline = time.monotonic() + limit
+    deadline = deadline_in(limit)
     events = [current_stream(p.node, p.device).record_event() for p in found.places]
     for event in events:
         try:
-            event.synchronize(max(0.0, deadline - time.monotonic()))
+            event.synchronize(left_until(deadline))
         except WaitTimeout:
             break
     else:

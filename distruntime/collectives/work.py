@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..errors import DistruntimeError, NodeFailed, UsageError
 from ..log.current import current_streams
 from ..log.handle import Place, Residence
 from ..operators.transfer import read
-from ..session.timeouts import checked
+from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
@@ -69,9 +68,9 @@ class Work:
         Raises `WaitTimeout` after `timeout` seconds.
         """
         timeout = checked(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         for event in self._begun().values():
-            event.synchronize(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            event.synchronize(left_until(deadline))
 
     def is_completed(self) -> bool:
         """Return whether every member has done it, or is lost. Asks the workers: a round trip each."""

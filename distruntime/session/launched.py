@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ..log.node import Node
 from ..wire.identity import has_died, out_of_memory_kills
 from .launcher import WorkerProcess
+from .timeouts import left_until
 
 log = logging.getLogger("distruntime")
 
@@ -92,7 +93,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         for worker in started:
             worker.terminate()
         for worker in started:
-            worker.stop(max(0.0, deadline - time.monotonic()))
+            worker.stop(left_until(deadline))
 
     def leave(self) -> None:
         """Let all of them run on, with the session that they are for."""

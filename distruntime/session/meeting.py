@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..log.node import Node
@@ -12,6 +11,7 @@ from ..wire.deadlines import MEET
 from ..wire.messages import Peers, Signal
 from .requests import Request
 from .session import Session
+from .timeouts import deadline_in, left_until
 
 # So many signals are remembered, before those that have come are dropped.
 _MOST_SIGNALS = 1024
@@ -77,9 +77,9 @@ class Meeting:
         for request in [r for r in self._asked if r.done and r.cause is not None and r.node.failed is None]:
             # Its port may have become free, so ask once more.
             self.returned(request.node)
-        deadline = time.monotonic() + patience
+        deadline = deadline_in(patience)
         for request in self._asked:
-            if not self.session.result(request, max(0.0, deadline - time.monotonic())):
+            if not self.session.result(request, left_until(deadline)):
                 raise ConnectionFailed(
                     f"{request.node} did not say within {patience:.0f} s where it listens for other workers"
                 )

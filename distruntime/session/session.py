@@ -44,7 +44,7 @@ from .pump import Pump
 from .receiver import Connector, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
-from .timeouts import checked
+from .timeouts import checked, deadline_in
 
 log = logging.getLogger("distruntime")
 
@@ -188,7 +188,7 @@ class Session:
 
         Ctrl-C leaves everything usable.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         if self.joined:
             for node in self.logs:
                 if node.words:
@@ -493,7 +493,7 @@ class Session:
 
         Workers that cannot be reached are waited for once, not once for each thing that is waited for.
         """
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = deadline_in(limit)
         for callback in self.before_end:
             callback(deadline)
         if limit is None or any(

@@ -1,9 +1,11 @@
-"""What a wait takes as its limit."""
+"""How long a wait may last: what users give as a limit, and the moment at which it ends."""
 
 from __future__ import annotations
 
 import threading
+import time
 from numbers import Real
+from typing import overload
 
 from ..errors import UsageError
 
@@ -25,3 +27,21 @@ def checked(timeout: float | None) -> float | None:
             f"{timeout!r}"
         )
     return float(timeout)
+
+
+@overload
+def deadline_in(timeout: float) -> float: ...
+@overload
+def deadline_in(timeout: float | None) -> float | None: ...
+def deadline_in(timeout: float | None) -> float | None:
+    """Return the moment (monotonic) that is `timeout` seconds from now. None has no end."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+@overload
+def left_until(deadline: float) -> float: ...
+@overload
+def left_until(deadline: float | None) -> float | None: ...
+def left_until(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline, 0 when it has passed. None has no end."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

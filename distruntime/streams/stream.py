@@ -30,7 +30,7 @@ from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_remote, named, on_node
 from ..session.stalls import note_wait
-from ..session.timeouts import checked
+from ..session.timeouts import checked, deadline_in, left_until
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import AWAIT, STAMP, Cancel, Notify, OpenStream, Signal
 
@@ -380,10 +380,10 @@ class Event:
         log = recorded.stream.check()
         session = log.session
         started = time.perf_counter()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         requests = [recorded.ask(worker) for worker in log.workers()]
         for request in requests:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = left_until(deadline)
             if not session.result(request, left):
                 for late in requests:
                     session.requests.discard(late)
@@ -576,12 +576,12 @@ def synchronize(
         return
     if node is not None:
         session.places.devices(node)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = deadline_in(timeout)
     for candidate in session.nodes:
         if node is None and candidate.failed is not None:
             continue
         if node is None or candidate.index == node:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = left_until(deadline)
             if not session.synchronize(candidate, left):
                 raise WaitTimeout(
                     f"{candidate} has not run everything within {timeout:g} s\n"
@@ -592,11 +592,11 @@ def synchronize(
 
 def synchronize_device(residence: Residence, timeout: float | None) -> None:
     """Block until the streams of a device, or of a mesh, have run what they have; see `synchronize`."""
-    log, deadline = residence.node, None if timeout is None else time.monotonic() + timeout
+    log, deadline = residence.node, deadline_in(timeout)
     numbers = [0]
     if log.order is not None:
         pools = log.order.pools.items()
         numbers += [number for (name, _), pool in pools if name == residence.place.device for number in pool]
     for number in numbers:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        left = left_until(deadline)
         Stream._numbered(residence, number).synchronize(left)

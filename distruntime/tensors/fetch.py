@@ -20,7 +20,7 @@ from ..operators.transfer import request, tensor_from
 from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.stalls import note_wait
-from ..session.timeouts import checked
+from ..session.timeouts import checked, deadline_in, left_until
 from .tensor import DistributedTensor
 
 log = logging.getLogger("distruntime")
@@ -38,13 +38,13 @@ class Fetched(concurrent.futures.Future[Any]):
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip
         # more.
         timeout = checked(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         try:
             for reply in self._pending:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                left = left_until(deadline)
                 if not reply.done and not reply.node.session.result(reply, left):
                     break
-            return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return super().result(left_until(deadline))
         finally:
             # Else what is raised would hold this frame, the future, and so itself.
             del self

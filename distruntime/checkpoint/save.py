@@ -38,7 +38,7 @@ log = logging.getLogger("distruntime")
 # Local tensors of at most so many bytes travel together, both ways.
 SMALL = 1 << 16
 GRAD, PARAMETER = 1, 2
-# By the session's name and the folder.
+# The keys are a session's name and a folder.
 under_way: dict[tuple[str, str], Saving] = {}
 
 

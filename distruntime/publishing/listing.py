@@ -150,7 +150,7 @@ def published(session: Session) -> Publications:
     Block for one round trip.
     """
     here: dict[str, Node] = {}
-    # By owner and name, by version, and by the daemon that has a part of it.
+    # The keys are owner and name, then the version, then the daemon that has a portion of it.
     versions: dict[tuple[str, str], dict[int, dict[str, _Portion]]] = {}
     for node, answer in ask(session, "names").items():
         for row in rows_of(node, answer.content):

@@ -403,7 +403,7 @@ class _Adoption:
         self._tensors = {node: stored[node].tensors[version] for node in nodes}
         self._refs = {node: [0] * len(tensors) for node, tensors in self._tensors.items()}
         self._fresh: dict[Node, list[Handle]] = {node: [] for node in nodes}
-        # By the tensor's key: the key of its memory, and its proxy.
+        # Each tensor's key leads to the key of its memory and to its proxy.
         self._new: dict[Key, tuple[Key, DistributedTensor]] = {}
         self._storages: dict[Key, Storage] = {}
 

@@ -27,6 +27,7 @@ from agree import REMOTE
 from distruntime.cluster import local_workers
 from distruntime.cluster import nursery as nurseries
 from distruntime.cluster.local_workers import LocalWorker, start_worker
+from distruntime.session.launched import last_words
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode
@@ -250,7 +251,7 @@ def test_a_crash_leaves_its_stack_in_the_log_of_its_worker(master: Master) -> No
     first, second = master.start(2)
     os.kill(first.pid, signal.SIGSEGV)
     assert ended(first) == "killed by signal 11 (SIGSEGV)"
-    words = "\n".join(first.last_words())
+    words = "\n".join(last_words(first))
     assert "Fatal Python error: Segmentation fault" in words and "Fatal" not in second.last_lines()
 
 

@@ -1,4 +1,4 @@
-"""Every link of a Markdown file leads to a file of the repository, a heading, or a well-formed address."""
+"""Links of Markdown files lead to a file, a heading or an address; the files that their text names exist."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def links(page: Path) -> Iterator[str]:
         for child in token.children or []:
             if child.type in ("link_open", "image"):
                 yield str(child.attrGet("href" if child.type == "link_open" else "src"))
+
+
+def named_files(page: Path) -> Iterator[str]:
+    """Yield each path of a Python file, from the root of the repository, that stands as code in the text."""
+    for token in tokens(page):
+        for child in token.children or []:
+            if child.type == "code_inline":
+                yield from re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]+\.py\b", child.content)
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,9 +72,15 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert [(link, wrong) for link, wrong in found if wrong] == []
 
 
-def test_the_pages_have_links() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert [name for name in named_files(page) if not (ROOT / name).is_file()] == []
+
+
+def test_the_pages_have_links_and_name_files() -> None:
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= {page.name for page in PAGES}
     assert sum(len(list(links(page))) for page in PAGES) > 30
+    assert sum(len(list(named_files(page))) for page in PAGES) > 30
 
 
 @pytest.mark.parametrize(

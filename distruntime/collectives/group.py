@@ -229,7 +229,7 @@ class Groups:
                 session.requests.discard(request)
 
     def _answer(self, request: Request, what: str, limit: float | None = None) -> None:
-        """Block until a worker has answered; raise `ConnectionFailed` unless it has done what it was asked."""
+        """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
             session.requests.discard(request)

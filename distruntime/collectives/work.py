@@ -149,8 +149,8 @@ def aside(
         if place not in streams:
             streams[place] = Stream(place)
         own[place.node, place.device] = streams[place]
-        # torch's streams come after what has been issued, too.
         order = home.node.order
+        # torch's streams come after what has been issued, too.
         if everything or (order is not None and not order.implicit):
             streams[place].wait_stream(current_stream(place.node, place.device))
     token = current_streams.set({**current, **own})

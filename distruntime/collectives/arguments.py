@@ -6,7 +6,6 @@ Nothing is sent here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from ..tensors.tensor import DistributedTensor
 from .group import ProcessGroup, groups_of
 
 
-def _group(value: Any) -> ProcessGroup:
+def _group(value: object) -> ProcessGroup:
     """Return `value`; raise `UsageError` if it is no group."""
     if not isinstance(value, ProcessGroup):
         raise UsageError(f"group must be what distruntime.new_group returned, got {type(value).__name__}")
@@ -30,7 +29,7 @@ def session_of(group: ProcessGroup | None) -> Session:
     return active_session() if group is None else _group(group).session
 
 
-def tensor(value: Any, what: str) -> DistributedTensor:
+def tensor(value: object, what: str) -> DistributedTensor:
     """Return `value`; raise `UsageError` if it is no remote tensor."""
     if isinstance(value, DistributedTensor):
         return value
@@ -87,7 +86,7 @@ def one_each(
 
 
 def lists_each(
-    group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]
+    group: ProcessGroup | None, value: object, name: str, like: Sequence[DistributedTensor]
 ) -> list[list[DistributedTensor]]:
     """Return one list of tensors per member, each at its member.
 
@@ -149,7 +148,7 @@ def expect(t: DistributedTensor, size: Sequence[int], dtype: torch.dtype, what: 
         raise UsageError(f"{what} must be {tuple(size)} {str(dtype)[6:]}, got {t._handle.spec}")
 
 
-def rows_of(value: Any, name: str) -> list[DistributedTensor]:
+def rows_of(value: object, name: str) -> list[DistributedTensor]:
     """Return the first tensor of each list of a list of lists; raise `UsageError` for what is none."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence) or not value:
         raise UsageError(
@@ -163,7 +162,7 @@ def rows_of(value: Any, name: str) -> list[DistributedTensor]:
     return [tensor(row[0], f"{name}[{k}][0]") for k, row in enumerate(value)]
 
 
-def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, str]) -> int:
+def root_of(group: ProcessGroup, node: object, rank: int | None, names: tuple[str, str]) -> int:
     """Return the rank of a root.
 
     Users name it by a node number or place, or by its rank; the default is 0.
@@ -196,7 +195,7 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
     return found[0]
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"one tensor, {tuple(value.shape)}"
     if isinstance(value, Sequence):

@@ -18,7 +18,7 @@ from ..operators.special import Special
 from ..operators.transfer import download, upload
 from ..session.session import active_session
 from .group import groups_of
-from .operation import Part, issue_operation, require_operation
+from .operation import Operands, issue_operation, require_operation
 
 
 def move(proxy: Any, place: Residence) -> Any:
@@ -67,8 +67,8 @@ def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
     session.require_open()
     group = groups_of(session).between(source.place, target.place)
     require_operation(group, "send")
-    sends: Part = (source,), ()
-    receives: Part = (), (target,)
+    sends: Operands = (source,), ()
+    receives: Operands = (), (target,)
     issue_operation(
         group,
         "copy",

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
 
 import cloudpickle
 import msgpack
@@ -38,9 +37,11 @@ from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import on_node
 from ..session.timeouts import is_timeout
+from ..streams.stream import Stream
 from ..wire.data_channel import Capabilities, registered
 from ..wire.deadlines import GROUP, MEET
 from ..wire.messages import BreakGroup, OpenGroup
+from .mail import Mail
 
 Choice = str | Mapping[str, str]
 
@@ -67,13 +68,13 @@ class ProcessGroup:
         self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
         self.sequence = count(1).__next__
         # point_to_point.py keeps here what has been sent and not received.
-        self.mail: Any = None
+        self.mail: Mail | None = None
         self.broken = ""
         self.closed = False
         # operation.py keeps here what it has compiled, by what makes operations differ.
-        self.templates: dict[Any, Any] = {}
+        self.templates: dict[tuple[object, ...], dict[Node, tuple[bytes, list[object]]]] = {}
         # Operations that the caller does not wait for run on these streams.
-        self.streams: dict[Place, Any] = {}
+        self.streams: dict[Place, Stream] = {}
         # By node, its own ranks in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
@@ -140,7 +141,7 @@ class Groups:
         self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
         # This is the mail of what was sent without a group.
-        self.mail: Any = None
+        self.mail: Mail | None = None
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 
@@ -227,11 +228,8 @@ class Groups:
             for request in requests:
                 session.requests.discard(request)
 
-    def _answer(self, request: Request, what: str, limit: float | None = None) -> Any:
-        """Return the answer of a worker that is asked to do something now.
-
-        Raise `ConnectionFailed`, saying what it said.
-        """
+    def _answer(self, request: Request, what: str, limit: float | None = None) -> None:
+        """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
             session.requests.discard(request)
@@ -244,7 +242,6 @@ class Groups:
             failure = request.cause.failure
             error = ConfigurationError if failure.kind.endswith("ConfigurationError") else ConnectionFailed
             raise error(f"{request.node} could not {what}: {failure.text}")
-        return request.value
 
     def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
         """Return what all of some workers can do with a data channel.
@@ -258,7 +255,8 @@ class Groups:
             if (node, name) not in self._offers or found is not None
         }
         for node, request in asked.items():
-            why, fields, python = self._answer(request, f"say whether it has the data channel {name!r}")
+            self._answer(request, f"say whether it has the data channel {name!r}")
+            why, fields, python = request.value
             if found is not None:
                 if tuple(python) != sys.version_info[:2]:
                     raise ConfigurationError(

@@ -9,15 +9,16 @@ node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ..errors import UsageError, WaitTimeout
 from ..log.line import line_text, user_line
+from ..log.spec import Spec
 from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
+from ..wire.data_channel import Reduction
 from ..wire.deadlines import ASK
 from . import functional
 from .arguments import (
@@ -32,33 +33,37 @@ from .arguments import (
     tensor,
 )
 from .group import ProcessGroup, Where, groups_of, homes_of
-from .operation import Part, issue_operation, require_operation
+from .operation import Operands, issue_operation, require_operation
 from .reductions import Op, ReduceOp, reduction_for
-from .splits import byte_splits, require_splits, splits_of
-from .work import Work, aside
+from .splits import NO_SPLITS, ByteSplits, byte_splits, require_splits, splits_of
+from .work import Outputs, Work, aside
 
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Sequence[torch.Tensor]]
+Remote = Sequence[Sequence[DistributedTensor]]
 
 
 def _write(
     group: ProcessGroup,
     operation: str,
-    inputs: Sequence[Sequence[Any]],
-    outputs: Sequence[Sequence[Any]],
-    **options: Any,
+    inputs: Remote,
+    outputs: Remote,
+    *,
+    root: int = -1,
+    reduction: Reduction | None = None,
+    splits: ByteSplits = NO_SPLITS,
 ) -> None:
     """Issue an operation that writes its outputs."""
-    parts: list[Part] = [
+    parts: list[Operands] = [
         ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
     ]
-    issue_operation(group, operation, parts, inplace=True, **options)
+    issue_operation(group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits)
     for row in outputs:
         for t in row:
             torch.autograd.graph.increment_version(t)
 
 
-def _wanted(outputs: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]]) -> bool:
+def _wants_gradient(outputs: Remote, inputs: Remote) -> bool:
     """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then.
 
     Nothing has been issued when it raises.
@@ -71,13 +76,13 @@ def _wanted(outputs: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]]) -
     return bool(written) or any(t.requires_grad for row in inputs for t in row)
 
 
-def _copy(outputs: Sequence[Any], values: Sequence[Any]) -> None:
+def _copy(outputs: Tensors, values: Tensors) -> None:
     for out, value in zip(outputs, values):
         out.copy_(value)
 
 
-def _begin(
-    group: ProcessGroup, async_op: bool, outputs: Any, run: Callable[[], None], everything: bool = False
+def _start(
+    group: ProcessGroup, async_op: bool, outputs: Outputs, run: Callable[[], None], everything: bool = False
 ) -> Work | None:
     """Run an operation now; with `async_op` on streams of the group's own, and return what waits for them."""
     if not async_op:
@@ -95,13 +100,13 @@ def all_reduce(
     by = reduction_for(found, op, same(given, "tensors").dtype)
 
     def run() -> None:
-        if _wanted([given], []):
+        if _wants_gradient([given], []):
             _copy(given, functional.all_reduce(given, op, found))
         else:
             rows = [[t] for t in given]
             _write(found, "all_reduce", rows, rows, reduction=by)
 
-    return _begin(found, async_op, given, run)
+    return _start(found, async_op, given, run)
 
 
 def broadcast(
@@ -118,7 +123,7 @@ def broadcast(
     root = root_of(found, src, group_src, ("src", "group_src"))
 
     def run() -> None:
-        if _wanted([[t for k, t in enumerate(given) if k != root]], [given]):
+        if _wants_gradient([[t for k, t in enumerate(given) if k != root]], [given]):
             values = functional.broadcast(given[root], found)
             _copy(
                 [t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root]
@@ -130,7 +135,7 @@ def broadcast(
                 found, "broadcast", ins, [[] if k == root else row for k, row in enumerate(rows)], root=root
             )
 
-    return _begin(found, async_op, given, run)
+    return _start(found, async_op, given, run)
 
 
 def reduce(
@@ -148,13 +153,13 @@ def reduce(
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
 
     def run() -> None:
-        if _wanted([[given[root]]], [given]):
+        if _wants_gradient([[given[root]]], [given]):
             given[root].copy_(functional.reduce(given, op=op, group=found, group_dst=root))
         else:
             outs = [[t] if k == root else [] for k, t in enumerate(given)]
             _write(found, "reduce", [[t] for t in given], outs, root=root, reduction=by)
 
-    return _begin(found, async_op, given, run)
+    return _start(found, async_op, given, run)
 
 
 def all_gather(
@@ -168,13 +173,13 @@ def all_gather(
     _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
 
     def run() -> None:
-        if _wanted(lists, [given]):
+        if _wants_gradient(lists, [given]):
             for row, whole in zip(lists, functional.all_gather([t.reshape(-1) for t in given], found)):
                 _copy(row, [part.view(spec.size) for part in whole.chunk(found.size())])
         else:
             _write(found, "all_gather", [[t] for t in given], lists)
 
-    return _begin(found, async_op, lists, run)
+    return _start(found, async_op, lists, run)
 
 
 def all_gather_into_tensor(
@@ -188,7 +193,7 @@ def all_gather_into_tensor(
     _expect_whole(outs, spec, found.size(), "output_tensors")
 
     def run() -> None:
-        if _wanted([outs], [given]):
+        if _wants_gradient([outs], [given]):
             _copy(
                 outs,
                 [
@@ -199,7 +204,7 @@ def all_gather_into_tensor(
         else:
             _write(found, "all_gather", [[t] for t in given], [[t] for t in outs])
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def gather(
@@ -219,7 +224,7 @@ def gather(
     _all_expect([outs], spec.size, spec.dtype, "gather_list")
 
     def run() -> None:
-        if _wanted([outs], [given]):
+        if _wants_gradient([outs], [given]):
             _copy(outs, functional.gather(given, group=found, group_dst=root))
         else:
             _write(
@@ -230,7 +235,7 @@ def gather(
                 root=root,
             )
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def scatter(
@@ -250,7 +255,7 @@ def scatter(
     _all_expect([parts], spec.size, spec.dtype, "scatter_list")
 
     def run() -> None:
-        if _wanted([given], [parts]):
+        if _wants_gradient([given], [parts]):
             _copy(given, functional.scatter(parts, found))
         else:
             _write(
@@ -261,7 +266,7 @@ def scatter(
                 root=root,
             )
 
-    return _begin(found, async_op, given, run)
+    return _start(found, async_op, given, run)
 
 
 def reduce_scatter(
@@ -280,7 +285,7 @@ def reduce_scatter(
     _all_expect(lists, spec.size, spec.dtype, "input_lists")
 
     def run() -> None:
-        if _wanted([outs], lists):
+        if _wants_gradient([outs], lists):
             _copy(
                 outs,
                 [
@@ -293,7 +298,7 @@ def reduce_scatter(
         else:
             _write(found, "reduce_scatter", lists, [[t] for t in outs], reduction=by)
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def reduce_scatter_tensor(
@@ -313,7 +318,7 @@ def reduce_scatter_tensor(
     _expect_whole(given, spec, found.size(), "inputs")
 
     def run() -> None:
-        if _wanted([outs], [given]):
+        if _wants_gradient([outs], [given]):
             _copy(
                 outs,
                 [
@@ -324,7 +329,7 @@ def reduce_scatter_tensor(
         else:
             _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], reduction=by)
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def all_to_all(
@@ -349,14 +354,14 @@ def all_to_all(
             expect(outs[j][i], t.shape, dtype, f"output_tensor_lists[{j}][{i}]")
 
     def run() -> None:
-        if _wanted(outs, ins):
+        if _wants_gradient(outs, ins):
             for row, values in zip(outs, functional.all_to_all(ins, found)):
                 _copy(row, values)
         else:
             sizes = tuple(tuple(t.numel() * dtype.itemsize for t in row) for row in ins)
             _write(found, "all_to_all", ins, outs, splits=(sizes, tuple(zip(*sizes))))
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def all_to_all_single(
@@ -392,13 +397,13 @@ def all_to_all_single(
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
 
     def run() -> None:
-        if _wanted([outs], [given]):
+        if _wants_gradient([outs], [given]):
             _copy(outs, functional.all_to_all_single(given, splits, group=found))
         else:
             sizes = byte_splits(splits, given[0]._handle.spec)
             _write(found, "all_to_all", [[t] for t in given], [[t] for t in outs], splits=sizes)
 
-    return _begin(found, async_op, outs, run)
+    return _start(found, async_op, outs, run)
 
 
 def barrier(
@@ -414,8 +419,8 @@ def barrier(
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
     before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}
-    nothing: list[list[Any]] = [[]] * found.size()
-    work = _begin(found, async_op, [], lambda: _write(found, "barrier", nothing, nothing), everything=True)
+    nothing: list[list[DistributedTensor]] = [[]] * found.size()
+    work = _start(found, async_op, [], lambda: _write(found, "barrier", nothing, nothing), everything=True)
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout
@@ -466,7 +471,7 @@ def _all_expect(
             expect(t, size, dtype, f"{name}[{i}][{j}]" if len(lists) > 1 else f"{name}[{j}]")
 
 
-def _expect_whole(tensors: Sequence[DistributedTensor], part: Any, size: int, name: str) -> None:
+def _expect_whole(tensors: Sequence[DistributedTensor], part: Spec, size: int, name: str) -> None:
     """Raise `UsageError` unless each is what `size` tensors like `part` give, joined or stacked."""
     stacked = (size, *part.size)
     joined = (part.size[0] * size, *part.size[1:]) if part.size else (size,)
@@ -477,7 +482,7 @@ def _expect_whole(tensors: Sequence[DistributedTensor], part: Any, size: int, na
             )
 
 
-def _at_root(group: ProcessGroup, root: int, tensors: Any, name: str) -> list[DistributedTensor]:
+def _at_root(group: ProcessGroup, root: int, tensors: object, name: str) -> list[DistributedTensor]:
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or len(tensors) != group.size():
         raise UsageError(
             f"{name} must be a list of {group.size()} tensors, one for each member, on {group.places[root]}"

@@ -25,7 +25,7 @@ from .group import ProcessGroup, groups_of
 from .splits import NO_SPLITS, ByteSplits
 
 # The first are what a member puts in. The second are its results: new values, or tensors that are written.
-Part = tuple[Sequence[Handle], Sequence[Handle]]
+Operands = tuple[Sequence[Handle], Sequence[Handle]]
 
 # A group remembers so many operations.
 _MOST = 1 << 12
@@ -34,7 +34,7 @@ _MOST = 1 << 12
 def issue_operation(
     group: ProcessGroup,
     operation: str,
-    parts: Sequence[Part],
+    parts: Sequence[Operands],
     *,
     inplace: bool = False,
     root: int = -1,
@@ -118,7 +118,7 @@ def issue_operation(
         relieve(node)
 
 
-def _require_written(operation: str, parts: Sequence[Part]) -> None:
+def _require_written(operation: str, parts: Sequence[Operands]) -> None:
     """Raise `UsageError` for an output that cannot be written: its worker would break the group."""
     for _, outs in parts:
         for handle in outs:
@@ -133,7 +133,7 @@ def _require_written(operation: str, parts: Sequence[Part]) -> None:
 def _compile(
     group: ProcessGroup,
     operation: str,
-    parts: Sequence[Part],
+    parts: Sequence[Operands],
     homes: Sequence[Residence],
     options: list[object],
 ) -> dict[Node, tuple[bytes, list[object]]]:
@@ -154,7 +154,7 @@ def _compile(
     return compiled
 
 
-def _home(group: ProcessGroup, rank: int, part: Part) -> Residence:
+def _home(group: ProcessGroup, rank: int, part: Operands) -> Residence:
     """Return where a member of a copy has its tensor: the group may stand for all devices of two nodes."""
     ins, outs = part
     return ins[0].place if ins else outs[0].place if outs else group.homes[rank]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from ..errors import PlacementError, UsageError
 from ..log.handle import Place
@@ -82,7 +82,7 @@ class Partition:
         """Return the size of each place's shard of a tensor of this size."""
         return [torch.Size(size) for size in sizes_of(cuts_of(tuple(global_size), self.shape))]
 
-    def slices(self, global_size: Sequence[int]) -> list[tuple[slice, ...]]:
+    def slices(self, global_size: Sequence[int]) -> list[tuple[slice[int, int, int | None], ...]]:
         """Return where each place's shard lies in a tensor of this size: `x[slices[k]]` is shard k."""
         return slices_of(cuts_of(tuple(global_size), self.shape))
 
@@ -112,7 +112,7 @@ class Partition:
         whole: torch.Tensor = _Gather.apply(self, self.cuts(given), *given)  # type: ignore[no-untyped-call]
         return whole
 
-    def check(self, value: Any, name: str) -> list[DistributedTensor]:
+    def check(self, value: object, name: str) -> list[DistributedTensor]:
         """Return the shards in a list that a caller gave.
 
         Raise what a list raises that is not one of this partition's.
@@ -151,9 +151,14 @@ class Partition:
         return measured(tuple(tuple(t.shape) for t in shards), self.shape)
 
 
+class _GatherContext(FunctionCtx):
+    partition: Partition
+    cuts: Cuts
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partition: Partition, cuts: Cuts, *shards: Any) -> Any:
+    def forward(ctx: _GatherContext, partition: Partition, cuts: Cuts, *shards: torch.Tensor) -> torch.Tensor:
         ctx.partition, ctx.cuts = partition, cuts
         whole = torch.empty([sum(lengths) for lengths in cuts], dtype=shards[0].dtype, device="cpu")
         for where, value in zip(slices_of(cuts), fetch([t.detach() for t in shards])):
@@ -161,6 +166,6 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: _GatherContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = [grad[where].to(home.device) for where, home in zip(slices_of(ctx.cuts), ctx.partition.homes)]
         return None, None, *parts

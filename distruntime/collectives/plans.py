@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import Any, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 from ..errors import UsageError
 from ..log.handle import Place
@@ -29,15 +29,28 @@ Widths = tuple[tuple[tuple[int, int], ...], ...]
 # So many plans of each kind are remembered.
 _REMEMBERED = 512
 
-_Planner = TypeVar("_Planner", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Cache(Protocol):
+    """A function that remembers its results."""
+
+    def cache_info(self) -> object:
+        """Return how often it was called, and how many results it has."""
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+
+
 # Each of these functions has `cache_info()`.
-CACHED: list[Any] = []
+CACHED: list[Cache] = []
 
 
-def _planned(function: _Planner) -> _Planner:
-    cached: Any = lru_cache(maxsize=_REMEMBERED)(function)
+def _planned(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    cached = lru_cache(maxsize=_REMEMBERED)(function)
     CACHED.append(cached)
-    return cached  # type: ignore[no-any-return]
+    return cast(Callable[_Arguments, _Result], cached)
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class AllSum:
 
 
 @dataclass(frozen=True)
-class Join:
+class Concatenation:
     """One after the other along a dimension, for all of a row; `sums`: cut up so, and each part summed.
 
     Rows: who, and how long.
@@ -110,7 +123,7 @@ class Join:
     sums: bool = False
 
 
-Step = Moves | Spread | AllSum | Join
+Step = Moves | Spread | AllSum | Concatenation
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,7 @@ def sizes_of(cuts: Cuts) -> tuple[Size, ...]:
     return tuple(product(*cuts))
 
 
-def slices_of(cuts: Cuts) -> list[tuple[slice, ...]]:
+def slices_of(cuts: Cuts) -> list[tuple[slice[int, int, int | None], ...]]:
     """Return where each part lies in the whole."""
     return list(product(*([slice(a, b) for a, b in _spans(lengths)] for lengths in cuts)))
 
@@ -253,7 +266,7 @@ def join(sizes: tuple[Size, ...], shape: Size, axis: int) -> Plan:
     for row in _rows(shape, [axis]):
         _alike(sizes, row, axis)
         rows.append((tuple(row), tuple(sizes[k][axis] for k in row)))
-    step = Join(axis, tuple(rows))
+    step = Concatenation(axis, tuple(rows))
     return Plan((step,), (replace(step, sums=True),))
 
 
@@ -264,7 +277,7 @@ def share(sizes: tuple[Size, ...], shape: Size, axis: int) -> Plan:
     for row in _rows(shape, [axis]):
         _alike(sizes, row, -1)
         rows.append((tuple(row), balanced(sizes[row[0]][axis], len(row))))
-    step = Join(axis, tuple(rows), sums=True)
+    step = Concatenation(axis, tuple(rows), sums=True)
     return Plan((step,), (replace(step, sums=False),))
 
 

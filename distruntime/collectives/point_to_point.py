@@ -10,10 +10,7 @@ graph: gradients travel back to the sender.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,51 +21,14 @@ from ..session.session import Session
 from ..session.spelling import is_node, on_node
 from ..tensors.tensor import DistributedTensor
 from .arguments import group_for, root_of, session_of, tensor
-from .group import ProcessGroup, groups_of
+from .group import Groups, ProcessGroup, Where, groups_of
+from .mail import Mail, PostedReceive, UnreceivedSend
 from .work import Work, aside
-
-
-@dataclass(eq=False)
-class _Sent:
-    """A tensor on its way: its sender, its target place (or node, with `anywhere`), and the copy there."""
-
-    source: Place
-    target: Place
-    anywhere: bool
-    tag: int
-    value: Any
-    line: Line
-
-
-@dataclass(eq=False)
-class _Wanted:
-    """A receive that was posted before its send."""
-
-    source: Place | int | None
-    target: Place
-    tag: int
-    tensor: Any
-    work: Work
-    line: Line
-
-
-@dataclass(eq=False)
-class _Mail:
-    """What has been sent and not received, and wanted and not sent, in one group, or outside of groups.
-
-    The oldest first.
-    """
-
-    sent: list[_Sent] = field(default_factory=list)
-    wanted: list[_Wanted] = field(default_factory=list)
-    # Operations that nobody waits for run on these streams.
-    streams: dict[Place, Any] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def send(
     tensor: torch.Tensor,
-    dst: Any = None,
+    dst: Where | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
@@ -81,20 +41,21 @@ def send(
     a node's number means the place of its that `tensor.to(node=dst)` chooses. Raises `PlacementError` for
     what is no member, `UsageError` for a send to itself.
     """
-    session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
+    session, mail, given, target = _ends(tensor, dst, group, tag, group_dst)
+    source = given.place
     _deliver(
         session,
         group,
         mail,
-        _Sent(
-            source, target.place, is_node(dst) and group is None, tag, _copied(tensor, target), user_line()
+        UnreceivedSend(
+            source, target.place, is_node(dst) and group is None, tag, _copied(given, target), user_line()
         ),
     )
 
 
 def isend(
     tensor: torch.Tensor,
-    dst: Any = None,
+    dst: Where | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
@@ -103,22 +64,23 @@ def isend(
 
     Return at once.
     """
-    session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
-    moved: list[Any] = []
+    session, mail, given, target = _ends(tensor, dst, group, tag, group_dst)
+    moved: list[DistributedTensor] = []
+    source = given.place
     homes = _homes(session, source, target.place)
-    events = aside(mail.streams, homes, False, lambda: moved.append(_copied(tensor, target)))
+    events = aside(mail.streams, homes, False, lambda: moved.append(_copied(given, target)))
     _deliver(
         session,
         group,
         mail,
-        _Sent(source, target.place, is_node(dst) and group is None, tag, moved.pop(), user_line()),
+        UnreceivedSend(source, target.place, is_node(dst) and group is None, tag, moved.pop(), user_line()),
     )
     return Work(f"a send from {source} to {target.place}", events, [tensor])
 
 
 def recv(
     tensor: torch.Tensor,
-    src: Any = None,
+    src: Where | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
@@ -129,21 +91,22 @@ def recv(
 
     Raises `UsageError` where nothing has been sent: a receive that comes before its send is an `irecv`.
     """
-    _, mail, place, source = _receiver(tensor, src, group, tag, group_src)
-    found = _take(mail, place, source, tag, tensor)
+    _, mail, into, source = _receiver(tensor, src, group, tag, group_src)
+    place = into.place
+    found = _matching_send(mail, place, source, tag, into)
     if found is None:
         raise UsageError(
             f"nothing has been sent to {place}{_from(source)} with tag {tag}: waiting for it would "
             "never end, as this program sends it "
             "too. Call send() before recv(), or irecv(), which may come first"
         )
-    _write(mail, found, tensor)
+    _write(mail, found, into)
     return found.source.node
 
 
 def irecv(
     tensor: torch.Tensor,
-    src: Any = None,
+    src: Where | None = None,
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
@@ -154,17 +117,20 @@ def irecv(
 
     Return at once. The `Work` raises `UsageError` when it is waited for and nothing has been sent.
     """
-    session, mail, place, source = _receiver(tensor, src, group, tag, group_src)
+    session, mail, into, source = _receiver(tensor, src, group, tag, group_src)
+    place = into.place
     work = Work(f"a receive on {place}{_from(source)}", None, [tensor])
-    found = _take(mail, place, source, tag, tensor, _Wanted(source, place, tag, tensor, work, user_line()))
+    found = _matching_send(
+        mail, place, source, tag, into, PostedReceive(source, place, tag, into, work, user_line())
+    )
     if found is not None:
-        _receive(session, group, mail, found, tensor, work)
+        _receive(session, group, mail, found, into, work)
     return work
 
 
 def _ends(
-    value: Any, dst: Any, group: ProcessGroup | None, tag: int, group_dst: int | None
-) -> tuple[Session, _Mail, Place, Residence]:
+    value: object, dst: Where | None, group: ProcessGroup | None, tag: int, group_dst: int | None
+) -> tuple[Session, Mail, DistributedTensor, Residence]:
     given = tensor(value, "tensor")
     session, mail = _mail(group, given, tag)
     if dst is None and group_dst is None:
@@ -183,12 +149,12 @@ def _ends(
             "in torch; use copy_"
         )
     target.node.require_alive()
-    return session, mail, source, target
+    return session, mail, given, target
 
 
 def _receiver(
-    value: Any, src: Any, group: ProcessGroup | None, tag: int, group_src: int | None
-) -> tuple[Session, _Mail, Place, Place | int | None]:
+    value: object, src: Where | None, group: ProcessGroup | None, tag: int, group_src: int | None
+) -> tuple[Session, Mail, DistributedTensor, Place | int | None]:
     given = tensor(value, "tensor")
     session, mail = _mail(group, given, tag)
     place = given.place
@@ -205,10 +171,10 @@ def _receiver(
             f"a tensor on {place} cannot be received from {place}: a place does not send to itself, "
             "as in torch; use copy_"
         )
-    return session, mail, place, source
+    return session, mail, given, source
 
 
-def _place(session: Session, where: Any, rank: int | None, names: tuple[str, str], like: Place) -> Place:
+def _place(session: Session, where: object, rank: int | None, names: tuple[str, str], like: Place) -> Place:
     """Return a place that is named without a group. A node stands for its place with the device of `like`."""
     if rank is not None:
         raise UsageError(
@@ -228,59 +194,60 @@ def _member(group: ProcessGroup, place: Place) -> None:
         raise PlacementError(f"tensor is on {place}, which is not in {group!r}")
 
 
-def _mail(group: ProcessGroup | None, given: DistributedTensor, tag: int) -> tuple[Session, _Mail]:
+def _mail(group: ProcessGroup | None, given: DistributedTensor, tag: int) -> tuple[Session, Mail]:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise UsageError(f"tag must be a number, got {tag!r}")
-    holder: Any = groups_of(given._handle.place.node.session) if group is None else group_for(group, [given])
+    holder: Groups | ProcessGroup = (
+        groups_of(given._handle.place.node.session) if group is None else group_for(group, [given])
+    )
     session = session_of(group) if group is not None else given._handle.place.node.session
     session.require_open()
     with session.lock:
-        if holder.mail is None:
-            holder.mail = _Mail()
-    mail: _Mail = holder.mail
+        mail = holder.mail = holder.mail or Mail()
     return session, mail
 
 
-def _copied(value: Any, target: Residence) -> Any:
+def _copied(value: DistributedTensor, target: Residence) -> DistributedTensor:
     """Return a copy at the target, which is not the same place."""
-    return value.to(target.place)
+    copy: DistributedTensor = value.to(target.place)
+    return copy
 
 
 def _homes(session: Session, *places: Place) -> Sequence[Residence]:
     return [session.places.residence(place) for place in places]
 
 
-def _deliver(session: Session, group: ProcessGroup | None, mail: _Mail, sent: _Sent) -> None:
+def _deliver(session: Session, group: ProcessGroup | None, mail: Mail, sent: UnreceivedSend) -> None:
     """Give a tensor that was sent to the receive that waits for it, or keep it for the one that will."""
     with mail.lock:
-        wanted = next((w for w in mail.wanted if _match(sent, w.target, w.source, w.tag)), None)
+        wanted = next((w for w in mail.posted if _match(sent, w.target, w.source, w.tag)), None)
         if wanted is None:
             mail.sent.append(sent)
             return
         _require_alike(sent, wanted.tensor, wanted.line)
-        mail.wanted.remove(wanted)
+        mail.posted.remove(wanted)
     _receive(session, group, mail, sent, wanted.tensor, wanted.work)
 
 
-def _take(
-    mail: _Mail,
+def _matching_send(
+    mail: Mail,
     place: Place,
     source: Place | int | None,
     tag: int,
-    into: Any,
-    otherwise: _Wanted | None = None,
-) -> _Sent | None:
+    into: DistributedTensor,
+    otherwise: PostedReceive | None = None,
+) -> UnreceivedSend | None:
     with mail.lock:
         found = next((s for s in mail.sent if _match(s, place, source, tag)), None)
         if found is not None:
             _require_alike(found, into, user_line())
             mail.sent.remove(found)
         elif otherwise is not None:
-            mail.wanted.append(otherwise)
+            mail.posted.append(otherwise)
         return found
 
 
-def _match(sent: _Sent, place: Place, source: Place | int | None, tag: int) -> bool:
+def _match(sent: UnreceivedSend, place: Place, source: Place | int | None, tag: int) -> bool:
     there = sent.target.node == place.node if sent.anywhere else sent.target == place
     from_there = source is None or (
         sent.source.node == source if isinstance(source, int) else sent.source == source
@@ -288,7 +255,7 @@ def _match(sent: _Sent, place: Place, source: Place | int | None, tag: int) -> b
     return there and from_there and sent.tag == tag
 
 
-def _require_alike(sent: _Sent, into: Any, line: Line) -> None:
+def _require_alike(sent: UnreceivedSend, into: DistributedTensor, line: Line) -> None:
     if sent.value.shape != into.shape or sent.value.dtype != into.dtype:
         raise UsageError(
             "the tensors of a send and its recv must be of one shape and dtype: sent "
@@ -298,7 +265,7 @@ def _require_alike(sent: _Sent, into: Any, line: Line) -> None:
         )
 
 
-def _write(mail: _Mail, sent: _Sent, into: Any) -> None:
+def _write(mail: Mail, sent: UnreceivedSend, into: DistributedTensor) -> None:
     try:
         into.copy_(sent.value)
     # This tensor must not be written, but another one may be.
@@ -309,10 +276,15 @@ def _write(mail: _Mail, sent: _Sent, into: Any) -> None:
 
 
 def _receive(
-    session: Session, group: ProcessGroup | None, mail: _Mail, sent: _Sent, into: Any, work: Work
+    session: Session,
+    group: ProcessGroup | None,
+    mail: Mail,
+    sent: UnreceivedSend,
+    into: DistributedTensor,
+    work: Work,
 ) -> None:
     events = aside(mail.streams, _homes(session, into.place), False, lambda: _write(mail, sent, into))
-    work._begin(events, sent.source.node if group is None else group.ranks[sent.source])
+    work._mark_begun(events, sent.source.node if group is None else group.ranks[sent.source])
 
 
 def _from(source: Place | int | None) -> str:

@@ -14,43 +14,50 @@ The results are new tensors, except where nothing moves at all. docs/primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from ..errors import UsageError
 from ..log.handle import Residence
 from ..tensors.tensor import DistributedTensor
 from . import functional, plans
+from .arguments import handle_of
 from .copies import move
 from .group import groups_of
-from .operation import Part, issue_operation
+from .operation import Operands, issue_operation
 from .partition import Partition
-from .plans import AllSum, Box, Exchange, Join, Moves, Plan, Size, Spread, Step, Widths
+from .plans import AllSum, Box, Concatenation, Exchange, Moves, Plan, Size, Spread, Step, Widths
 
 Shards = Sequence[torch.Tensor]
-Tensors = list[Any]
+Tensors = list[torch.Tensor]
 Width = int | tuple[int, int] | Sequence[tuple[int, int]]
 
 
-def _home(t: Any) -> Residence:
-    home: Residence = t._handle.place
-    return home
+def _home(t: torch.Tensor) -> Residence:
+    return handle_of(t).place
 
 
-def _at(t: Any, home: Residence) -> Any:
+def _at(t: torch.Tensor, home: Residence) -> torch.Tensor:
     """Return a copy of `t` at a place."""
-    return t.clone(memory_format=torch.contiguous_format) if _home(t) is home else move(t, home)
+    if _home(t) is home:
+        return t.clone(memory_format=torch.contiguous_format)
+    copy: torch.Tensor = move(t, home)
+    return copy
 
 
-def _cut(t: Any, box: Box) -> Any:
+def _cut(t: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, start, length in box:
         t = t.narrow(dim, start, length)
     return t
 
 
+def _in_order(outs: dict[int, torch.Tensor]) -> Tensors:
+    return [outs[k] for k in range(len(outs))]
+
+
 def _spread(step: Spread, xs: Tensors, to: Partition) -> Tensors:
-    outs: Tensors = [None] * len(to)
+    outs: dict[int, torch.Tensor] = {}
     for one, many, with_it in step.rows:
         homes = [to.homes[k] for k in many]
         value = xs[one] if with_it >= 0 else _at(xs[one], homes[0])
@@ -60,31 +67,31 @@ def _spread(step: Spread, xs: Tensors, to: Partition) -> Tensors:
             values = [value if value is not xs[one] else _at(value, homes[0])]
         for k, value in zip(many, values):
             outs[k] = value
-    return outs
+    return _in_order(outs)
 
 
 def _collect(step: Spread, xs: Tensors, to: Partition) -> Tensors:
-    outs: Tensors = [None] * len(to)
+    outs: dict[int, torch.Tensor] = {}
     for one, many, with_it in step.rows:
         total = xs[many[0]]
         if len(many) > 1:
             total = functional.reduce([xs[k] for k in many], group_dst=max(with_it, 0))
         outs[one] = total if len(many) > 1 and with_it >= 0 else _at(total, to.homes[one])
-    return outs
+    return _in_order(outs)
 
 
 def _all_sum(step: AllSum, xs: Tensors) -> Tensors:
-    outs: Tensors = [None] * len(xs)
+    outs: dict[int, torch.Tensor] = {}
     for row in step.rows:
         given = [xs[k] for k in row]
         for k, out in zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]):
             outs[k] = out
-    return outs
+    return _in_order(outs)
 
 
-def _join(step: Join, xs: Tensors) -> Tensors:
+def _join(step: Concatenation, xs: Tensors) -> Tensors:
     """Put together; members' tensors of unequal length are padded, as data channels take equal ones only."""
-    outs: Tensors = [None] * len(xs)
+    outs: dict[int, torch.Tensor] = {}
     for row, lengths in step.rows:
         longest = max(lengths)
         values: Tensors
@@ -101,12 +108,12 @@ def _join(step: Join, xs: Tensors) -> Tensors:
             ]
         for k, value in zip(row, values):
             outs[k] = value
-    return outs
+    return _in_order(outs)
 
 
-def _share(step: Join, xs: Tensors) -> Tensors:
+def _share(step: Concatenation, xs: Tensors) -> Tensors:
     """Sum and cut up, padded as in `_join`."""
-    outs: Tensors = [None] * len(xs)
+    outs: dict[int, torch.Tensor] = {}
     for row, lengths in step.rows:
         longest = max(lengths)
         values: Tensors
@@ -126,10 +133,10 @@ def _share(step: Join, xs: Tensors) -> Tensors:
             ]
         for k, value in zip(row, values):
             outs[k] = value
-    return outs
+    return _in_order(outs)
 
 
-def _padded(t: Any, axis: int, length: int, to: int) -> Any:
+def _padded(t: torch.Tensor, axis: int, length: int, to: int) -> torch.Tensor:
     if length == to:
         return t
     return torch.cat([t, t.new_zeros([*t.shape[:axis], to - length, *t.shape[axis + 1 :]])], axis)
@@ -173,8 +180,8 @@ def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> boo
         return False
     # Who sends nothing puts in nothing: no rows of what it gets.
     rows = [(leaving or [arriving[0].narrow(0, 0, 0)], arriving) for leaving, arriving in rows]
-    parts: list[Part] = [
-        ([t._handle for t in leaving], [t._handle for t in arriving]) for leaving, arriving in rows
+    parts: list[Operands] = [
+        ([handle_of(t) for t in leaving], [handle_of(t) for t in arriving]) for leaving, arriving in rows
     ]
     issue_operation(group, "all_to_all", parts, inplace=True, splits=plan.splits)
     return True
@@ -186,15 +193,23 @@ def _run(step: Step, xs: Tensors, to: Partition) -> Tensors:
             return _move(step, xs, to)
         case Spread():
             return _collect(step, xs, to) if step.sums else _spread(step, xs, to)
-        case Join():
+        case Concatenation():
             return _share(step, xs) if step.sums else _join(step, xs)
         case AllSum():
             return _all_sum(step, xs)
 
 
+class _LinearContext(FunctionCtx):
+    plan: Plan
+    source: Partition
+    target: Partition
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, source: Partition, target: Partition, *xs: Any) -> Any:
+    def forward(
+        ctx: _LinearContext, plan: Plan, source: Partition, target: Partition, *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.source, ctx.target = plan, source, target
         values = list(xs)
         for step in plan.steps:
@@ -202,23 +217,23 @@ class _Linear(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, None, *_applied(ctx.plan.adjoint, ctx.target, ctx.source, grads)
 
 
-def _applied(plan: Plan, source: Partition, target: Partition, xs: Sequence[Any]) -> list[torch.Tensor]:
+def _applied(plan: Plan, source: Partition, target: Partition, xs: Shards) -> list[torch.Tensor]:
     if not plan.steps:
         return list(xs)
     return list(_Linear.apply(plan, source, target, *xs))  # type: ignore[no-untyped-call]
 
 
-def _partition(value: Any, name: str) -> Partition:
+def _partition(value: object, name: str) -> Partition:
     if not isinstance(value, Partition):
         raise UsageError(f"{name} must be a distruntime.Partition, got {type(value).__name__}")
     return value
 
 
-def _two(first: Any, second: Any, names: tuple[str, str]) -> tuple[Partition, Partition]:
+def _two(first: object, second: object, names: tuple[str, str]) -> tuple[Partition, Partition]:
     one, two = _partition(first, names[0]), _partition(second, names[1])
     if one.session is not two.session:
         raise UsageError(f"{names[0]} and {names[1]} are of different sessions: make them in the same one")
@@ -229,7 +244,7 @@ def _sizes(shards: Sequence[DistributedTensor]) -> tuple[Size, ...]:
     return tuple(tuple(t.shape) for t in shards)
 
 
-def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) -> int:
+def _axis(axis: object, partition: Partition, shards: Sequence[DistributedTensor]) -> int:
     """Return a dimension of the shards that the partition has."""
     least = min(t.dim() for t in shards)
     found = axis + least if type(axis) is int and axis < 0 else axis
@@ -241,7 +256,7 @@ def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) 
     return found
 
 
-def _widths(widths: Any, partition: Partition) -> Widths:
+def _widths(widths: object, partition: Partition) -> Widths:
     if not isinstance(widths, Sequence) or len(widths) != partition.dim:
         raise UsageError(
             f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -11,11 +10,14 @@ from ..errors import DistruntimeError, NodeFailed, UsageError
 from ..log.current import current_streams
 from ..log.handle import Place, Residence
 from ..operators.transfer import read
+from ..session.requests import Request
 from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
-Tensors = Sequence[DistributedTensor]
+# The tensors of an operation: one of each member, or a list of them.
+Outputs = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+Output = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Work:
@@ -25,15 +27,15 @@ class Work:
     """
 
     def __init__(
-        self, text: str, events: Mapping[Place, Event] | None, outputs: Any, source: int = -1
+        self, text: str, events: Mapping[Place, Event] | None, outputs: Outputs, source: int = -1
     ) -> None:
         self._text, self._events, self._outputs, self._source = text, events, outputs, source
-        self._settled: list[Callable[[], None]] = []
+        self._when_begun: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"<distruntime.Work of {self._text}{'' if self._events is not None else ', not begun'}>"
 
-    def _begun(self) -> Mapping[Place, Event]:
+    def _events_begun(self) -> Mapping[Place, Event]:
         if self._events is None:
             raise UsageError(
                 f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. "
@@ -41,10 +43,10 @@ class Work:
             )
         return self._events
 
-    def _begin(self, events: Mapping[Place, Event], source: int) -> None:
+    def _mark_begun(self, events: Mapping[Place, Event], source: int) -> None:
         self._events, self._source = events, source
-        while self._settled:
-            self._settled.pop()()
+        while self._when_begun:
+            self._when_begun.pop()()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Make the places' current streams wait for the operation, before what is issued later.
@@ -54,7 +56,7 @@ class Work:
         A stream that has waited for `timeout` seconds goes on. The next read or `synchronize` then raises
         `WaitTimeout`.
         """
-        for place, event in self._begun().items():
+        for place, event in self._events_begun().items():
             event.wait(current_stream(place.node, place.device), timeout)
         return True
 
@@ -69,7 +71,7 @@ class Work:
         """
         timeout = checked(timeout)
         deadline = deadline_in(timeout)
-        for event in self._begun().values():
+        for event in self._events_begun().values():
             event.synchronize(left_until(deadline))
 
     def is_completed(self) -> bool:
@@ -94,7 +96,7 @@ class Work:
         """Return whether the operation has completed and not failed."""
         return self.is_completed() and self.exception() is None
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Output]:
         """Return the operation's tensors, one of each member, or a list of them.
 
         They may still be on their way.
@@ -105,16 +107,16 @@ class Work:
         """Return the rank that a received tensor came from; -1 for what is no receive, or has not begun."""
         return self._source
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[list[Output]]:
         """Return a future of `result()`, which completes when every member has done the operation."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future[list[Output]] = torch.futures.Future()
         outputs = self.result()
 
         def follow() -> None:
-            events = list(self._begun().values())
+            events = list(self._events_begun().values())
             left = [len(events)]
 
-            def done(_: Any) -> None:
+            def done(_: Request) -> None:
                 left[0] -= 1
                 if left[0] == 0:
                     future.set_result(outputs)
@@ -125,7 +127,7 @@ class Work:
                 event.when_done(done)
 
         if self._events is None:
-            self._settled.append(follow)
+            self._when_begun.append(follow)
         else:
             follow()
         return future
@@ -146,8 +148,8 @@ def aside(
         if place not in streams:
             streams[place] = Stream(place)
         own[place.node, place.device] = streams[place]
-        # torch's streams come after what has been issued, too.
         order = home.node.order
+        # torch's streams come after what has been issued, too.
         if everything or (order is not None and not order.implicit):
             streams[place].wait_stream(current_stream(place.node, place.device))
     token = current_streams.set({**current, **own})
@@ -166,7 +168,7 @@ def _over(event: Event) -> bool:
         return True
 
 
-def _tensors(value: Any) -> list[Any]:
+def _tensors(value: Outputs | Output) -> list[DistributedTensor]:
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value] if isinstance(value, DistributedTensor) else []
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []

@@ -85,8 +85,6 @@ class Layout:
         larger._take({**self._groups, **more})
         return larger
 
-    # -- groups ------------------------------------------------------------------------------------------
-
     def groups(self, mode: str) -> list[list[int]]:
         """Return the members of every group of a mode; a member's place in its list is its rank."""
         return [list(group) for group in self._of(mode)]
@@ -102,8 +100,6 @@ class Layout:
     def uses(self, mode: str) -> bool:
         """Return whether a mode is there and its groups have more than one member. Never raises."""
         return mode in self._groups and self.size(mode) > 1
-
-    # -- one member --------------------------------------------------------------------------------------
 
     def rank(self, mode: str, member: int) -> int:
         """Return a member's rank in its group."""
@@ -153,8 +149,6 @@ class Layout:
             at = at * size + coordinates[mode]
         return at
 
-    # -- larger layouts ----------------------------------------------------------------------------------
-
     def with_experts(self, ep: int | None = None, dp: int | None = None) -> Layout:
         """Return this layout with the modes "moe_ep" and "moe_dp".
 
@@ -192,8 +186,6 @@ class Layout:
                 f"{self.world} members do not fill nodes of {per_node}: per_node must divide {self.world}"
             )
         return self._with({"node": _strided(self.world, per_node, 1)})
-
-    # -- the rest ----------------------------------------------------------------------------------------
 
     def _of(self, mode: str) -> Groups:
         try:

@@ -268,8 +268,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
         return found
 
-    # -- what differs from member to member, as torch asks for it
-
     def get_coordinate(self) -> Any:
         """Return, for each dimension, the members' coordinates, as torch's own symbolic ints.
 

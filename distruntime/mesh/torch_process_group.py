@@ -128,8 +128,6 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
                 + (ranks if self.size() != size else "")
             )
 
-    # -- what torch.distributed calls, by the names of the c10d operators
-
     def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
         """Reduce each member's tensor in place."""
         by = reduction_named(getattr(opts, "reduceOp", opts))
@@ -335,8 +333,6 @@ def _unplaced() -> Lines:
         "this process group is of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"
     )
 
-
-# -- groups that torch makes itself, of a mesh that it flattens or cuts up
 
 _numbers = itertools.count()
 # The ranks of groups that torch makes are members of the last of these meshes.

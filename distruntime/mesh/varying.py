@@ -203,7 +203,6 @@ def _member(home: Any, k: int) -> Any:
     return home.node.session.places.residence(home.node.members[k], numbered=False)
 
 
-# -- what would cost an instruction or two for each member, and can be one for all; or NotImplemented, as
 # where shards are uneven --------
 
 

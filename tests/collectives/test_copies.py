@@ -306,7 +306,7 @@ def test_the_counters_count(session: object) -> None:
 
 
 def test_a_copy_that_does_not_fit_leaves_copies_usable(session: object) -> None:
-    """A member that has no memory for its part must not keep the other one waiting, or break copies for good."""
+    """A member without memory for its part must not keep the other waiting, or break copies for good."""
     huge = there(torch.ones(1)).expand(1 << 46)
     first = there(torch.ones(2)).to(node=1)
     moved = huge.to(node=1)

@@ -45,7 +45,7 @@ def no_session() -> Iterator[None]:
     dr.shutdown()
 
 
-# -- the suite -------------------------------------------------------------------------------------------------------------------
+# The suite
 
 
 @pytest.mark.parametrize("channel", ["gloo", "tcp", "tcp+tls"])
@@ -134,7 +134,7 @@ def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
             check_data_channel("gloo", sizes=(1,))
 
 
-# -- how one is found ------------------------------------------------------------------------------------------------------------
+# How one is found
 
 
 def test_a_users_channel_in_an_installed_package_is_found(
@@ -219,7 +219,7 @@ def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pyte
     assert "tcp+tls" not in names() and "tcp" in names()
 
 
-# -- what is refused before anything is sent -------------------------------------------------------------------------------------
+# What is refused before anything is sent
 
 
 def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -258,7 +258,7 @@ def test_what_gloo_does_not_reduce_is_refused(
         dr.all_reduce(pair(dtype), op)
 
 
-# -- sockets ---------------------------------------------------------------------------------------------------------------------
+# Sockets
 
 
 linux = pytest.mark.skipif(
@@ -339,7 +339,7 @@ def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, t
             worker.stop()
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------------
+# The page
 
 MARKED = {True: "yes", False: "no"}
 

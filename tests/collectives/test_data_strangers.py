@@ -125,7 +125,7 @@ def stranger(member: SocketChannel) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port(member)), 10)
 
 
-# -- tcp and tcp+tls ---------------------------------------------------------------------------------------------------------------
+# Tcp and tcp+tls
 
 
 def test_copies_over_ports(members: Members) -> None:
@@ -304,7 +304,7 @@ def test_a_flood_keeps_nobody_out_and_fills_no_log(
     )
 
 
-# -- on one machine ----------------------------------------------------------------------------------------------------------------
+# On one machine
 
 
 @pytest.mark.parametrize("channel", [TCP, TLS])
@@ -353,7 +353,7 @@ def _leavings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name[17:] for path in tmp_path.iterdir()} == {"alive", "elsewhere", "half", made.name[17:]}
 
 
-# -- gloo --------------------------------------------------------------------------------------------------------------------------
+# Gloo
 
 
 def refusals(found: list[Any]) -> str:
@@ -414,7 +414,7 @@ def test_gloo_refuses_who_does_not_know_the_groups_secret(monkeypatch: pytest.Mo
     assert "whose other end does not know the group's secret" in refusals(join(Gloo))
 
 
-# -- another user of the machine ---------------------------------------------------------------------------------------------------
+# Another user of the machine
 
 
 def mallory(

@@ -193,7 +193,7 @@ def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callab
 def test_a_worker_breaks_no_group_that_it_is_not_in(fresh_session: Callable[..., Any]) -> None:
     opened = fresh_session(world_size=3)
     group = dr.new_group([0, 1], timeout=20.0)
-    opened.take(opened.nodes[2].link.peer, [encode(BreakGroup(group.number, "out of spite"))])
+    opened.receiver.take(opened.nodes[2].link.peer, [encode(BreakGroup(group.number, "out of spite"))])
     assert opened.nodes[2].failed
     both_hear(group)
 

@@ -387,7 +387,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a ragged whole": (
         lambda: F.repartition(ones(N4, (2, 2), (2, 2), (2, 2), (3, 2)), part(N4, (2, 2)), part(N1, (1, 1))),
         dr.UsageError,
-        r"along dimension 0 shard 2 of \(2, 2\) is 2 long and shard 3 of \(3, 2\) is 3, expected the same, as both are part 1 of 2",
+        r"along dimension 0 shard 2 of \(2, 2\) is 2 long and shard 3 of \(3, 2\) is 3, "
+        r"expected the same, as both are part 1 of 2",
     ),
     "ragged where it is not cut": (
         lambda: F.halo_exchange(ones(N2, (2, 2), (2, 3)), part(N2, (2,)), [1]),

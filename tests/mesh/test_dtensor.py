@@ -361,7 +361,7 @@ def test_random_operators_draw_distinct_shards_and_equal_replicas(two_workers: N
     assert all(torch.equal(shard, alike[0]) for shard in alike)
 
 
-# -- cases of torch's own tests ------------------------------------------------------------------------------------------------------
+# Cases of torch's own tests
 
 
 def test_dimensions_from_behind_gradients_of_parts_and_copies(two_workers: None) -> None:

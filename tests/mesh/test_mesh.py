@@ -200,7 +200,8 @@ def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
     assert "dr.from_shards([x.member(k), ...], mesh)" in str(caught.value)
     with pytest.raises(
         dr.PlacementError,
-        match=r"`other` \(2,\) is a local tensor on cpu, the other operands live on \d members on nodes 0, 1\n",
+        match=r"`other` \(2,\) is a local tensor on cpu, "
+        r"the other operands live on \d members on nodes 0, 1\n",
     ):
         x + torch.ones(2)
     same(x + torch.tensor(1.0), torch.full((2,), 2.0))

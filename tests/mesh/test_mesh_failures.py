@@ -63,7 +63,7 @@ def said(k: int) -> str:
     return f"IndexError: out of range: tried to access index {100 + k} on a tensor of 1 elements."
 
 
-# -- poison, member by member ----------------------------------------------------------------------------------------------------------
+# Poison, member by member
 
 
 def test_each_member_says_how_it_failed_itself(mesh: Mesh) -> None:
@@ -113,7 +113,7 @@ def test_threads_that_meet_along_two_dimensions_at_once(mesh: Mesh) -> None:
         assert found(dr.lines.all_reduce(lines, x)) == [sums[k] for k in range(turned.size())]
 
 
-# -- cancelled streams ---------------------------------------------------------------------------------------------------------------
+# Cancelled streams
 
 
 def test_what_a_cancelled_stream_would_have_written_is_spoilt_under_all_its_names(mesh: Mesh) -> None:
@@ -184,7 +184,7 @@ def test_a_shard_that_a_cancelled_stream_takes(mesh: Mesh) -> None:
     settle()
 
 
-# -- workers that stand still ----------------------------------------------------------------------------------------------------------
+# Workers that stand still
 
 
 def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh) -> None:

@@ -302,7 +302,8 @@ def test_meshes_come_and_go(fresh_session: Callable[..., Any]) -> None:
 
 MOVED = {
     "FSDPMeshInfo": "del torch_dtensor.torch_fsdp._fsdp._fsdp_common.FSDPMeshInfo",
-    "Shard is marked": "marked = lambda f: getattr(getattr(f, '__func__', f), '__code__', 0) is torch_dtensor._MARK\n"
+    "Shard is marked": "code = lambda f: getattr(getattr(f, '__func__', f), '__code__', 0)\n"
+    "marked = lambda f: code(f) is torch_dtensor._MARK\n"
     "for name, f in list(vars(Shard).items()): marked(f) and delattr(Shard, name)",
 }
 
@@ -310,7 +311,8 @@ MOVED = {
 @pytest.mark.parametrize("name", MOVED)
 def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
     """At every mesh, not at the first alone; and not by computing what rank 0 would."""
-    tries = "for _ in 'ab':\n    try: torch_dtensor.prepare()\n    except dr.NotSupportedError as error: print(error)"
+    tries = "for _ in 'ab':\n    try: torch_dtensor.prepare()\n"
+    tries += "    except dr.NotSupportedError as error: print(error)"
     imports = "import distruntime as dr\nfrom distruntime.mesh import torch_dtensor"
     program = f"{imports}\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
     printed = subprocess.run(

@@ -168,7 +168,7 @@ def test_optimizers_and_clipping(two_workers: None, name: str) -> None:
     same_parameters(model, serial)
 
 
-# -- the models of torch's own tests, with their plans -----------------------------------------------------------------------------
+# The models of torch's own tests, with their plans
 
 LATE = {
     "tok_embeddings.weight",

@@ -126,7 +126,7 @@ def test_transformer_of_torchs_tests(two_workers: None, shape: str, checkpointed
 @_ADVICE
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
 def test_parameters_with_uneven_rows_are_cut_by_columns(two_workers: None) -> None:
-    """torch's transformer with 23 words, whose embedding is its output's weight; a bias of 23 is left alone."""
+    """torch's transformer with 23 words. Its embedding is its output's weight; a bias of 23 is left alone."""
     mesh = make("2")
     mode = of_torch.DEVICEInitMode.DEVICE_NEVER
     serial = of_torch.TransformerWithSharedParams(mesh.get_group(), mode, False, True)  # type: ignore[no-untyped-call]

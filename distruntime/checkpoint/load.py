@@ -26,6 +26,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
+from ..wire.messages import ListFolder, ReadIndex
 from .phases import VERSION, other_version
 from .save import GRAD, PARAMETER, SMALL, folder_of, host_of, send_plan, under_way
 from .tree import unpacked
@@ -93,7 +94,7 @@ def find(session: Session, folder: str) -> Found | None:
     nodes = [node for node in session.nodes if node.failed is None]
     if not nodes:
         session.nodes[0].require_alive()
-    looks = _answers(session, [session.ask(node, "checkpoint", ["look", folder]) for node in nodes])
+    looks = _answers(session, [session.ask(node, ListFolder, folder) for node in nodes])
     holders: dict[tuple[str, int], list[Node]] = {}
     entries: dict[str, tuple[Node, list[Any]]] = {}
     problems: list[str] = []
@@ -119,7 +120,7 @@ def find(session: Session, folder: str) -> Found | None:
                     folder,
                     "; ".join(problems),
                 )
-            text = _answers(session, [session.ask(node, "checkpoint", ["index", folder, entry[0]])])[0]
+            text = _answers(session, [session.ask(node, ReadIndex, folder, entry[0])])[0]
             try:
                 index = _DECODER.decode(text)
                 same = index["save"] == entry[4]

@@ -21,6 +21,7 @@ from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.session import Session
 from ..session.timeouts import checked
+from ..wire.messages import CommitSave, RemoveFiles, SweepSaves
 from ..wire.shield import shield
 
 log = logging.getLogger("distruntime")
@@ -156,10 +157,7 @@ class Saving:
             there = [
                 part for part in self._parts if part.node.failed is None and self._session.closed is None
             ]
-            removals = [
-                self._session.ask(part.node, "checkpoint", ["remove", self.folder, [part.file]])
-                for part in there
-            ]
+            removals = [self._session.ask(part.node, RemoveFiles, self.folder, [part.file]) for part in there]
             _when_all(removals, self._guarded(partial(self._end, failed)))
             return
         index = {
@@ -178,14 +176,10 @@ class Saving:
             "metadata": {"total_size": sum(part.written.value for part in self._parts)},
             "weight_map": {key: names[entry["file"]] for key, entry in self._index["tensors"].items()},
         }
-        detail = [
-            "commit",
-            self.folder,
-            self._save,
-            json.dumps(index, allow_nan=False),
-            json.dumps(weights, indent=1),
+        texts = json.dumps(index, allow_nan=False), json.dumps(weights, indent=1)
+        commits = [
+            self._session.ask(part.node, CommitSave, self.folder, self._save, *texts) for part in self._parts
         ]
-        commits = [self._session.ask(part.node, "checkpoint", detail) for part in self._parts]
         _when_all(commits, self._guarded(partial(self._have_committed, commits)))
 
     def _have_committed(self, commits: list[Request]) -> None:
@@ -197,7 +191,7 @@ class Saving:
             return
         keep = [part.file for part in self._parts]
         sweeps = [
-            self._session.ask(look.node, "checkpoint", ["sweep", self.folder, self._save, keep])
+            self._session.ask(look.node, SweepSaves, self.folder, self._save, keep)
             for look in self._looks
             if look.node.failed is None
         ]

@@ -31,6 +31,7 @@ from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, tensor_bytes
+from ..wire.messages import ListFolder
 from .phases import Part, Saving
 from .tree import packed
 
@@ -120,11 +121,7 @@ def _begin(
         )
         for (node, share), report in zip(parts, reports)
     ]
-    looks = [
-        session.ask(node, "checkpoint", ["look", saving.folder])
-        for node in session.nodes
-        if node.failed is None
-    ]
+    looks = [session.ask(node, ListFolder, saving.folder) for node in session.nodes if node.failed is None]
     saving.begin(written, looks, partial(_over, session.name, saving.folder, saving))
 
 

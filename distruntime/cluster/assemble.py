@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..log.node import Node
-from ..log.replies import is_devices
+from ..log.replies import devices_from
 from ..publishing.listing import published
 from ..session.session import Session
 from ..session.worker_process import WorkerProcess
@@ -466,12 +466,13 @@ def node_of(
             f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
             "install the same distruntime on both"
         )
-    if not is_devices(welcome.devices):
+    devices = devices_from(welcome.devices)
+    if devices is None:
         raise ConnectionFailed(
             f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: is it a distruntime-worker?"
         )
     shared = session.challenge.answered(welcome.shared, welcome.nonce)
-    return Node(session, index, peer, address, welcome, round_trip, shared)
+    return Node(session, index, peer, address, replace(welcome, devices=devices), round_trip, shared)
 
 
 def _last_words(workers: Sequence[WorkerProcess | None]) -> str:

@@ -37,7 +37,7 @@ from ..session.spelling import on_node
 from ..session.timeouts import is_timeout
 from ..wire.data_channel import Capabilities, registered
 from ..wire.deadlines import GROUP, MEET
-from ..wire.messages import BreakGroup, OpenGroup
+from ..wire.messages import AskChannel, BreakGroup, OpenGroup, Plain
 
 Choice = str | Mapping[str, str]
 
@@ -196,7 +196,7 @@ class Groups:
         requests = []
         for node, ranks in group.own.items():
             request = session.requests.new(node, "done")
-            members = [[rank, group.places[rank].device] for rank in ranks]
+            members: list[Plain] = [[rank, group.places[rank].device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
             session.post(node, message)
@@ -230,7 +230,7 @@ class Groups:
         """Return what all of some workers can do with a data channel; raise `ConfigurationError` where one does not have it."""
         found = registered(name)
         asked = {
-            node: self.session.ask(node, "channel", [name])
+            node: self.session.ask(node, AskChannel, name)
             for node in nodes
             if (node, name) not in self._offers or found is not None
         }

@@ -20,6 +20,7 @@ from ..streams.event import Event
 from ..streams.stream import current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
+from ..wire.messages import AskStatus
 from . import functional
 from .arguments import (
     at,
@@ -433,7 +434,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     """Return what a member is doing that has not come to a barrier, where `event` is; nothing of one that has."""
     home = group.homes[rank]
     node, session = home.worker, group.session
-    asked = session.ask(node, "status")
+    asked = session.ask(node, AskStatus)
     if not session.result(asked, ASK.get()) or asked.lost is not None:
         session.requests.forget(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"

@@ -118,11 +118,13 @@ class Node(Log):
         with self.lock:
             failures = [failure_from(fields) for fields in message.failures]
             try:
-                for number, result, fields in message.corrections:
-                    if type(result) is not int or not is_spec(fields):
-                        raise ValueError(f"{fields!r:.80}")
-                    for log in (self, *self.meshes):
-                        log.checks.correct(number, result, fields)
+                for row in message.corrections:
+                    match row:
+                        case [int(number), int(result), fields] if is_spec(fields):
+                            for log in (self, *self.meshes):
+                                log.checks.correct(number, result, fields)
+                        case _:
+                            raise ValueError(f"{row!r:.80}")
             except (TypeError, ValueError) as error:
                 raise ProtocolError(f"Done carries a correction that makes no sense: {error}") from None
             flight: Flight | None = None

@@ -1,48 +1,46 @@
-"""What workers answer, checked where it is taken: a worker that answers nonsense is dropped, and nobody who waits gets to see it."""
+"""What workers answer, checked where it arrives: a worker that answers nonsense is dropped, and nobody who waits sees it."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Mapping, Sized
+from typing import TypeGuard, get_args, get_origin
 
 from ..errors import ProtocolError
 from ..wire.codec import dtype_named, failure_from
-
-_MOST = 1 << 62  # elements; no memory holds them, and torch's own arithmetic overflows beyond
-_DEEPEST = (
-    64  # lists in lists; a thousand would end in a RecursionError, which is nobody's fault but the worker's
+from ..wire.messages import (
+    MESSAGES,
+    ChannelOffer,
+    DeviceRow,
+    FoundVersion,
+    Listed,
+    Question,
+    SharedTensor,
+    Versions,
 )
 
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in kinds
-
-
-def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(item, value))
+# Elements: no memory holds more, and torch's own arithmetic overflows beyond.
+_MOST = 1 << 62
+# Lists in lists: a thousand would end in a RecursionError, which is nobody's fault but the worker's.
+_DEEPEST = 64
 
 
-def _row(*columns: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) == len(columns)
-        and all(is_(one) for is_, one in zip(columns, value))
-    )
+def _integers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int for n in value)
 
 
-_integer, _text, _real, _integers = _is(int), _is(str), _is(int, float), _list_of(_is(int))
-
-
-def _dtype(name: Any) -> bool:
+def is_dtype(name: object) -> TypeGuard[str]:
+    """Whether this is the name of a dtype."""
     try:
         return isinstance(name, str) and dtype_named(name) is not None
     except ProtocolError:
         return False
 
 
-def count(sizes: Any) -> int:
-    """Return how many elements a tensor of these sizes has; -1 where they are none."""
+def count(sizes: object) -> int:
+    """Return how many elements a tensor of these sizes has; -1 where they are no sizes."""
     if not isinstance(sizes, list) or len(sizes) > 64:
         return -1
     found = 1
@@ -53,27 +51,24 @@ def count(sizes: Any) -> int:
     return found if found < _MOST else -1
 
 
-def is_spec(fields: Any) -> bool:
+def is_spec(fields: object) -> TypeGuard[list[object]]:
     """Whether this is a tensor's metadata, as `spec_from_wire` takes it."""
-    if not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
+    if not isinstance(fields, list) or len(fields) != 5:
         return False
-    sizes, strides, offset, _, bits = fields
-    if (
-        count(sizes) < 0
-        or len(strides) != len(sizes)
-        or any(s < 0 for s in strides)
-        or offset < 0
-        or not 0 <= bits < 4
-    ):
+    sizes, strides, offset, dtype, bits = fields
+    if not _integers(sizes) or not _integers(strides) or not is_dtype(dtype):
         return False
-    return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
+    if type(offset) is not int or type(bits) is not int or offset < 0 or not 0 <= bits < 4:
+        return False
+    if count(sizes) < 0 or len(strides) != len(sizes) or any(s < 0 for s in strides):
+        return False
+    return offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
+def is_plain(value: object, depth: int = 0) -> bool:
     """Whether this is a result that is no tensor."""
     if isinstance(value, list):
-        complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
-        return complex_ or (
+        return _is_complex(value) or (
             value[:1] == ["list"]
             and depth < _DEEPEST
             and all(is_plain(item, depth + 1) for item in value[1:])
@@ -81,21 +76,24 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _failure(fields: Any) -> bool:
+def _is_complex(value: object) -> bool:
+    parts = value[1:] if isinstance(value, list) and value[:1] == ["complex"] else []
+    return len(parts) == 2 and all(type(part) in (int, float) for part in parts)
+
+
+def _is_failure(fields: object) -> bool:
     try:
         return failure_from(fields) is not None
     except ProtocolError:
         return False
 
 
-def is_tensor(value: Any, payload: Any, room: Any) -> bool:
+def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
     """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
-    if (
-        not isinstance(value, list)
-        or len(value) != 3
-        or not _dtype(value[0])
-        or (elements := count(value[1])) < 0
-    ):
+    if not isinstance(value, list) or len(value) != 3 or not is_dtype(value[0]):
+        return False
+    elements = count(value[1])
+    if elements < 0:
         return False
     nbytes, data = elements * dtype_named(value[0]).itemsize, value[2]
     if data in ("shared", "parts"):
@@ -105,74 +103,161 @@ def is_tensor(value: Any, payload: Any, room: Any) -> bool:
     return isinstance(data, bytes) and len(data) == nbytes
 
 
-def is_devices(rows: Any) -> bool:
-    """Whether this is what a worker has, as in `Welcome.devices`."""
-    row = _row(_text, _text, _integer, _integer, _text, _integer, _integer)
-    return (
-        isinstance(rows, list)
-        and bool(rows)
-        and all(map(row, rows))
-        and len({row[0] for row in rows}) == len(rows)
-    )
+# -- replies by the type that a question names --------------------------------------------------------------------
 
 
-def _number(value: Any) -> bool:
+class _Unfit(Exception):
+    """A part of a reply is not what was asked for."""
+
+
+Reader = Callable[[object], object]
+
+
+def _is_version(number: int) -> bool:
     """Whether this can be a publication's version, and so can the one after it."""
-    return type(value) is int and 0 < value < 1 << 53
+    return 0 < number < 1 << 53
 
 
-_listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))  # see publishing.py
-_publication = _row(_text, _text, _text, _number, _is(bool), _text, _listed, _integer)
-_version = _row(
-    _number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec)))
-)
-_index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
-
-
-def _sizes(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_text, value)) and all(map(_integer, value.values()))
-
-
-_poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
-FORMS: dict[str, Callable[[Any], bool]] = {  # of what is asked for, but for tensors
-    "item": lambda value: (
-        type(value) in (bool, int, float)
-        or (isinstance(value, list) and is_plain(value) and value[0] == "complex")
-    ),
-    "text": _text,
-    "passed": lambda value: value is None or _list_of(_failure)(value),
-    "done": lambda value: value is None,
-    "specs": _list_of(lambda fields: is_spec(fields) or is_plain(fields)),
-    "ask info": is_devices,
-    "ask memory": _row(_integer, _integer, _poisoned),
-    "ask status": _row(_integer, lambda name: name is None or type(name) is str, _real),
-    "ask passed": _is(bool),
-    "ask channel": _row(
-        _text, lambda fields: True, lambda python: _integers(python) and len(python) == 2
-    ),  # see Capabilities.from_wire
-    "ask listen": _text,
-    "ask turns": _list_of(_row(_text, _integer, _real)),
-    "ask published names": _row(_text, _list_of(_publication)),
-    "ask published versions": _row(_text, _list_of(_number)),
-    "ask published find": _row(_text, _list_of(_version)),
-    "ask published settle": _row(_text, _is(bool)),
-    "ask published drop": _row(_text, _is(bool)),
-    "published": _list_of(_row(_integer, _integer)),
-    "ask checkpoint look": _row(_list_of(_index), _sizes),
-    "ask checkpoint index": _text,
-    "ask checkpoint commit": lambda value: value is None,
-    "ask checkpoint sweep": lambda value: value is None,
-    "ask checkpoint remove": lambda value: value is None,
+# What the classes of a row's fields do not say.
+_FITS: dict[type, Callable[..., bool]] = {
+    ChannelOffer: lambda row: len(row.python) == 2,
+    FoundVersion: lambda row: _is_version(row.version),
+    Listed: lambda row: _is_version(row.version),
+    SharedTensor: lambda row: row.spec is None or is_spec(row.spec),
+    Versions: lambda row: all(map(_is_version, row.versions)),
 }
 
 
-def asked(what: str, detail: Sequence[Any]) -> str:
-    """Return the form of what is asked for: by what it is about, and by the verb where there are several."""
-    verb = f"ask {what} {next(iter(detail), '')}"
-    return verb if verb in FORMS else f"ask {what}"
+def _exactly(*kinds: type) -> Reader:
+    def read(value: object) -> object:
+        if type(value) in kinds:
+            return value
+        raise _Unfit
+
+    return read
 
 
-def require(form: str, value: Any, payload: Any, room: Any) -> None:
-    """Raise `ProtocolError` unless `value` answers what was asked for."""
-    if not (is_tensor(value, payload, room) if form == "tensor" else FORMS[form](value)):
-        raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}")
+def _such(fits: Callable[[object], bool]) -> Reader:
+    def read(value: object) -> object:
+        if fits(value):
+            return value
+        raise _Unfit
+
+    return read
+
+
+def _list_of(item: Reader) -> Reader:
+    def read(value: object) -> object:
+        if isinstance(value, list):
+            return [item(one) for one in value]
+        raise _Unfit
+
+    return read
+
+
+def _dict_of(item: Reader) -> Reader:
+    def read(value: object) -> object:
+        if isinstance(value, dict) and all(type(key) is str for key in value):
+            return {key: item(one) for key, one in value.items()}
+        raise _Unfit
+
+    return read
+
+
+def _either(readers: list[Reader]) -> Reader:
+    def read(value: object) -> object:
+        for reader in readers:
+            try:
+                return reader(value)
+            except _Unfit:
+                continue
+        raise _Unfit
+
+    return read
+
+
+def _row_of(cls: Callable[..., object], columns: list[Reader], fits: Callable[..., bool]) -> Reader:
+    def read(value: object) -> object:
+        if not isinstance(value, list) or len(value) != len(columns):
+            raise _Unfit
+        row = cls(*(column(one) for column, one in zip(columns, value)))
+        if not fits(row):
+            raise _Unfit
+        return row
+
+    return read
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+def reader_of(annotation: object) -> Reader:
+    """Return what makes a value of this type of one that msgpack has brought, and raises for anything else."""
+    if annotation is object:
+        return _such(_always)
+    if annotation is float:
+        return _exactly(int, float)
+    if annotation in (bool, int, str, bytes, type(None)):
+        return _exactly(typing.cast(type, annotation))
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return _list_of(reader_of(arguments[0]))
+    if origin is dict:
+        return _dict_of(reader_of(arguments[1]))
+    if origin in (types.UnionType, typing.Union):
+        return _either([reader_of(argument) for argument in arguments])
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        columns = [reader_of(kind) for kind in typing.get_type_hints(annotation).values()]
+        return _row_of(annotation, columns, _FITS.get(annotation, _always))
+    raise TypeError(f"no reply is of type {annotation}")
+
+
+def _reply_type(question: type) -> object:
+    (base,) = question.__orig_bases__  # type: ignore[attr-defined]
+    (found,) = get_args(base)
+    return type(None) if found is None else found
+
+
+_devices = reader_of(list[DeviceRow])
+
+
+def devices_from(rows: object) -> list[DeviceRow] | None:
+    """Return what a worker says that it has, each device once; None where it says what cannot be."""
+    try:
+        found = typing.cast("list[DeviceRow]", _devices(rows))
+    except _Unfit:
+        return None
+    return found if found and len({row.name for row in found}) == len(found) else None
+
+
+def _all_devices(rows: object) -> object:
+    found = devices_from(rows)
+    if found is None:
+        raise _Unfit
+    return found
+
+
+# By the form that a request asks for, but for tensors: what a `Fetch` names, or the class of a `Question`.
+FORMS: Mapping[str, Reader] = {
+    "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
+    "text": _exactly(str),
+    "passed": _either([_exactly(type(None)), _list_of(_such(_is_failure))]),
+    "done": _exactly(type(None)),
+    "specs": _list_of(_such(lambda fields: is_spec(fields) or is_plain(fields))),
+    "published": _list_of(_such(lambda row: _integers(row) and len(row) == 2)),
+    **{cls.__name__: reader_of(_reply_type(cls)) for cls in MESSAGES if issubclass(cls, Question)},
+    "AskDevices": _all_devices,
+}
+
+
+def require(form: str, value: object, payload: Sized | None, room: Sized | None) -> object:
+    """Return a reply, its rows as the named tuples of the question; raise `ProtocolError` unless it answers that."""
+    try:
+        if form != "tensor":
+            return FORMS[form](value)
+        if is_tensor(value, payload, room):
+            return value
+    except _Unfit:
+        pass
+    raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}") from None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import msgpack
 
 from ..errors import UntrustedError, UsageError
-from .listing import DaemonRecord, daemons_from
+from ..wire.messages import Lister
+from .listing import daemons_from
 from .signing import person, require_trusted, sign, verify
 
 _FORMAT = 1
@@ -25,7 +26,7 @@ class Opened:
     """An envelope whose signature holds. `daemons` have its tensors."""
 
     version: int
-    daemons: list[DaemonRecord]
+    daemons: list[Lister]
     leaves: list[list[object]]
     pickled: bytes
 
@@ -38,7 +39,7 @@ def seal(
     session: str,
     name: str,
     version: int,
-    daemons: Sequence[DaemonRecord],
+    daemons: Sequence[Lister],
     leaves: Sequence[list[object]],
     pickled: bytes,
 ) -> bytes:

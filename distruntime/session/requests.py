@@ -71,7 +71,7 @@ class Requests:
         self._followers = 0
         self.announcer = Announcer()
 
-    def new(self, node: Node, form: str) -> Request:
+    def new(self, node: Node, form: str = "") -> Request:
         """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, or a tensor."""
         request = Request(self._numbers(), node, form)
         self._open[request.number] = request
@@ -90,14 +90,14 @@ class Requests:
             raise ProtocolError(f"a reply to request {number}, which went to another node")
         return request
 
-    def reply(self, node: Node, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
+    def reply(self, node: Node, number: int, value: object, payloads: Sequence[Buffer]) -> None:
         """Take a reply; ignore one that nobody waits for any more (Ctrl-C). Raise `ProtocolError` where it answers something else."""
         request = self._of(number, node)
         if request is not None:
             payload, buffer = payloads[0] if payloads else None, request.buffer
-            require(request.form, value, payload, buffer.memory if isinstance(buffer, Loan) else buffer)
+            room = buffer.memory if isinstance(buffer, Loan) else buffer
+            request.value, request.payload = require(request.form, value, payload, room), payload
             self.forget(request)
-            request.value, request.payload = value, payload
             request.finish()
 
     def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:

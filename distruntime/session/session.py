@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
@@ -24,7 +24,6 @@ from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
-from ..log.replies import asked
 from ..wire.channel import Channel, ChannelClosed, PeerGone
 from ..wire.codec import Buffer, decode, encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
@@ -32,7 +31,7 @@ from ..wire.identity import has_died, out_of_memory_kills
 from ..wire.link import Delivery
 from ..wire.messages import (
     Ack,
-    Ask,
+    AskMemory,
     BreakGroup,
     Detach,
     Done,
@@ -40,8 +39,10 @@ from ..wire.messages import (
     Fetch,
     Goodbye,
     Join,
+    MemoryHeld,
     Message,
     Part,
+    Question,
     Refused,
     Reply,
     Welcome,
@@ -58,6 +59,7 @@ from .timeouts import checked
 from .worker_process import WorkerProcess
 
 log = logging.getLogger("distruntime")
+P = ParamSpec("P")
 
 _TICK = 0.001  # seconds between looks of the pump while something is in flight
 _WAITED = 0.005  # the same while another thread reads the socket: the pump must not get in its way
@@ -206,12 +208,20 @@ class Session:
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
-    def ask(self, node: Node, what: str, detail: Sequence[Any] = ()) -> Request:
-        """Ask a worker about itself. Return at once."""
+    def ask(
+        self,
+        node: Node,
+        question: Callable[Concatenate[int, P], Question[object]],
+        *fields: P.args,
+        **named: P.kwargs,
+    ) -> Request:
+        """Ask a worker something outside the log, by the class of a question and its fields. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node, asked(what, detail))
-        self.post(node, Ask(request.number, what, list(detail)))
+        request = self.requests.new(node)
+        message = question(request.number, *fields, **named)
+        request.form = type(message).__name__
+        self.post(node, message)
         return request
 
     def result(self, request: Request, timeout: float | None = None) -> bool:
@@ -325,17 +335,18 @@ class Session:
         """
         if self.closed is not None or node.failed is not None:
             return frozenset()
-        asked = self.ask(node, "memory")
+        asked = self.ask(node, AskMemory)
         if not self.result(asked, ASK.get()):
             self.requests.forget(asked)
-        refs: list[Any] = asked.value[2] if asked.value is not None else []
-        return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
+        held: MemoryHeld | None = asked.value
+        refs = held.poisoned if held is not None else []
+        return frozenset((node.index, *(ref if isinstance(ref, tuple) else [ref])) for ref in refs)
 
     def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
         # Who holds memory is told from what this process believes to be there, and after a failure much of that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
-    def post(self, node: Node, message: Message) -> Delivery:
+    def post(self, node: Node, message: Message | Question[object]) -> Delivery:
         """Send one message without payload to a worker; while it cannot be reached, the message waits."""
         sent = self.channel.send(node.link, [encode(message)])
         assert isinstance(sent, Delivery)

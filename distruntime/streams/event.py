@@ -24,7 +24,7 @@ from ..session.session import active_session
 from ..session.stalls import note_wait
 from ..session.timeouts import checked
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import AWAIT, STAMP, Notify, Signal
+from ..wire.messages import AWAIT, STAMP, AskPassed, Notify, Signal
 from .queue import Queue, entered, expect, ordered
 
 _TIME = spec((), (), 0, torch.float64)
@@ -133,7 +133,7 @@ class Event:
         node = recorded.stream.check()
         node.flush()
         where = [node.stream_on_wire(recorded.stream.number), recorded.position]
-        asked = [node.session.ask(worker, "passed", where) for worker in node.workers()]
+        asked = [node.session.ask(worker, AskPassed, where) for worker in node.workers()]
         return all([bool(node.session.value(request)) for request in asked])
 
     def synchronize(self, timeout: float | None = None) -> None:

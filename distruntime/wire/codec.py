@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from ..errors import ProtocolError
-from .messages import MESSAGES, Failure, Message
+from .messages import MESSAGES, Failure, Message, Question
 
 Buffer = bytes | bytearray | memoryview
 
-_NUMBER = {cls: number for number, cls in enumerate(MESSAGES)}
+_NUMBER: dict[type, int] = {cls: number for number, cls in enumerate(MESSAGES)}
 
 
 def _accepted(annotation: Any) -> tuple[type, ...]:
     """The classes that a field's value may have once it is unpacked; empty means anything."""
-    if annotation is Any:
+    if annotation is object:
         return ()
     if isinstance(annotation, types.UnionType):
         return tuple(cls for part in typing.get_args(annotation) for cls in _accepted(part))
@@ -36,17 +36,20 @@ _FIELDS = {
 }
 
 
-def _only(name: str) -> Callable[[Message], tuple[Any]]:
+def _only(name: str) -> Callable[[object], tuple[object, ...]]:
     return lambda message: (getattr(message, name),)
 
 
-_VALUES = {
-    cls: attrgetter(*names) if len(names := [name for name, _ in _FIELDS[cls]]) > 1 else _only(names[0])
-    for cls in MESSAGES
+def _values_of(names: list[str]) -> Callable[[object], tuple[object, ...]]:
+    return attrgetter(*names) if len(names) > 1 else _only(names[0])
+
+
+_VALUES: dict[type, Callable[[object], tuple[object, ...]]] = {
+    cls: _values_of([name for name, _ in rows]) for cls, rows in _FIELDS.items()
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | Question[object]) -> bytes:
     """Return the first frame of `message`; raise `ValueError` or `OverflowError` for what cannot travel."""
     cls = type(message)
     packed: bytes = msgpack.packb((_NUMBER[cls], *_VALUES[cls](message)))

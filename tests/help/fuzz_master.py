@@ -29,7 +29,17 @@ import torch
 import distruntime as dr
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import LEARN, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Segment, Welcome
+from distruntime.wire.messages import (
+    LEARN,
+    Fetch,
+    Goodbye,
+    Hello,
+    OpenGroup,
+    Question,
+    Refused,
+    Segment,
+    Welcome,
+)
 from fuzz_mutations import Mutator
 from fuzz_seeds import ROOT, Recording, Seed
 from fuzz_worker import Finding, holdings
@@ -304,7 +314,7 @@ class Relay:
             if peer not in self._ways:
                 self._ways[peer] = b"worker-%d" % len(self._ways)
                 self._far.connect(self._worker, self._ways[peer])
-        if isinstance(message, (Fetch, Ask, OpenGroup)):
+        if isinstance(message, (Fetch, Question, OpenGroup)):
             self._requests.append(message.request)
         if isinstance(message, Segment):
             self._requests += [

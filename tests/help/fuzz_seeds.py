@@ -30,19 +30,26 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
+    AskDevices,
+    AskMemory,
+    AskPassed,
+    AskStatus,
+    AskTurns,
     Bury,
     Hello,
+    ListenForPeers,
     MeshBody,
     OpenGroup,
     Peers,
     Refused,
+    RemoveFiles,
     Welcome,
 )
 from network import Network
 from processes import STARTING, until
 
 FILE = Path(__file__).with_suffix(".msgpack")
-ROOT = FILE.parent.parent
+ROOT = FILE.parents[2]
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
 KEEP = 0.5  # seconds that a worker keeps the session of a hostile master
 _SHORT = 256  # bytes of a payload that are kept; of a longer one only its length
@@ -118,7 +125,7 @@ def _stored(message: Any) -> list[Any]:
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     if isinstance(message, Hello):
         values["shared"] = ""  # is of a process that is gone
-    if "host" in values:
+    if "host" in values and not isinstance(message, ListenForPeers):
         values["host"] = "here"
     if "process" in values:
         values["process"] = ["a-boot:pid:[1]", 1, "1"]
@@ -512,6 +519,20 @@ def _checkpoints() -> None:
             read()
 
 
+def _questions() -> None:
+    """What a session asks seldom, or only when something takes long."""
+    session = active_session()
+    for question, *fields in (
+        (AskTurns,),
+        (AskStatus,),
+        (AskMemory,),
+        (AskDevices,),
+        (AskPassed, [0, 0]),
+        (RemoveFiles, "checkpoint", ["model-0.safetensors"]),
+    ):
+        session.value(session.ask(session.nodes[0], question, *fields))
+
+
 def _leaving() -> None:
     with dr.on(0, "cpu"):
         torch.ones(3, device="remote").cpu()
@@ -522,7 +543,7 @@ def _leaving() -> None:
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [  # what to do, with how many workers, each with how many simulated GPUs
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
     (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
-    (_publications, 2, 0), (_checkpoints, 2, 0),
+    (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
 ]  # fmt: skip
 

@@ -27,11 +27,13 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
-    Ask,
+    AskMemory,
+    AskPassed,
     Cancel,
     Done,
     Failed,
     Fetch,
+    FindPublished,
     Goodbye,
     Hello,
     Join,
@@ -45,6 +47,7 @@ from distruntime.wire.messages import (
     Reply,
     Segment,
     Signal,
+    SweepSaves,
     Welcome,
 )
 from greeting_samples import HELLO, JOIN, WELCOME, hello
@@ -181,7 +184,7 @@ def messages_that_are_none(target: Target) -> None:
 def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
-        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
+        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), AskMemory(1), Reply(1, None),
         Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
         MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip
@@ -306,7 +309,7 @@ def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
         frames.append(msgpack.packb([MESSAGES.index(kind), *(random_.choice(FIELDS) for _ in range(fields))]))
     by_class: dict[str, list[Any]] = {
         "int": [0, 1, 2, 3, -1, 1 << 62], "list": [[], [[]], [[], 1], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
-        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "Any": FIELDS, "bytes": [b""],
+        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "object": FIELDS, "bytes": [b""],
     }  # fmt: skip
     for _ in range(count):
         kind = random_.choice(kinds)
@@ -328,7 +331,10 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     kinds: list[type] = [
         Segment,
         Fetch,
-        Ask,
+        AskMemory,
+        AskPassed,
+        FindPublished,
+        SweepSaves,
         OpenStream,
         Signal,
         Cancel,
@@ -338,7 +344,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
         MeshSegment,
         MeshBody,
     ]
-    for frame in [encode(Ask(1, "passed", [[], 1])), *malformed(kinds, 60, seed)]:
+    for frame in [encode(AskPassed(1, [[], 1])), *malformed(kinds, 60, seed)]:
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])
     attacker.send(b"target", [encode(Goodbye("done"))])

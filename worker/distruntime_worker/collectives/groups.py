@@ -42,10 +42,10 @@ Act = Callable[
 class Group:
     """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
 
-    def __init__(self, message: OpenGroup, report: Report, tell: Tell) -> None:
+    def __init__(self, message: OpenGroup, own: list[int], report: Report, tell: Tell) -> None:
         self._report = report
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
-        others = set(self.nodes) - {self.nodes[rank] for rank, _ in message.members}
+        others = set(self.nodes) - {self.nodes[rank] for rank in own}
 
         def publish(key: str, value: bytes) -> None:
             for node in others:
@@ -233,16 +233,18 @@ class Groups:
         """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
         if message.group <= self._latest or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        ranks = [
-            member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members
-        ]
-        if not all(type(rank) is int and 0 <= rank < len(message.nodes) for rank in ranks):
-            raise ProtocolError(
-                f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
-            )
-        group = Group(message, self._report, tell)
+        named: dict[int, str] = {}
+        for member in message.members:
+            match member:
+                case [int(rank), str(device)] if 0 <= rank < len(message.nodes):
+                    named[rank] = device
+                case _:
+                    raise ProtocolError(
+                        f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
+                    )
+        group = Group(message, list(named), self._report, tell)
         try:
-            for rank, device in message.members:
+            for rank, device in named.items():
                 group.devices[rank] = self._devices.real(torch.device(device))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ProtocolError(

@@ -127,7 +127,7 @@ class Answers:
 
     def _reached(self, stream: Stream, position: int) -> bool:
         return stream.reached >= position or (
-            stream is self._state.default and self._look.position(stream)[0] >= position
+            stream is self._state.default and self._look.position(stream).position >= position
         )
 
     def serve(self, stream: Stream, position: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Message, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, team_and_stream
 
 from ..machine.devices import Devices
 from ..values.mesh_lanes import Shards, Team
@@ -83,14 +83,14 @@ class State:
             not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values())
         )
 
-    def poisoned(self) -> list[Any]:
-        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
-        found: list[Any] = []
+    def poisoned(self) -> list[int | MemberRef]:
+        """Return the refs of what is poisoned."""
+        found: list[int | MemberRef] = []
         for ref, value in self.slots.copy().items():
             if isinstance(value, Poisoned):
                 found.append(ref)
             elif isinstance(value, Shards):
-                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+                found += [MemberRef(ref, lane) for lane, one in enumerate(value) if isinstance(one, Poisoned)]
         return found
 
     def mine(self) -> Stream:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 
+from distruntime.wire.messages import TurnsTaken
+
 LEASE = 0.02  # seconds that a session may run, without coming to the end of a segment, while others wait
 # Seconds that a holder may be ahead of who waits: two sessions that are never done have turns of twice that. Waking a thread that takes the
 # interpreter over costs some 0.1 ms.
@@ -209,11 +211,11 @@ class Turns:
             self.single = len(self.open) < 2
             return turn
 
-    def report(self) -> list[tuple[str, int, float]]:
-        """Return (name, turns taken, seconds used) of each session that is open; what it did while it was alone is not in it."""
+    def report(self) -> list[TurnsTaken]:
+        """Return what each open session has had; what it did while it was alone is not in it."""
         with self.lock:
             self.settle(monotonic())
-            return [(turn.name, turn.taken, turn.seconds) for turn in self.open]
+            return [TurnsTaken(turn.name, turn.taken, turn.seconds) for turn in self.open]
 
     def settle(self, now: float) -> None:
         """Charge the time since the last call to those that ran in it."""

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
 from distruntime.errors import ConfigurationError
+from distruntime.wire.messages import DeviceRow
 
 from .settings import per_thread
 
 _MOST = 127
 
 
-def memory(keys: tuple[str, ...] = ("MemTotal", "MemAvailable")) -> list[int]:
+def memory(keys: tuple[str, str] = ("MemTotal", "MemAvailable")) -> tuple[int, int]:
     """Return total and available bytes of main memory."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        return [found[key] for key in keys]
+        return found[keys[0]], found[keys[1]]
     except (OSError, KeyError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return [total, total]
+        return total, total
 
 
 class Devices:
@@ -53,20 +53,17 @@ class Devices:
             raise RuntimeError(f"this worker has no device {named}; it has {', '.join(self.names)}")
         return torch.device("cpu") if self.simulated else named
 
-    def info(self) -> list[list[Any]]:
-        """Return [name, description, total bytes, free bytes, compute capability, allocated bytes, reserved bytes] of every device.
-
-        The capability is "" and the last two are 0 where there is no GPU and so no caching allocator.
-        """
-        rows: list[list[Any]] = []
+    def info(self) -> list[DeviceRow]:
+        """Return a row for each device, with the memory of now."""
+        rows: list[DeviceRow] = []
         for name in self.names:
             if name == "cpu":
-                rows.append([name, f"{per_thread.num_threads} threads", *memory(), "", 0, 0])
+                rows.append(DeviceRow(name, f"{per_thread.num_threads} threads", *memory(), "", 0, 0))
             elif self.simulated:
-                rows.append([name, "simulated", *memory(), "", 0, 0])
+                rows.append(DeviceRow(name, "simulated", *memory(), "", 0, 0))
             else:
                 free, total = torch.cuda.mem_get_info(name)
                 capability = ".".join(map(str, torch.cuda.get_device_capability(name)))
                 held = torch.cuda.memory_allocated(name), torch.cuda.memory_reserved(name)
-                rows.append([name, torch.cuda.get_device_name(name), total, free, capability, *held])
+                rows.append(DeviceRow(name, torch.cuda.get_device_name(name), total, free, capability, *held))
         return rows

@@ -17,7 +17,22 @@ import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError, UsageError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import ADOPT, PUBLISH, Failed, Failure, Reply
+from distruntime.wire.messages import (
+    ADOPT,
+    PUBLISH,
+    Dropped,
+    Failed,
+    Failure,
+    FoundVersion,
+    FoundVersions,
+    Listed,
+    Lister,
+    Listing,
+    Plain,
+    Reply,
+    SharedTensor,
+    Versions,
+)
 
 from ..log.read_only import ReadOnly
 from ..log.state import State, request_of
@@ -43,25 +58,30 @@ def _numbered(thing: Any) -> int:
 
 @dataclass
 class Record:
-    """One version of a name. `listed` says which workers have a part of it, [identity, ...]; `envelope` is for masters."""
+    """One version of a name. `listed` says which workers have a part of it; `envelope` is for masters."""
 
     version: int
     shared: bool
     what: str
-    listed: list[Any]
+    listed: list[Lister]
     envelope: bytes
-    tensors: list[Any]  # Poisoned where a write has failed since
-    numbers: list[list[int]]  # of each tensor and of its memory
+    # A tensor is `Poisoned` where a write has failed since.
+    tensors: list[torch.Tensor | Poisoned]
+    # For each tensor a number of its own, and one of its memory.
+    numbers: list[tuple[int, int]]
 
-    def rows(self) -> list[list[Any]]:
-        """Return [tensor, memory, spec] of each, as it is now; a poisoned one's spec is None."""
-        for value, numbers in zip(self.tensors, self.numbers):
+    def rows(self) -> list[SharedTensor]:
+        """Return the tensors as they are now."""
+        rows: list[SharedTensor] = []
+        for k, value in enumerate(self.tensors):
+            tensor, memory = self.numbers[k]
             if isinstance(value, torch.Tensor):
-                numbers[1] = _numbered(value.untyped_storage())
-        return [
-            [*n, spec_fields(t) if isinstance(t, torch.Tensor) else None]
-            for n, t in zip(self.numbers, self.tensors)
-        ]
+                memory = _numbered(value.untyped_storage())
+                self.numbers[k] = tensor, memory
+                rows.append(SharedTensor(tensor, memory, spec_fields(value)))
+            else:
+                rows.append(SharedTensor(tensor, memory, None))
+        return rows
 
     def nbytes(self) -> int:
         """Return the bytes of memory that it keeps."""
@@ -76,9 +96,8 @@ class Published:
 
     def __init__(self, session: str) -> None:
         self.session = session
-        self.identity = secrets.token_hex(
-            8
-        )  # sessions number their nodes as they like, and workers come and go at one address
+        # Sessions number their nodes as they like, and workers come and go at one address.
+        self.identity = secrets.token_hex(8)
         self._records: dict[str, dict[int, Record]] = {}
         self._lock = threading.Lock()
 
@@ -115,9 +134,8 @@ class Published:
                     record.tensors[k] = poisoned
 
 
-Others = Callable[
-    [], Mapping[str, Published]
-]  # what other sessions of this worker have published, by session
+# What other sessions of this worker have published, by session.
+Others = Callable[[], Mapping[str, Published]]
 
 
 class Shelf:
@@ -125,44 +143,41 @@ class Shelf:
 
     def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
-        self._found: dict[
-            int, tuple[dict[int, tuple[Record, list[Any]]], bool]
-        ] = {}  # by token, until they have refs
+        # By token, until they have refs.
+        self._found: dict[int, tuple[dict[int, tuple[Record, list[SharedTensor]]], bool]] = {}
         self.table = {PUBLISH: Own("publish", self._publish), ADOPT: Own("lookup", self._adopt)}
         state.spoil = published.spoil
 
     # -- what the master asks (the reader) ---------------------------------------------------------------------------------------
 
-    def answer(self, detail: list[Any]) -> list[Any]:
-        """Answer `Ask("published", detail)`: the identity of whose shelf it is here, and what was asked for."""
+    def listing(self) -> Listing:
+        """Return what this session has published, and what others share."""
         mine = self.published
-        match detail:
-            case ["names"]:
-                rows = [_row("", mine, name, record) for name, record in mine.every()]
-                for owner, other in self._strangers().items():
-                    rows += [
-                        _row(owner, other, name, record) for name, record in other.every() if record.shared
-                    ]
-                return [mine.identity, rows]
-            case ["versions", str(name)]:
-                return [mine.identity, [record.version for record in mine.versions(name)]]
-            case ["find", str(owner), str(name), int(token)]:
-                return self._find(owner, name, token)
-            case ["settle", str(name), int(version)]:
-                return [mine.identity, mine.drop(name, lambda number: number < version)]
-            case ["drop", str(name), int(version)]:
-                return [mine.identity, mine.drop(name, lambda number: version in (0, number))]
-        raise ProtocolError(f"nothing is known about what is published, {str(detail)[:80]}")
+        rows = [_row("", mine, name, record) for name, record in mine.every()]
+        for owner, other in self._strangers().items():
+            rows += [_row(owner, other, name, record) for name, record in other.every() if record.shared]
+        return Listing(mine.identity, rows)
 
-    def _strangers(self) -> dict[str, Published]:
-        return {owner: other for owner, other in self._others().items() if other is not self.published}
+    def versions(self, name: str) -> Versions:
+        """Return which versions there are of a name."""
+        return Versions(self.published.identity, [record.version for record in self.published.versions(name)])
 
-    def _find(self, owner: str, name: str, token: int) -> list[Any]:
-        whose: Published | None = (
-            self.published if owner in ("", self.published.session) else self._strangers().get(owner)
-        )
+    def drop_older(self, name: str, version: int) -> Dropped:
+        """Drop what there is of a name before a version."""
+        gone = self.published.drop(name, lambda number: number < version)
+        return Dropped(self.published.identity, gone)
+
+    def drop(self, name: str, version: int) -> Dropped:
+        """Drop one version of a name, or all of them (0)."""
+        gone = self.published.drop(name, lambda number: version in (0, number))
+        return Dropped(self.published.identity, gone)
+
+    def find(self, owner: str, name: str, token: int) -> FoundVersions:
+        """Return the versions of a name, and hold them for an `ADOPT` with this token."""
+        known: Published | None = self._strangers().get(owner)
+        whose = self.published if owner in ("", self.published.session) else known
         if whose is None:
-            return ["", []]
+            return FoundVersions("", [])
         foreign = whose is not self.published
         found = {
             record.version: (record, record.rows())
@@ -173,18 +188,19 @@ class Shelf:
             if foreign:
                 self.read_only.watch()
             self._found[token] = found, foreign
-        return [
-            whose.identity,
-            [[version, record.envelope, rows] for version, (record, rows) in found.items()],
-        ]
+        versions = [FoundVersion(version, record.envelope, rows) for version, (record, rows) in found.items()]
+        return FoundVersions(whose.identity, versions)
+
+    def _strangers(self) -> dict[str, Published]:
+        return {owner: other for owner, other in self._others().items() if other is not self.published}
 
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
     def _publish(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
         state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
         match fields:
-            case [str(name), int(version), bool(shared), str(what), list(listed), bytes(envelope)] if (
-                version > 0 and _all_workers(listed)
+            case [str(name), int(version), bool(shared), str(what), list(rows), bytes(envelope)] if (
+                version > 0 and (listed := _listers(rows)) is not None
             ):
                 pass
             case _:
@@ -196,7 +212,7 @@ class Shelf:
         if cause is not None:
             state.send(Failed(request, failure_fields(cause)), None)
             return i + 4
-        numbers = [[_numbered(value), _numbered(value.untyped_storage())] for value in values]
+        numbers = [(_numbered(value), _numbered(value.untyped_storage())) for value in values]
         self.published.add(name, Record(version, shared, what, listed, envelope, values, numbers))
         state.send(Reply(request, numbers), None)
         return i + 4
@@ -223,7 +239,7 @@ class Shelf:
                     self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", "")
                 )
             elif (
-                isinstance(value, torch.Tensor) and spec_fields(value) != rows[k][2]
+                isinstance(value, torch.Tensor) and spec_fields(value) != rows[k].spec
             ):  # by what the log held when it was asked for
                 error = UsageError("a tensor has changed its shape since it was published: publish it again")
                 value = Poisoned(self._state.failure(p, i, error, "lookup", described([value])))
@@ -234,20 +250,23 @@ class Shelf:
         return i + 4
 
 
-def _all_workers(listed: list[Any]) -> bool:
-    """Whether these are [identity, node, host, pid, [device, ...]]: masters of other sessions are told of them."""
+def _listers(listed: list[Plain]) -> list[Lister] | None:
+    """Return the workers that have a part of a publication; None where they are none. Other sessions' masters are told of them."""
+    found: list[Lister] = []
     for row in listed:
         match row:
-            case [str(), int(), str(), int(), list(devices)] if all(
-                isinstance(device, str) for device in devices
-            ):
-                continue
-        return False
-    return True
+            case [str(identity), int(node), str(host), int(pid), list(devices)]:
+                names = [device for device in devices if isinstance(device, str)]
+                if len(names) < len(devices):
+                    return None
+                found.append(Lister(identity, node, host, pid, names))
+            case _:
+                return None
+    return found
 
 
-def _row(owner: str, whose: Published, name: str, record: Record) -> list[Any]:
-    return [
+def _row(owner: str, whose: Published, name: str, record: Record) -> Listed:
+    return Listed(
         owner,
         whose.identity,
         name,
@@ -256,4 +275,4 @@ def _row(owner: str, whose: Published, name: str, record: Record) -> list[Any]:
         record.what,
         record.listed,
         record.nbytes(),
-    ]
+    )

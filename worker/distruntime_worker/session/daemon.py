@@ -30,16 +30,30 @@ from distruntime.wire.identity import has_died, process
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
-    Ask,
+    AskChannel,
+    AskDevices,
+    AskMemory,
+    AskPassed,
+    AskStatus,
+    AskTurns,
     BreakGroup,
     Bury,
     Cancel,
+    CommitSave,
     Detach,
+    DropOlder,
+    DropPublished,
     Failed,
     Fetch,
+    FindPublished,
     Goodbye,
     Hello,
     Join,
+    ListenForPeers,
+    ListFolder,
+    ListPublished,
+    ListVersions,
+    MemoryHeld,
     MeshSegment,
     Message,
     Notify,
@@ -48,10 +62,14 @@ from distruntime.wire.messages import (
     OpenStream,
     OpenTeam,
     Peers,
+    Question,
+    ReadIndex,
     Refused,
+    RemoveFiles,
     Reply,
     Segment,
     Signal,
+    SweepSaves,
     Welcome,
 )
 from distruntime.wire.tally import Tally
@@ -303,10 +321,10 @@ class Daemon:
                     session.executor.open_lines(message)
                 case Fetch():
                     session.executor.fetch(message)
-                case Ask(what="checkpoint"):
-                    checkpoint_folder.answer(message.request, message.detail, session.send)
-                case Ask():
-                    self._reply(session, message)
+                case ListFolder() | ReadIndex() | CommitSave() | SweepSaves() | RemoveFiles():
+                    checkpoint_folder.answer(message, session.send)
+                case Question():
+                    self._answer(session, message)
                 case OpenStream():
                     session.open(message)
                 case Signal():
@@ -477,42 +495,52 @@ class Daemon:
             ],
         )
 
-    def _reply(self, session: Session, message: Ask) -> None:
+    def _answer(self, session: Session, question: Question[object]) -> None:
         try:
-            session.send(Reply(message.request, self._about(session, message.what, message.detail)))
+            session.send(Reply(question.request, self._reply(session, question)))
         except (ConfigurationError, OSError) as error:
-            cause = failure(error, seq=0, position=0, op=message.what, operands="")
-            session.send(Failed(message.request, failure_fields(cause)))
+            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+            session.send(Failed(question.request, failure_fields(cause)))
 
-    def _about(self, session: Session, what: str, detail: list[Any]) -> Any:
-        executor = session.executor
-        if what == "status":
-            return executor.status()
-        if what == "turns":
-            return [list(row) for row in self._turns.report()]
-        if what == "info":
-            return self._devices.info()
-        if what == "published":
-            return executor.shelf.answer(detail)
-        if what == "passed":
-            return executor.passed(detail)
-        if what == "memory":
-            return [
-                len(executor.slots),
-                executor.state.executed,
-                executor.state.poisoned(),
-            ]
-        match what, detail:
-            case "channel", [str(name)]:
-                return report(name)
-            case "listen", [str(host)]:
-                session.host = host
-                address = peer_address(self._config, host, session.number)
-                try:
-                    return session.listen(address, self._config.keys)
-                except ConfigurationError as error:
-                    raise unusable_for_workers(address, error) from error
-        raise ProtocolError(f"nothing is known about {what[:40]!r}")
+    def _reply(self, session: Session, question: Question[object]) -> object:
+        """Return the reply to a question that the reader answers at once."""
+        executor, shelf = session.executor, session.executor.shelf
+        match question:
+            case AskDevices():
+                return self._devices.info()
+            case AskMemory():
+                state = executor.state
+                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
+            case AskStatus():
+                return executor.status()
+            case AskTurns():
+                return self._turns.report()
+            case AskPassed(after=after):
+                return executor.passed(after)
+            case AskChannel(channel=channel):
+                return report(channel)
+            case ListenForPeers(host=host):
+                return self._listen(session, host)
+            case ListPublished():
+                return shelf.listing()
+            case ListVersions(name=name):
+                return shelf.versions(name)
+            case FindPublished(owner=owner, name=name, token=token):
+                return shelf.find(owner, name, token)
+            case DropOlder(name=name, version=version):
+                return shelf.drop_older(name, version)
+            case DropPublished(name=name, version=version):
+                return shelf.drop(name, version)
+        raise ProtocolError(f"a worker does not answer {type(question).__name__}")
+
+    def _listen(self, session: Session, host: str) -> str:
+        """Open a session's channel to other workers; return where it listens."""
+        session.host = host
+        address = peer_address(self._config, host, session.number)
+        try:
+            return session.listen(address, self._config.keys)
+        except ConfigurationError as error:
+            raise unusable_for_workers(address, error) from error
 
 
 def serve(config: WorkerConfig, stop: threading.Event) -> None:

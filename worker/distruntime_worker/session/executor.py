@@ -23,6 +23,7 @@ from distruntime.wire.messages import (
     OpenLines,
     OpenStream,
     OpenTeam,
+    Plain,
     Segment,
 )
 from distruntime.wire.shared import Attached
@@ -223,7 +224,8 @@ class Executor:
             return
         try:
             while i < n:
-                word = words[i]
+                # What is no number there raises, as any nonsense does.
+                word: int = words[i]  # type: ignore[assignment]
                 if word < 0:
                     slots.pop(-word, None)
                     i += 1
@@ -262,7 +264,8 @@ class Executor:
                 if work.turn is not None:
                     self._wait_turn(stream, work)
                 while i < stop:
-                    word = words[i]
+                    # What is no number there raises, as any nonsense does.
+                    word: int = words[i]  # type: ignore[assignment]
                     if start + i < stream.cancelled:
                         i = self._cancelling.drop(stream, words, i)
                     elif word < 0:
@@ -292,7 +295,7 @@ class Executor:
             work.left -= 1
             while state.works and state.works[0].left == 0:
                 done = state.works.popleft()
-                failures = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
+                failures: list[Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
                 state.send(Done(done.segment.seq, failures, done.corrections), None)
                 if done.team is None:
                     state.executed = done.segment.start + len(done.segment.words)

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed
@@ -21,6 +20,7 @@ from distruntime.wire.data_channel import (
     registered,
     registered_names,
 )
+from distruntime.wire.messages import ChannelOffer
 
 log = logging.getLogger("distruntime.worker")
 
@@ -98,10 +98,10 @@ def names() -> list[str]:
     return [*shipped, *(n for n in [*registered_names(), *entry_point_names()] if n not in shipped)]
 
 
-def report(name: str) -> list[Any]:
-    """Return [why it cannot be had here or nothing, its capabilities in wire form or None, the Python that runs here]."""
+def report(name: str) -> ChannelOffer:
+    """Return whether a data channel can be had here, and what it can do."""
     python = list(sys.version_info[:2])
     try:
-        return ["", find(name).capabilities.wire(), python]  # type: ignore[attr-defined]
+        return ChannelOffer("", find(name).capabilities.wire(), python)  # type: ignore[attr-defined]
     except ConfigurationError as error:
-        return [str(error), None, python]
+        return ChannelOffer(str(error), None, python)

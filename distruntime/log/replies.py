@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sized
 from typing import TypeGuard, get_args, get_origin
 
 from ..errors import ProtocolError
-from ..wire.codec import dtype_named, failure_from
+from ..wire.codec import dtype_named, failure_from, unpack_constant
 from ..wire.messages import (
     MESSAGES,
     ChannelOffer,
     DeviceRow,
     FoundVersion,
     Listed,
+    Plain,
     Question,
     SharedTensor,
     Versions,
@@ -23,8 +24,6 @@ from ..wire.messages import (
 
 # Elements: no memory holds more, and torch's own arithmetic overflows beyond.
 _MOST = 1 << 62
-# Lists in lists: a thousand would end in a RecursionError, which is nobody's fault but the worker's.
-_DEEPEST = 64
 
 
 def _integers(value: object) -> TypeGuard[list[int]]:
@@ -65,15 +64,17 @@ def is_spec(fields: object) -> TypeGuard[list[object]]:
     return offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4
 
 
-def is_plain(value: object, depth: int = 0) -> bool:
+def is_plain(value: Plain) -> bool:
     """Whether this is a result that is no tensor."""
-    if isinstance(value, list):
-        return _is_complex(value) or (
-            value[:1] == ["list"]
-            and depth < _DEEPEST
-            and all(is_plain(item, depth + 1) for item in value[1:])
-        )
-    return value is None or type(value) in (bool, int, float, str)
+    try:
+        unpack_constant(value)
+    except ProtocolError:
+        return False
+    return True
+
+
+def _is_described(fields: object) -> bool:
+    return is_spec(fields) or is_plain(typing.cast("Plain", fields))
 
 
 def _is_complex(value: object) -> bool:
@@ -244,7 +245,7 @@ FORMS: Mapping[str, Reader] = {
     "text": _exactly(str),
     "passed": _either([_exactly(type(None)), _list_of(_such(_is_failure))]),
     "done": _exactly(type(None)),
-    "specs": _list_of(_such(lambda fields: is_spec(fields) or is_plain(fields))),
+    "specs": _list_of(_such(_is_described)),
     "published": _list_of(_such(lambda row: _integers(row) and len(row) == 2)),
     **{cls.__name__: reader_of(_reply_type(cls)) for cls in MESSAGES if issubclass(cls, Question)},
     "AskDevices": _all_devices,

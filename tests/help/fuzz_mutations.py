@@ -105,7 +105,7 @@ class Mutator:
             {"a": 1},
             [OPERAND],
             ["list"],
-            ["float", "x"],
+            ["int", "x"],
             ["dtype", "nn"],
             ["device", "x:y"],
         ]

@@ -522,7 +522,7 @@ def _checkpoints() -> None:
 def _questions() -> None:
     """What a session asks seldom, or only when something takes long."""
     session = active_session()
-    for question, *fields in (
+    for question, *details in (
         (AskTurns,),
         (AskStatus,),
         (AskMemory,),
@@ -530,7 +530,7 @@ def _questions() -> None:
         (AskPassed, [0, 0]),
         (RemoveFiles, "checkpoint", ["model-0.safetensors"]),
     ):
-        session.value(session.ask(session.nodes[0], question, *fields))
+        session.value(session.ask(session.nodes[0], question, *details))
 
 
 def _leaving() -> None:

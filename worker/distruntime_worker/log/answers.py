@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, ProtocolError
-from distruntime.wire.codec import copy_bytes, failure_fields
+from distruntime.wire.codec import copy_bytes, failure_fields, pack_constant
 from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
 from distruntime.wire.shared import Attached
 
@@ -24,7 +24,6 @@ from ..values.objects import (
     Poisoned,
     described,
     failure,
-    plain,
     render,
     wire_tensor,
 )
@@ -250,7 +249,7 @@ class Answers:
         """
         request = fetch.request
         if fetch.form == "item":
-            self._state.send(Reply(request, plain(value.item())), None)
+            self._state.send(Reply(request, pack_constant(value.item())), None)
             return
         if fetch.form == "text":
             self._state.send(Reply(request, render(value, dict(fetch.options))), None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError
-from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
+from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields, pack_constant
 from distruntime.wire.messages import (
     CHECK,
     FORGET,
@@ -26,7 +26,7 @@ from distruntime.wire.shared import Attached, KeptMemory
 
 from ..values.functions import Tape
 from ..values.mesh_lanes import Shards
-from ..values.objects import Poisoned, described, plain, spec_fields
+from ..values.objects import Poisoned, described, spec_fields
 from ..values.staging import Staging
 from ..values.step import Own, Step
 from ..values.streams import HostCopy, Stamp
@@ -145,7 +145,8 @@ class Instructions:
                 shown = [None if isinstance(v, Tape) else v for v in results]
                 self._state.send(
                     Reply(
-                        request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]
+                        request,
+                        [spec_fields(v) if isinstance(v, torch.Tensor) else pack_constant(v) for v in shown],
                     ),
                     None,
                 )

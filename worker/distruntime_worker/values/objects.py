@@ -98,14 +98,3 @@ def wire_tensor(value: torch.Tensor) -> tuple[list[Any], memoryview]:
     with torch.no_grad():
         here = value.detach().to("cpu")
         return [dtype_name(here.dtype), list(here.shape)], tensor_bytes(here)
-
-
-def plain(value: Any) -> Any:
-    """Return a result that is not a tensor in its wire form."""
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return ["list", *map(plain, value)]
-    raise TypeError(f"a result of class {type(value).__name__} cannot travel to the master")

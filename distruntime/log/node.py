@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, final
 
 from ..errors import NodeFailed, ProtocolError
-from ..wire.codec import Buffer, encode, failure_from
+from ..wire.codec import encode, failure_from
+from ..wire.frames import Part
 from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, MeshSegment, Segment, Welcome
 from .ledger import Cause, Ledger
@@ -102,7 +103,7 @@ class Node(Log):
                     self.order.checked[0] = self.order.last[0]
                 self.overtaken = False
 
-    def carry(self, part: Flight, frame: Buffer) -> None:
+    def carry(self, part: Flight, frame: Part) -> None:
         """Send this worker its copy of a mesh's segment, as a segment of its own without words. Call under `lock`, while the mesh's log is active."""
         outlet = self.outlet
         outlet.seq += 1

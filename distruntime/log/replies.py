@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TypeGuard, get_args, get_origin
 
 from ..errors import ProtocolError
@@ -119,14 +119,18 @@ def _is_version(number: int) -> bool:
     return 0 < number < 1 << 53
 
 
-# What the classes of a row's fields do not say.
-_FITS: dict[type, Callable[..., bool]] = {
-    ChannelOffer: lambda row: len(row.python) == 2,
-    FoundVersion: lambda row: _is_version(row.version),
-    Listed: lambda row: _is_version(row.version),
-    SharedTensor: lambda row: row.spec is None or is_spec(row.spec),
-    Versions: lambda row: all(map(_is_version, row.versions)),
-}
+def _fits(row: object) -> bool:
+    """Whether what the classes of a row's fields do not say holds as well."""
+    match row:
+        case ChannelOffer(python=python):
+            return len(python) == 2
+        case FoundVersion(version=version) | Listed(version=version):
+            return _is_version(version)
+        case SharedTensor(spec=spec):
+            return spec is None or is_spec(spec)
+        case Versions(versions=versions):
+            return all(map(_is_version, versions))
+    return True
 
 
 def _exactly(*kinds: type) -> Reader:
@@ -177,26 +181,22 @@ def _either(readers: list[Reader]) -> Reader:
     return read
 
 
-def _row_of(cls: Callable[..., object], columns: list[Reader], fits: Callable[..., bool]) -> Reader:
+def _row_of(make: Callable[[Iterable[object]], object], columns: list[Reader]) -> Reader:
     def read(value: object) -> object:
         if not isinstance(value, list) or len(value) != len(columns):
             raise _Unfit
-        row = cls(*(column(one) for column, one in zip(columns, value)))
-        if not fits(row):
+        row = make(column(one) for column, one in zip(columns, value))
+        if not _fits(row):
             raise _Unfit
         return row
 
     return read
 
 
-def _always(_: object) -> bool:
-    return True
-
-
 def reader_of(annotation: object) -> Reader:
     """Return what makes a value of this type of one that msgpack has brought, and raises for anything else."""
     if annotation is object:
-        return _such(_always)
+        return _such(lambda _: True)
     if annotation is float:
         return _exactly(int, float)
     if annotation in (bool, int, str, bytes, type(None)):
@@ -210,7 +210,7 @@ def reader_of(annotation: object) -> Reader:
         return _either([reader_of(argument) for argument in arguments])
     if isinstance(annotation, type) and issubclass(annotation, tuple):
         columns = [reader_of(kind) for kind in typing.get_type_hints(annotation).values()]
-        return _row_of(annotation, columns, _FITS.get(annotation, _always))
+        return _row_of(annotation._make, columns)  # type: ignore[attr-defined]
     raise TypeError(f"no reply is of type {annotation}")
 
 

@@ -28,6 +28,7 @@ from ..wire.channel import Channel, ChannelClosed, PeerGone
 from ..wire.codec import Buffer, decode, encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.identity import has_died, out_of_memory_kills
+from ..wire.inbox import Frames
 from ..wire.link import Delivery
 from ..wire.messages import (
     Ack,
@@ -111,7 +112,7 @@ class Session:
         self.meeting: Any = None  # how the workers have come to know each other
         self.joined = False  # whether workers wait for each other: then what has gathered for one may be what another waits for
         self._looked = 0.0
-        self._arrived: deque[tuple[bytes, Sequence[Any]]] = deque()
+        self._arrived: deque[tuple[bytes, Frames]] = deque()
         self.greetings: list[tuple[bytes, Greeting]] = []
         self.keeper_to_be: Any = None  # the same, while it starts
         self.keeper: Any = None  # the Keeper of its workers' connections, a layer up, once it has started

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import final
 
 import zmq
 import zmq.auth.thread
@@ -30,11 +30,11 @@ from .address import listener, resolve, unusable, wants_ipv6
 from .connections import Connections, Peer
 from .connections import PeerEvent as PeerEvent
 from .descriptors import require
-from .frames import FRAME, ROOM, Long, is_large
+from .frames import FRAME, ROOM, Long, Part, is_large
 from .inbox import LARGE as LARGE
 from .inbox import Frames, Inbox
 from .keys import KeyPair
-from .link import Buffer, Delivery, Link
+from .link import Delivery, Link
 from .shield import shield
 from .wake import Wake
 
@@ -71,7 +71,7 @@ def _begin() -> None:
             _begun.append(True)
 
 
-def _tracked(parts: Any) -> tuple[Any, list[Any]]:
+def _tracked(parts: Long | Sequence[Part]) -> tuple[Long | Sequence[Part], list[zmq.MessageTracker]]:
     """Return frames that libzmq reads where they are, if they are large, and what tells for each when it has."""
     if not _begun:
         _begin()
@@ -88,7 +88,7 @@ class PeerGone(DistruntimeError):
     """No connection to a peer of this name."""
 
 
-def for_many(frame: bytes) -> Any:
+def for_many(frame: bytes) -> zmq.Frame:
     """Return a frame that is sent to many peers and is in memory once, where each send of bytes makes a copy of its own."""
     return zmq.Frame(frame, copy=True)
 
@@ -125,9 +125,8 @@ class Channel:
         self._keys = keys
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[Any, Delivery | None, Any, Sequence[int]]] = (
-            deque()
-        )  # messages that came meanwhile
+        # Messages that came meanwhile.
+        self._late: deque[tuple[Peer | Link, Delivery | None, Long | Sequence[Part], Sequence[int]]] = deque()
         self._closed = False
         self._waiting = (
             False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
@@ -136,7 +135,7 @@ class Channel:
         self._wake = Wake()
         # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an interrupt did to the last:
         # pyzmq runs signal handlers after each frame, and a message cut in two would swallow the next.
-        self._unsent: map[Any] | None = None
+        self._unsent: map[object] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = (
             zmq.Context()
         )  # its own: one ZAP handler per context, and close() can be complete
@@ -155,8 +154,8 @@ class Channel:
             self.close()
             raise
         # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
-        self._send_frame: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._socket)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._socket)
+        self._send_frame: Callable[[Part, int], object] = zmq.backend.Socket.send.__get__(self._socket)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._socket)
         self._polling = False
         self._poll = select.poll()
         self._fd: int = self._option(zmq.FD)
@@ -209,7 +208,7 @@ class Channel:
         self._send_late()
 
     def send(
-        self, to: Peer | Link, frames: Sequence[Buffer], *, copy: bool = True
+        self, to: Peer | Link, frames: Sequence[Part], *, copy: bool = True
     ) -> Delivery | zmq.MessageTracker | None:
         """Queue a message to a peer, or to whoever carries a link, which keeps it until it has arrived. Return at once.
 
@@ -238,8 +237,8 @@ class Channel:
             if size > FRAME:
                 long = True
         delivery = Delivery(to, frames) if type(to) is Link else None
-        parts: Any = Long(frames) if long else frames
-        trackers: Sequence[Any] = ()
+        parts: Long | Sequence[Part] = Long(frames) if long else frames
+        trackers: Sequence[zmq.MessageTracker] = ()
         if (
             not copy
         ):  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
@@ -263,11 +262,13 @@ class Channel:
                         self._finish_sending()
                     if self._late:
                         self._drain_late()  # first come, first sent
-                    peer: Any = to if delivery is None else delivery.link.peer
-                    sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
+                    peer = to if isinstance(to, bytes) else to.peer
                     if delivery is not None:
                         delivery.link.keep(delivery)
                     if peer is not None:
+                        sequence, flags = (
+                            parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
+                        )
                         self._unsent = unsent = map(self._send_frame, sequence, flags)
                         try:
                             list(unsent)
@@ -307,8 +308,8 @@ class Channel:
                 for delivery in link.kept:
                     long = any(map(is_large, delivery.frames))
                     parts, delivery.trackers = _tracked(Long(delivery.frames) if long else delivery.frames)
-                    flags = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
-                    sequence, flags = parts.to(peer) if long else ((peer, *parts), flags)
+                    flags: Sequence[int] = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
+                    sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
                     self._unsent = map(self._send_frame, sequence, flags)
                     self._finish_sending()
                 if self._waiting:
@@ -318,7 +319,7 @@ class Channel:
         self._send_late()
 
     def receive(
-        self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None
+        self, timeout: float | None, spin: float = 0.0, into: deque[tuple[Peer, Frames]] | None = None
     ) -> list[tuple[Peer, Frames]]:
         """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
 
@@ -494,11 +495,12 @@ class Channel:
             if self._unsent is not None:
                 self._finish_sending()
             to, delivery, parts, flags = self._late.popleft()
-            peer = to if delivery is None else to.peer
-            sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
-            if delivery is not None:
-                to.keep(delivery)
+            link = to if isinstance(to, Link) else None
+            peer = to if isinstance(to, bytes) else to.peer
+            if link is not None and delivery is not None:
+                link.keep(delivery)
             if peer is not None:
+                sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
                 self._unsent = map(self._send_frame, sequence, flags)
                 self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
 

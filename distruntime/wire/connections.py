@@ -10,7 +10,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import zmq
 import zmq.backend
@@ -89,8 +89,8 @@ class Connections:
         router.monitor("inproc://monitor", _MONITORED)
         self._monitor.connect("inproc://monitor")
         self._raw: list[bytes] = []
-        self._receive: Callable[..., bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._monitor)
+        self._receive: Callable[[int], bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._monitor)
         self.fd: int = self._option(zmq.FD)
         self._option(_EVENTS)  # libzmq signals the fd only to a reader that has found nothing once
         poll = select.poll()

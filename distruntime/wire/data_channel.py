@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -58,7 +58,7 @@ class Capabilities:
     tags: bool = True
     concurrent: bool = True
 
-    def wire(self) -> list[Any]:
+    def wire(self) -> list[object]:
         """Return the wire form."""
         reductions = {
             op: sorted(str(d).removeprefix("torch.") for d in dtypes)
@@ -67,14 +67,38 @@ class Capabilities:
         return [sorted(self.operations), reductions, sorted(self.devices), self.tags, self.concurrent]
 
     @staticmethod
-    def from_wire(fields: list[Any]) -> Capabilities:
-        """Return what `wire` gave; a dtype that this torch does not have is left out."""
-        operations, reductions, devices, tags, concurrent = fields
-        known = {
-            op: frozenset(getattr(torch, d) for d in names if hasattr(torch, d))
-            for op, names in reductions.items()
-        }
-        return Capabilities(frozenset(operations), known, frozenset(devices), bool(tags), bool(concurrent))
+    def from_wire(fields: object) -> Capabilities:
+        """Return what `wire` gave; raise `TypeError` for anything else. A dtype that this torch does not have is left out."""
+        match fields:
+            case [list(operations), dict(reductions), list(devices), bool(tags), bool(concurrent)]:
+                known = {
+                    _text(op): frozenset(getattr(torch, d) for d in _texts(names) if hasattr(torch, d))
+                    for op, names in reductions.items()
+                }
+                return Capabilities(_texts(operations), known, _texts(devices), tags, concurrent)
+        raise TypeError(f"expected five fields, got {fields!r:.80}")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"expected a text, got {value!r:.80}")
+
+
+def _texts(values: object) -> frozenset[str]:
+    if isinstance(values, list):
+        return frozenset(map(_text, values))
+    raise TypeError(f"expected a list of texts, got {values!r:.80}")
+
+
+class Store(Protocol):
+    """What a data channel needs of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Set a key for all members."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key; block until it is there."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ class Membership:
     device: torch.device
     host: str
     timeout: float
-    store: Any
+    store: Store
 
 
 @dataclass(frozen=True)
@@ -218,14 +242,14 @@ def entry_point_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
 
 
-def checked(name: str, factory: Any) -> Factory:
+def checked(name: str, factory: object) -> Factory:
     """Return `factory`; raise `ConfigurationError` if it or the name cannot be."""
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise ConfigurationError(f'a data channel\'s name is an identifier other than "auto", got {name!r}')
     return checked_class(name, factory)
 
 
-def checked_class(name: str, factory: Any) -> Factory:
+def checked_class(name: str, factory: object) -> Factory:
     """As `checked`, under a name that distruntime itself has given."""
     if not (isinstance(factory, type) and issubclass(factory, DataChannel)):
         raise ConfigurationError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TypeAlias, final
 
 import numpy as np
 import zmq
@@ -19,12 +19,15 @@ FRAME = (1 << 19) + (1 << 12)
 # Bytes that libzmq itself puts around a frame: with CURVE a command's name, a nonce, flags and a box, 33 in all.
 ROOM = 1 << 10
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+# A frame as it is sent.
+Part: TypeAlias = Buffer | zmq.Frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # A place says which of the message's frames the piece belongs to, where the piece begins in it, and how many bytes that frame has.
 _PLACE = struct.Struct(">IQQ")
 
 
-def is_large(frame: Any) -> bool:
+def is_large(frame: Part) -> bool:
     """Return whether a frame travels in pieces."""
     return (frame.nbytes if isinstance(frame, memoryview) else len(frame)) > FRAME
 
@@ -33,9 +36,9 @@ def is_large(frame: Any) -> bool:
 class Long:
     """A message with large frames, as it is sent: several messages, without a copy of what they bring."""
 
-    def __init__(self, frames: Sequence[Any]) -> None:
-        self._messages: list[list[Any]] = []
-        rest: list[Any] = [b"", b""]
+    def __init__(self, frames: Sequence[Part]) -> None:
+        self._messages: list[list[Part]] = []
+        rest: list[Part] = [b"", b""]
         for index, frame in enumerate(frames):
             if not is_large(frame):
                 rest.append(frame)
@@ -47,19 +50,19 @@ class Long:
                 )
         self._messages.append(rest)
 
-    def tracked(self, least: int) -> list[Any]:
+    def tracked(self, least: int) -> list[zmq.MessageTracker]:
         """Have libzmq read frames from `least` bytes on where they are; return what tells for each frame when it has."""
         trackers = []
         for message in self._messages:
             for k, part in enumerate(message):
                 if len(part) >= least:
-                    message[k] = (
+                    message[k] = frame = (
                         part if isinstance(part, zmq.Frame) else zmq.Frame(part, track=True, copy=False)
                     )
-                    trackers.append(message[k].tracker)
+                    trackers.append(frame.tracker)
         return [tracker for tracker in trackers if tracker is not None]
 
-    def to(self, peer: bytes) -> tuple[Sequence[Any], Sequence[int]]:
+    def to(self, peer: bytes) -> tuple[Sequence[Part], Sequence[int]]:
         """Return what to hand to libzmq for a peer, one by one, and with which flags."""
         parts = [part for message in self._messages for part in (peer, *message)]
         return parts, [flag for message in self._messages for flag in (*[_MORE] * len(message), _LAST)]
@@ -81,6 +84,10 @@ class Joined:
         return bytes(self.buffer)
 
 
+# A frame as it arrives: a large one as libzmq holds it, or as its pieces have been joined.
+Arrived: TypeAlias = bytes | zmq.Frame | Joined
+
+
 class Nonsense(Exception):
     """Pieces that do not fit together."""
 
@@ -95,7 +102,7 @@ class Coming:
         )
         self._got = got  # bytes of the last of them that have come
 
-    def with_piece(self, place: Any, piece: Any) -> Coming:
+    def with_piece(self, place: bytes, piece: Buffer) -> Coming:
         """Put a piece where it belongs. Memory is asked for as a frame's first piece says, and used as pieces come."""
         if len(place) != _PLACE.size:
             raise Nonsense
@@ -115,11 +122,11 @@ class Coming:
         view[start : start + len(piece)] = piece
         return Coming(large, got + len(piece))
 
-    def frames(self, rest: Sequence[Any]) -> list[Any]:
+    def frames(self, rest: Sequence[Arrived]) -> list[Arrived]:
         """Return all frames, with those that were not large, which have come last."""
         if not self._large or self._got != len(self._large[-1][1]):
             raise Nonsense
-        found = list(rest)
+        found: list[Arrived] = list(rest)
         for index, view in self._large:
             if index > len(found):
                 raise Nonsense

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from .messages import Plain
 
 
 def _read(path: str) -> str:
@@ -38,18 +40,18 @@ def vicinity() -> str:
         return ""
 
 
-def process(pid: int | None = None) -> list[Any]:
+def process(pid: int | None = None) -> list[Plain]:
     """Return a process of this machine as [machine, pid, start]: this one, or the one with that number."""
     number = os.getpid() if pid is None else pid
     return [_machine(), number, _started(number)]
 
 
-def here(process: list[Any]) -> bool:
+def here(process: Sequence[object]) -> bool:
     """Whether a process is, or was, one of this machine's."""
     return len(process) == 3 and bool(process[0]) and process[0] == _machine()
 
 
-def has_died(process: list[Any]) -> bool:
+def has_died(process: Sequence[object]) -> bool:
     """Whether a process is known to be no more; False of one of another machine, of which nothing is known."""
     return here(process) and isinstance(process[1], int) and _started(process[1]) != process[2]
 

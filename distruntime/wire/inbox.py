@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from typing import Protocol, final
 
 import zmq
 import zmq.backend
 
 from .connections import Connections, Peer
-from .frames import Coming, Joined, Nonsense
+from .frames import Arrived, Coming, Nonsense
 
-Frames = list["bytes | zmq.Frame | Joined"]
+Frames = list[Arrived]
+
+
+class _Receive(Protocol):
+    def __call__(self, flags: int, copy: bool = True, /) -> bytes | zmq.Frame: ...
+
 
 # Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than keeping a message alive
 # (pyzmq's COPY_THRESHOLD draws the same line for sending).
@@ -37,16 +42,16 @@ class Inbox:
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
         self.messages: list[tuple[Peer, Frames]] = []
         self.received_bytes = 0
-        self._partial: list[
-            Any
-        ] = []  # read of the next message so far; not empty only within read() or after an interrupt there
-        self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
+        # What has been read of the next message so far. It is not empty only within read(), or after an interrupt there.
+        self._partial: list[bytes | zmq.Frame] = []
+        # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it.
+        self._expected = 0
         # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in place.
         self._coming: dict[Peer, Coming] = {}
         self._connections = connections
         # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
-        self._receive: Callable[..., Any] = zmq.backend.Socket.recv.__get__(router)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(router)
+        self._receive: _Receive = zmq.backend.Socket.recv.__get__(router)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(router)
 
     def drain(self) -> None:
         """Read all messages that are there."""
@@ -78,7 +83,7 @@ class Inbox:
             except zmq.Again:
                 self._expected = 0
                 raise
-        peer = partial[0]
+        peer: bytes = partial[0]  # type: ignore[assignment]  # received as bytes, above
         if len(partial) < 2:
             known = peer in connections.placed or peer in connections.dialled
             self._expected = 2
@@ -92,14 +97,17 @@ class Inbox:
             self._expected += 1
             partial.extend(map(self._receive, *_FRAME))
         head = partial[1]
-        if type(head) is not bytes:
+        if isinstance(head, zmq.Frame):
             if peer not in connections.dialled:
                 connections.place(peer, _connection(head))
             head = head.bytes
         frames: Frames | None = [head]
         coming = self._coming
         if len(partial) > 2:
-            rest = [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
+            rest = [
+                frame.bytes if isinstance(frame, zmq.Frame) and len(frame) < LARGE else frame
+                for frame in partial[2:]
+            ]
             if head:
                 frames = [head, *rest]
             else:
@@ -117,7 +125,7 @@ class Inbox:
         self._expected = 0
         return frames is not None
 
-    def _long(self, peer: Peer, parts: list[Any]) -> tuple[Frames | None, dict[Peer, Coming]]:
+    def _long(self, peer: Peer, parts: list[bytes | zmq.Frame]) -> tuple[Frames | None, dict[Peer, Coming]]:
         """Return the large message that these parts end, if they do, and what of such messages has come then.
 
         What makes no sense becomes a message that makes none: who takes the messages knows what to do with such a peer.
@@ -126,11 +134,14 @@ class Inbox:
         try:
             if parts[0]:
                 (place, piece) = parts
-                coming = coming.with_piece(place, piece if type(piece) is bytes else piece.buffer)
+                if isinstance(place, zmq.Frame):
+                    raise Nonsense
+                coming = coming.with_piece(place, piece.buffer if isinstance(piece, zmq.Frame) else piece)
                 return None, {**self._coming, peer: coming}
             frames = coming.frames(parts[1:])
-            if type(frames[0]) is not bytes:
-                frames[0] = frames[0].bytes
+            head = frames[0]
+            if not isinstance(head, bytes):
+                frames[0] = head.bytes
             return frames, self._without(peer)
         except (Nonsense, ValueError):
             return [b""], self._without(peer)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
+
+import zmq
 
 from ..errors import ProtocolError
+from .frames import Part
 
 Buffer = bytes | bytearray | memoryview
 
@@ -26,12 +29,12 @@ class Delivery:
 
     __slots__ = ("frames", "link", "number", "trackers")
 
-    def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
+    def __init__(self, link: Link, frames: Sequence[Part]) -> None:
         self.link, self.frames = link, frames
-        self.trackers: Sequence[
-            Any
-        ] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
-        self.number = 0  # of the link's messages, from 1; 0 until it is in order
+        # They tell whether ZeroMQ reads the frames' memory still, where it reads it in place.
+        self.trackers: Sequence[zmq.MessageTracker] = ()
+        # Counts the link's messages from 1; it is 0 until the message is in order.
+        self.number = 0
 
     @property
     def done(self) -> bool:

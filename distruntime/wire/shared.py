@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
-from typing import Any
 
 from ..errors import ProtocolError
 from .descriptors import are_out, spare
@@ -166,7 +165,7 @@ class Attached:
         challenge: the name of its segment with the secret, as `Hello.shared` has it.
     """
 
-    def __init__(self, process: Sequence[Any] = (), challenge: str = "") -> None:
+    def __init__(self, process: Sequence[object] = (), challenge: str = "") -> None:
         self.nonce = secrets.token_bytes(_NONCE)
         self._pid, self._challenge = process[1] if len(process) > 1 else None, challenge
         self._proven = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from _signal import signal as set_handler  # type: ignore[import-not-found]  # without the enums that the public function makes: 0.6 us for there and back
-from typing import Any
 
 _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident
@@ -16,8 +15,8 @@ class Shield:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._struck: list[tuple[Any, ...]] = []
-        self._handler: Any = None
+        self._struck: list[tuple[object, ...]] = []
+        self._handler: object = None
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN:
@@ -38,7 +37,7 @@ class Shield:
                     if callable(handler):
                         handler(*struck)
 
-    def _note(self, *struck: Any) -> None:
+    def _note(self, *struck: object) -> None:
         self._struck.append(struck)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 _TRAINING = ("training", "train", "use_input_stats")
 _PURE = ("backward", "functional", "_no_")  # "_no_update", "_no_training"
 
 
-def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, Any]) -> set[str]:
+def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:
     """Return the names of the arguments that an operator writes besides those that its schema marks. `given` are its arguments by name."""
     running = {argument for argument in arguments if argument.startswith("running_")}
     if not running or any(part in name for part in _PURE):

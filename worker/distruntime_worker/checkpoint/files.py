@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from safetensors.torch import save as serialized
 from distruntime.errors import CheckpointError
 from distruntime.wire.codec import bytes_tensor, dtype_name, dtype_named, tensor_bytes
 
+from ..values.step import Operator
 from ..values.streams import HostCopy
 
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
@@ -45,7 +46,7 @@ class Writing(HostCopy):
     __slots__ = ("_error", "_nbytes", "_over")
 
     def __init__(self) -> None:
-        self.event: Any = self
+        self.event = self
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._nbytes = 0
@@ -62,7 +63,7 @@ class Writing(HostCopy):
             self._error = error
         self._over.set()
 
-    def ready(self) -> bool:
+    def query(self) -> bool:
         """Return whether the file is written, or will not be."""
         return self._over.is_set()
 
@@ -81,15 +82,26 @@ class Writing(HostCopy):
 # -- writing ---------------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(packed: torch.Tensor) -> tuple[dict[str, Any], memoryview]:
+class Plan(TypedDict, total=False):
+    """What the master sends along as JSON: of a save the keys of its tensors, of a load where they are."""
+
+    folder: str
+    file: str
+    save: str
+    keys: list[str]
+    small: list[tuple[str, str, list[int], int]]
+    tensors: list[tuple[str, str, str, list[int], list[int] | None]]
+
+
+def plan_of(packed: torch.Tensor) -> tuple[Plan, memoryview]:
     """Return what the master sends along as bytes: a JSON object, then the values of small tensors of its own."""
     data = tensor_bytes(packed.cpu())
     (size,) = struct.unpack("<Q", data[:8])
-    plan: dict[str, Any] = json.loads(bytes(data[8 : 8 + size]))
+    plan: Plan = json.loads(bytes(data[8 : 8 + size]))
     return plan, data[8 + size :]
 
 
-def write(packed: torch.Tensor, background: bool, tensors: list[Any]) -> Writing:
+def write(packed: torch.Tensor, background: bool, tensors: list[torch.Tensor]) -> Writing:
     """Write tensors, as they are at this point of the log, to a new file; in a thread of its own, from copies, if `background`."""
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         raise TypeError(
@@ -165,7 +177,7 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
     order = sorted(
         entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0])
     )  # so that each is aligned, as the format wants
-    header: dict[str, Any] = {}
+    header: dict[str, object] = {}
     end = 0
     for key, _, meta in order:
         form = stored(meta)
@@ -202,7 +214,7 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
     return length + end
 
 
-def _header(entries: dict[str, Any], save: str, sums: Sequence[int]) -> bytes:
+def _header(entries: dict[str, object], save: str, sums: Sequence[int]) -> bytes:
     metadata = {"format": "pt", "distruntime": save, "crc32": " ".join(f"{n:08x}" for n in sums)}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -284,13 +296,28 @@ def read_packed(packed: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _values(plan: dict[str, Any]) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
+def _values(plan: Plan) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
     """Yield the values of each tensor of a plan, in the file's memory, and the strides that it is to have."""
     folder, files = plan["folder"], dict[str, _File]()
     for name, key, dtype, sizes, stride in plan["tensors"]:
         if name not in files:
             files[name] = _File(folder, name, plan["save"])
         yield files[name].tensor(key, dtype_named(dtype), sizes), stride
+
+
+class _Opened(Protocol):
+    """What safetensors opens."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, key: str) -> torch.Tensor: ...
+
+
+def _opened(path: str) -> _Opened:
+    file: _Opened = safe_open(path, framework="pt")
+    return file
 
 
 class _File:
@@ -303,8 +330,7 @@ class _File:
             )
         self._path = os.path.join(folder, name)
         try:
-            opened: Any = safe_open
-            self._file = opened(self._path, framework="pt")
+            self._file = _opened(self._path)
             metadata = self._file.metadata() or {}
         except SafetensorError as error:
             raise self._damaged(str(error)) from None
@@ -344,7 +370,7 @@ class _File:
         )
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Operator] = {
     "distruntime::checkpoint_write": write,
     "distruntime::checkpoint_read": read,
     "distruntime::checkpoint_read_packed": read_packed,

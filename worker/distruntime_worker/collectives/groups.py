@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ class Group:
             return
         errors: list[Exception] = []
 
-        def work(rank: int, stream: Any) -> None:
+        def work(rank: int, stream: torch.cuda.Stream | None) -> None:
             try:
                 with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                     self.run(rank, act, *jobs[rank], sequence)
@@ -363,7 +362,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
-def _unpickled(factory: bytes) -> Any:
+def _unpickled(factory: bytes) -> object:
     # From the master, which may run any code here anyway.
     try:
         return pickle.loads(factory)

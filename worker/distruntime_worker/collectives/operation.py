@@ -24,15 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
 from distruntime.wire.data_channel import DataChannel, Reduction
+from distruntime.wire.messages import Plain
 
-from ..values.step import Slots, Step
+from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
 from .groups import Group
 
 PREFIX = "group::"
@@ -66,7 +68,22 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    splits: tuple[list[list[int]], list[list[int]]] = ((), ())  # type: ignore[assignment]  # all_to_all: bytes per rank, in and out
+    # Of all_to_all: bytes per rank, in and out.
+    splits: tuple[list[list[int]], list[list[int]]] = ([], [])
+
+
+class TakePart(Protocol):
+    """Has a session's members take part in an operation: see taking_part.py."""
+
+    def __call__(
+        self,
+        collective: Collective,
+        slots: Slots,
+        p: Words,
+        i: int,
+        error: BaseException | None = None,
+        at: tuple[Words, int] | None = None,
+    ) -> int: ...
 
 
 class Collective(Step):
@@ -77,21 +94,23 @@ class Collective(Step):
     def __init__(
         self,
         name: str,
-        args: list[Any],
+        args: list[Plain],
         device: Callable[[torch.device], torch.device],
-        begin: Callable[..., int],
+        take_part: TakePart,
     ) -> None:
         self.operation = name.removeprefix(PREFIX)
         try:
-            self.group, options, members = args
-            root, op, factor, inplace, inputs, outputs = options
-            self.options = Options(
-                root, None if op is None else Reduction(op, factor), inplace, (inputs, outputs)
-            )
+            group, options, members = args
+            self.group = int_word(group)
+            root, op, factor, inplace, inputs, outputs = list_word(options)
+            reduction = None if op is None else Reduction(text_word(op), real_word(factor))
+            splits = _rows(inputs), _rows(outputs)
+            self.options = Options(int_word(root), reduction, bool(inplace), splits)
             self.members: list[tuple[int, list[Layout], list[Layout]]] = []
-            for rank, where, ins, outs in members:
-                here = device(torch.device(where))
-                self.members.append((rank, [_layout(f, here) for f in ins], [_layout(f, here) for f in outs]))
+            for member in list_word(members):
+                number, where, came, go = list_word(member)
+                here = device(torch.device(text_word(where)))
+                self.members.append((int_word(number), _layouts(came, here), _layouts(go, here)))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name} makes no sense: {error}") from error
         self.name = f"{self.operation} of group {self.group}"
@@ -104,20 +123,18 @@ class Collective(Step):
                 self.reads += range(offset, offset + len(ins))
             written += range(offset + len(ins), offset + len(ins) + len(outs))
             offset += len(ins) + len(outs)
-        self.mutates, self.writes = (written, []) if inplace else ([], written)
+        self.mutates, self.writes = (written, []) if self.options.inplace else ([], written)
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
-        self._begin = begin
+        self._take_part = take_part
+        # Straight to where the session takes part: an instruction goes through no method of this class before.
+        self.run: Run = partial(take_part, self)
 
-    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
-        """Run the instruction at `i`; return the index of the word after it."""
-        return self._begin(self, slots, p, i)
-
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """As `run`, for an instruction that was dropped: its results are poisoned, here and at the other members."""
-        return self._begin(self, slots, p, i, error)
+        return self._take_part(self, slots, p, i, error)
 
-    def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
+    def perform(self, group: Group, values: list[object], sequence: int) -> list[torch.Tensor]:
         """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
         new: list[torch.Tensor] = []
         if (
@@ -302,10 +319,22 @@ def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False
     return flat if flat.device.type in on else flat.cpu()
 
 
-def _layout(fields: Any, device: torch.device) -> Layout:
-    dtype, sizes, strides = fields
-    return Layout(dtype_named(dtype), sizes, strides, device)
+def _integers(word: Plain) -> list[int]:
+    return [int_word(n) for n in list_word(word)]
 
 
-def _tensor(value: Any, layout: Layout) -> torch.Tensor:
+def _rows(word: Plain) -> list[list[int]]:
+    return [_integers(row) for row in list_word(word)]
+
+
+def _layouts(word: Plain, device: torch.device) -> list[Layout]:
+    layouts: list[Layout] = []
+    for fields in list_word(word):
+        dtype, sizes, strides = list_word(fields)
+        dense = None if strides is None else _integers(strides)
+        layouts.append(Layout(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
+    return layouts
+
+
+def _tensor(value: object, layout: Layout) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else layout.zeros()

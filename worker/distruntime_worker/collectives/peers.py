@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
-from typing import Any
 
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed, PeerEvent, PeerGone
@@ -137,7 +136,7 @@ class PeerChannel:
                 self._strangers.finish()
                 return
 
-    def _hear(self, peer: bytes, frames: Sequence[Any]) -> None:
+    def _hear(self, peer: bytes, frames: Sequence[object]) -> None:
         try:
             if len(frames) != 1 or not isinstance(frames[0], bytes):
                 raise ProtocolError(f"a message of {len(frames)} frames")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed
 
@@ -125,7 +125,7 @@ class GroupStore(_Store):
         """Raise `NotSupportedError`."""
         self._lacks("add")
 
-    def append(self, key: str, value: Any) -> None:
+    def append(self, key: str, value: object) -> None:
         """Raise `NotSupportedError`."""
         self._lacks("append")
 

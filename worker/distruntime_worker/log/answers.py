@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError
 from distruntime.wire.codec import copy_bytes, failure_fields, pack_constant
-from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
+from distruntime.wire.messages import Failed, Fetch, Notify, Part, Plain, Reply, Signal
 from distruntime.wire.shared import Attached
 
 from ..values.objects import (
@@ -27,7 +27,7 @@ from ..values.objects import (
     render,
     wire_tensor,
 )
-from ..values.streams import Action, HostCopy, Stream
+from ..values.streams import Action, Happening, HostCopy, Stream
 from .look import Look
 from .state import State, Tell
 
@@ -77,7 +77,7 @@ class Answers:
         """Send a signal to another worker once a stream has run far enough (the reader)."""
         self.fetch(Fetch(message.number, message.node, [message.stream, message.position], "signal", {}))
 
-    def _names(self, after: list[Any]) -> bool:
+    def _names(self, after: list[int]) -> bool:
         """Whether `after` is [stream, position, ...] of streams that there are."""
         return (
             bool(after)
@@ -139,7 +139,7 @@ class Answers:
             for entry in ready:
                 entry[1]()
 
-    def passed(self, after: list[Any]) -> bool:
+    def passed(self, after: list[int]) -> bool:
         """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
         if not self._names(after):
             raise ProtocolError(f"a question after {str(after)[:80]}")
@@ -168,7 +168,7 @@ class Answers:
                 self._state.send(Failed(fetch.request, failure_fields(orphan)), None)
                 return
         if isinstance(value, HostCopy) and not value.ready():
-            self._later(fetch, value, [value.event])
+            self._later(fetch, value, [] if value.event is None else [value.event])
         elif (
             isinstance(value, torch.Tensor) and value.is_cuda
         ):  # a text, for which the value need not come over whole
@@ -176,11 +176,14 @@ class Answers:
         else:
             self._answer_with(fetch, value)
 
-    def _answer_with(self, fetch: Fetch, value: Any) -> None:
+    def _answer_with(self, fetch: Fetch, value: object) -> None:
         try:
             if value is None:
                 raise InternalError(f"the value {fetch.ref} is not here")
-            self._reply(fetch, value.tensor if isinstance(value, HostCopy) else value)
+            shown = value.tensor if isinstance(value, HostCopy) else value
+            if not isinstance(shown, torch.Tensor):
+                raise InternalError(f"the value {fetch.ref} is no tensor")
+            self._reply(fetch, shown)
         except Exception as error:  # whatever it is, it is the answer
             operands = described([value]) if value is not None else ""
             cause = failure(
@@ -207,7 +210,7 @@ class Answers:
         else:
             self._state.send(Reply(fetch.request, self._news(fetch)), None)
 
-    def _events(self, after: list[Any]) -> list[Any]:
+    def _events(self, after: list[int]) -> list[torch.cuda.Event]:
         """Return the events of a GPU that come after [stream, position, ...]."""
         return [
             event
@@ -215,13 +218,13 @@ class Answers:
             for event in self._stream(number).events(position)
         ]
 
-    def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+    def _later(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
         threading.Thread(
             target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True
         ).start()
 
-    def _answer_after(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+    def _answer_after(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
         for event in events:
             event.synchronize()
         if value is None:
@@ -230,7 +233,7 @@ class Answers:
         with torch.no_grad():
             self._answer_with(fetch, value)
 
-    def _news(self, fetch: Fetch) -> list[Any] | None:
+    def _news(self, fetch: Fetch) -> list[list[Plain]] | None:
         """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.
 
         Who waits hears of every failure, so the next read need not say it again.
@@ -267,7 +270,7 @@ class Answers:
             # Only the reader hears what has arrived, so it cannot wait for that.
             self._state.apart(work) if threading.get_ident() == self._state.reader else work()
 
-    def _send_parts(self, request: int, head: list[Any], data: memoryview) -> None:
+    def _send_parts(self, request: int, head: list[Plain], data: memoryview) -> None:
         """Send a large value. When this returns its memory may be written again."""
         # One memory copy more on this way makes it a quarter slower than a plain socket.
         parts = [

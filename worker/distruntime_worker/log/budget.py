@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator
 from time import monotonic
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from ..machine.devices import Devices
 from ..values.functions import Tape
 from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned
+from ..values.step import Slots
 from ..values.streams import HostCopy
 
 _SLACK = 64  # a share's part by which the sum may exceed it while a walk would come too soon after the last
@@ -37,7 +37,7 @@ def limits(most: float, devices: Devices) -> dict[torch.device, int]:
     }
 
 
-def memory_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+def memory_in(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     """Return the memory that values in slots are in, some of it several times."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -59,7 +59,7 @@ class Budget:
 
     def __init__(self, session: str, most: dict[torch.device, int]) -> None:
         self._session, self._most = session, most
-        self._values: dict[int, Any] = {}
+        self._values: Slots = {}
         self._sum = dict.fromkeys(most, 0)
         self._next = 0.0  # time.monotonic() from which on exceeding the slack is worth a walk
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Budget:
             1, min(most.values(), default=1 << 62) // _SLACK
         )  # bytes from which on it is worth asking before there is a value
 
-    def watch(self, slots: dict[int, Any]) -> None:
+    def watch(self, slots: Slots) -> None:
         """Count what is in `slots`."""
         self._values = slots
 

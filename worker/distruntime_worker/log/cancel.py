@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
@@ -25,6 +23,7 @@ from distruntime.wire.messages import (
 )
 
 from ..values.objects import Poisoned
+from ..values.step import Words, int_word
 from ..values.streams import Stream
 from .state import State, request_of
 from .waits import Waits
@@ -51,12 +50,12 @@ class Cancelling:
                 (position, lambda: None)
             )  # so that `run`, which has no time to look each time, looks
 
-    def drop(self, stream: Stream, p: list[Any], i: int) -> int:
+    def drop(self, stream: Stream, p: Words, i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
 
         The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
         """
-        slots, word = self._state.slots, p[i]
+        slots, word = self._state.slots, int_word(p[i])
         if word < 0:
             slots.pop(-word, None)
             return i + 1
@@ -66,11 +65,13 @@ class Cancelling:
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
-            stream.owe(work.segment.start + i, self._state.log(work).streams[p[i + 1]], p[i + 2])
+            stream.owe(
+                work.segment.start + i, self._state.log(work).streams[int_word(p[i + 1])], int_word(p[i + 2])
+            )
         if word == WAIT:
             return i + 5
         if word == AWAIT:
-            self._waits.forget(p[i + 1])
+            self._waits.forget(int_word(p[i + 1]))
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):

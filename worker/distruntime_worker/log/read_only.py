@@ -6,7 +6,6 @@ Nothing here costs a session that has asked for nobody's values: only then are i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +15,7 @@ from distruntime.errors import UsageError
 from ..values.functions import WRITING
 from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned, described, memory_of
-from ..values.step import Run, Slots, Step
+from ..values.step import Run, Slots, Step, Words
 from .state import State
 
 
@@ -41,7 +40,7 @@ class ReadOnly:
             self.watching = True
             self._switched()
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Let the memory of a value be read only."""
         for cdata in [cdata for cdata, storage in self._storages.items() if storage.expired()]:
             del self._storages[cdata]
@@ -49,7 +48,7 @@ class ReadOnly:
         if storage is not None:
             self._storages[storage._cdata] = StorageWeakRef(storage)
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether a value in a slot is in such memory, or one of a mesh's members' is."""
         if isinstance(value, Shards):
             return any(self.holds(one) for one in value)
@@ -62,14 +61,14 @@ class ReadOnly:
         if not self.watching or not offsets:
             return None
 
-        def watched(slots: Slots, p: list[Any], i: int) -> int:
+        def watched(slots: Slots, p: Words, i: int) -> int:
             if any(self.holds(slots.get(p[i + k])) for k in offsets):
                 return self._refuse(step, slots, p, i, offsets)
             return run(slots, p, i)
 
         return watched
 
-    def _refuse(self, step: Step, slots: Slots, p: list[Any], i: int, offsets: Sequence[int]) -> int:
+    def _refuse(self, step: Step, slots: Slots, p: Words, i: int, offsets: Sequence[int]) -> int:
         """Poison what the instruction would have made or written; what it may not write is as it was, and stays readable."""
         text = "this would write what another session has published, and shares for reading"
         error = UsageError(f"{text}: write to a copy, x.clone()")

@@ -5,22 +5,38 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, team_and_stream
 
 from ..machine.devices import Devices
 from ..values.mesh_lanes import Shards, Team
 from ..values.objects import Poisoned, described, failure, memory_of
-from ..values.step import Run, Step
-from ..values.streams import Stream, Work
+from ..values.step import Run, Slots, Step, Words, int_word
+from ..values.streams import Mesh, Stream, Work
 from .budget import Budget
 from .turns import Turn
 
-Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
+
+class Sending(Protocol):
+    """What tells whether a payload that was not copied may be written again."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+Sent = Sending | None
+
+
+class Send(Protocol):
+    """Sends a message to the master, with a payload if it has one: see session.py."""
+
+    def __call__(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent: ...
+
+
 Tell = Callable[[int, Message], None]  # node, message: to another worker
 
 
@@ -29,16 +45,16 @@ class State:
 
     def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
         self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
-        self.slots: dict[int, Any] = {}
+        self.slots: Slots = {}
         if budget is not None:
             budget.watch(self.slots)
         # By the first word of an instruction. The chain fills it: see chain.py.
-        self.templates: dict[int, Run] = {}
+        self.templates: dict[Plain, Run] = {}
         # Those that the master has sent.
-        self.info: dict[int, Step] = {}
+        self.info: dict[Plain, Step] = {}
         self.next_template = FIRST_TEMPLATE
         # Those of the runtime, in every log.
-        self.own: dict[int, Step] = {}
+        self.own: dict[Plain, Step] = {}
         self.teams: dict[int, Team] = {}  # by number, the meshes with members here
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
@@ -61,7 +77,7 @@ class State:
         self.reader = threading.get_ident()
         self.closed = False  # whether the master is gone, and nothing is worth waiting for
 
-    def log(self, work: Work) -> State | Team:
+    def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
         return self if work.team is None else work.team
 
@@ -86,10 +102,11 @@ class State:
     def poisoned(self) -> list[int | MemberRef]:
         """Return the refs of what is poisoned."""
         found: list[int | MemberRef] = []
-        for ref, value in self.slots.copy().items():
+        for word, value in self.slots.copy().items():
             if isinstance(value, Poisoned):
-                found.append(ref)
+                found.append(int_word(word))
             elif isinstance(value, Shards):
+                ref = int_word(word)
                 found += [MemberRef(ref, lane) for lane, one in enumerate(value) if isinstance(one, Poisoned)]
         return found
 
@@ -97,11 +114,11 @@ class State:
         """Return the stream that this thread runs."""
         return self.by_thread[threading.get_ident()]
 
-    def work(self, p: list[Any]) -> Work:
+    def work(self, p: Words) -> Work:
         """Return the segment whose words `p` is."""
         return self.under_way[id(p)]
 
-    def failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
+    def failure(self, p: Words, i: int, error: BaseException, op: str, operands: str) -> Failure:
         """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
         work = self.work(p)
         cause = failure(
@@ -110,7 +127,7 @@ class State:
         work.failures.append(cause)
         return cause
 
-    def fail(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
+    def fail(self, step: Step, slots: Slots, p: Words, i: int, error: BaseException) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
         # Each member has a cause of its own.
         if step.lanes:
@@ -126,7 +143,7 @@ class State:
                 self.orphans.append(cause)
         self.poison(step, slots, p, i, cause)
 
-    def poison(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def poison(self, step: Step, slots: Slots, p: Words, i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         memories = (memory_of(slots.get(p[i + k])) for k in step.views)
         viewed = next((memory for memory in memories if memory is not None), None)
@@ -138,7 +155,7 @@ class State:
                 self.spread(slots, written, cause)
             slots[p[i + k]] = Poisoned(cause)
 
-    def spread(self, slots: dict[int, Any], memory: torch.UntypedStorage, cause: Failure) -> None:
+    def spread(self, slots: Slots, memory: torch.UntypedStorage, cause: Failure) -> None:
         """Poison everything that is in `memory`."""
         for ref, value in slots.copy().items():  # other streams add and free meanwhile
             if isinstance(value, Shards):
@@ -151,7 +168,7 @@ class State:
             self.spoil(memory, cause)
 
 
-def request_of(word: Any) -> int:
+def request_of(word: object) -> int:
     """Return the request that an instruction is to answer, by its number."""
     if type(word) is not int:
         raise ProtocolError(f"an instruction that answers a request called {str(word)[:40]!r}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from distruntime.errors import NodeFailed, WaitTimeout
 from distruntime.wire.messages import Signal
 
+from ..values.step import Slots, Words, int_word, real_word, text_word
 from ..values.streams import Stream
 from .state import State
 
@@ -24,8 +24,9 @@ class Waits:
         self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
         self._unwanted: set[int] = set()  # whose wait has ended before they came
 
-    def wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        other, position, seconds, text = p[i + 1 : i + 5]
+    def wait(self, slots: Slots, p: Words, i: int) -> int:
+        other, position = int_word(p[i + 1]), int_word(p[i + 2])
+        seconds, text = real_word(p[i + 3]), text_word(p[i + 4])
         mine, work = self._state.mine(), self._state.work(p)
         target = self._state.log(work).streams[other]
         if not self._follow(mine, [(target, position)], p, i, seconds, text) and seconds is None:
@@ -36,7 +37,7 @@ class Waits:
         self,
         mine: Stream,
         due: list[tuple[Stream, int]],
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,
@@ -64,12 +65,12 @@ class Waits:
             ]
         return True
 
-    def pay(self, mine: Stream, p: list[Any], i: int) -> None:
+    def pay(self, mine: Stream, p: Words, i: int) -> None:
         """Wait for what this stream has not waited for when it was cancelled: it is about to change what others may still use."""
         self._follow(mine, [(other, where) for _, other, where in mine.owed], p, i, None, "", patient=True)
 
-    def await_signal(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        number, seconds, text = p[i + 1 : i + 4]
+    def await_signal(self, slots: Slots, p: Words, i: int) -> int:
+        number, seconds, text = int_word(p[i + 1]), real_word(p[i + 2]), text_word(p[i + 3])
         passed, reasons = self._signal(number)
         if self._block(self._state.mine(), passed, p, i, seconds, text):
             for reason in reasons:
@@ -88,7 +89,7 @@ class Waits:
         self,
         mine: Stream,
         passed: threading.Event,
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,
@@ -104,7 +105,7 @@ class Waits:
         self,
         mine: Stream,
         passed: threading.Event,
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,

@@ -7,12 +7,15 @@ import os
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 _THREADS_PER_CORE = 16  # at most: libgomp ends the process where it cannot make a thread
 _SOFT = 1  # omp_pause_soft of omp.h
+
+
+# A setting as it travels.
+Setting = bool | int | str | None
 
 
 class PerThread:
@@ -70,7 +73,13 @@ class PerThread:
 per_thread = PerThread()
 
 
-def _backend(path: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _count(value: Setting) -> int:
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"num_threads={value!r:.80} is no number")
+
+
+def _backend(path: str) -> tuple[Callable[[], Setting], Callable[[Setting], None]]:
     """Return what reads and what writes the flag `torch.backends.<path>`."""
     owner, _, flag = path.rpartition(".")
     holder = attrgetter(owner)(torch.backends)
@@ -86,16 +95,16 @@ def _precision() -> str | None:
 
 
 # By the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+_SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] = {
     "num_threads": (
         lambda: per_thread.num_threads,
-        lambda value: per_thread.want(value, per_thread.flush_denormal),
+        lambda value: per_thread.want(_count(value), per_thread.flush_denormal),
     ),
     "flush_denormal": (
         lambda: per_thread.flush_denormal,
-        lambda value: per_thread.want(per_thread.num_threads, value),
+        lambda value: per_thread.want(per_thread.num_threads, bool(value)),
     ),
-    "float32_matmul_precision": (_precision, torch.set_float32_matmul_precision),
+    "float32_matmul_precision": (_precision, lambda value: torch.set_float32_matmul_precision(str(value))),
     "cuda_matmul_allow_tf32": _backend("cuda.matmul.allow_tf32"),
     "cuda_matmul_allow_fp16_reduced_precision_reduction": _backend(
         "cuda.matmul.allow_fp16_reduced_precision_reduction"
@@ -109,19 +118,19 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mkldnn_enabled": _backend("mkldnn.enabled"),
 }
 
-_at_start: dict[str, Any] = {}  # as they were before the first change of this session
+_at_start: dict[str, Setting] = {}  # as they were before the first change of this session
 
 
-def settings() -> list[list[Any]]:
+def settings() -> list[tuple[str, Setting]]:
     """Return [name, value] of every setting."""
     return [
-        *([name, read()] for name, (read, _) in _SETTINGS.items()),
-        ["use_deterministic_algorithms", torch.are_deterministic_algorithms_enabled()],
-        ["warn_only", torch.is_deterministic_algorithms_warn_only_enabled()],
+        *((name, read()) for name, (read, _) in _SETTINGS.items()),
+        ("use_deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
+        ("warn_only", torch.is_deterministic_algorithms_warn_only_enabled()),
     ]
 
 
-def configure(**wanted: Any) -> None:
+def configure(**wanted: Setting) -> None:
     """Change the settings that are named; raise what torch says of a value that cannot be here."""
     if not _at_start:
         _at_start.update({name: value for name, value in settings()})
@@ -134,11 +143,11 @@ def restore() -> None:
     _at_start.clear()
 
 
-def _set(wanted: dict[str, Any]) -> None:
+def _set(wanted: dict[str, Setting]) -> None:
     for name, (_, write) in _SETTINGS.items():
         if wanted.get(name) is not None:
             write(wanted[name])
     if "use_deterministic_algorithms" in wanted:
         torch.use_deterministic_algorithms(
-            wanted["use_deterministic_algorithms"], warn_only=wanted.get("warn_only", False)
+            bool(wanted["use_deterministic_algorithms"]), warn_only=bool(wanted.get("warn_only", False))
         )

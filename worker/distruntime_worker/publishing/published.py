@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ from distruntime.wire.messages import (
 from ..log.read_only import ReadOnly
 from ..log.state import State, request_of
 from ..values.objects import Poisoned, described, memory_of, spec_fields
-from ..values.step import Own
+from ..values.step import Own, Slots, Step, Words, int_word, list_word
 
 _number = count(secrets.randbits(60)).__next__
 
@@ -48,11 +47,12 @@ def count_anew() -> None:
     _number = count(secrets.randbits(60)).__next__
 
 
-def _numbered(thing: Any) -> int:
+def _numbered(thing: torch.Tensor | torch.UntypedStorage) -> int:
     """Return the number of a tensor or of a storage: the same as long as it lives, and no other's here or in another process."""
     found: int | None = getattr(thing, "_published_as", None)
     if found is None:
-        found = thing._published_as = _number()
+        found = _number()
+        thing._published_as = found  # type: ignore[union-attr]
     return found
 
 
@@ -78,7 +78,7 @@ class Record:
             if isinstance(value, torch.Tensor):
                 memory = _numbered(value.untyped_storage())
                 self.numbers[k] = tensor, memory
-                rows.append(SharedTensor(tensor, memory, spec_fields(value)))
+                rows.append(SharedTensor(tensor, memory, [*spec_fields(value)]))
             else:
                 rows.append(SharedTensor(tensor, memory, None))
         return rows
@@ -145,7 +145,10 @@ class Shelf:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
         # By token, until they have refs.
         self._found: dict[int, tuple[dict[int, tuple[Record, list[SharedTensor]]], bool]] = {}
-        self.table = {PUBLISH: Own("publish", self._publish), ADOPT: Own("lookup", self._adopt)}
+        self.table: dict[Plain, Step] = {
+            PUBLISH: Own("publish", self._publish),
+            ADOPT: Own("lookup", self._adopt),
+        }
         state.spoil = published.spoil
 
     # -- what the master asks (the reader) ---------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ class Shelf:
 
     # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
 
-    def _publish(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _publish(self, slots: Slots, p: Words, i: int) -> int:
         state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
         match fields:
             case [str(name), int(version), bool(shared), str(what), list(rows), bytes(envelope)] if (
@@ -205,19 +208,20 @@ class Shelf:
                 pass
             case _:
                 raise ProtocolError(f"{str(fields)[:80]} is no publication")
-        values: list[Any] = [slots.get(ref) for ref in refs]
+        values = [slots.get(ref) for ref in list_word(refs)]
         cause = next((value.failure for value in values if isinstance(value, Poisoned)), None)
         if cause is None and (error := self._unfit(values)) is not None:
             cause = state.failure(p, i, error, "publish", described(values[:1]))
         if cause is not None:
             state.send(Failed(request, failure_fields(cause)), None)
             return i + 4
-        numbers = [(_numbered(value), _numbered(value.untyped_storage())) for value in values]
-        self.published.add(name, Record(version, shared, what, listed, envelope, values, numbers))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        numbers = [(_numbered(value), _numbered(value.untyped_storage())) for value in tensors]
+        self.published.add(name, Record(version, shared, what, listed, envelope, [*tensors], numbers))
         state.send(Reply(request, numbers), None)
         return i + 4
 
-    def _unfit(self, values: list[Any]) -> Exception | None:
+    def _unfit(self, values: list[object]) -> Exception | None:
         if any(self.read_only.holds(value) for value in values):
             return NotSupportedError(
                 "what another session shares cannot be published again: publish a copy, copy=True"
@@ -226,14 +230,15 @@ class Shelf:
             return InternalError("what is to be published is no tensor, or not here")
         return None
 
-    def _adopt(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        token, version, refs = p[i + 1], p[i + 2], p[i + 3]
+    def _adopt(self, slots: Slots, p: Words, i: int) -> int:
+        token, version, refs = int_word(p[i + 1]), int_word(p[i + 2]), list_word(p[i + 3])
         records, foreign = self._found.pop(token, ({}, False))
-        record, rows = records.get(version, (None, []))
+        found = records.get(version)
+        tensors, rows = (found[0].tensors, found[1]) if found is not None else ([], [])
         for k, ref in enumerate(refs):
             if not ref:
                 continue
-            value = record.tensors[k] if record is not None and k < len(rows) else None
+            value = tensors[k] if k < len(rows) else None
             if value is None:
                 value = Poisoned(
                     self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", "")

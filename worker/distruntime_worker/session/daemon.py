@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -27,6 +25,7 @@ from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
+from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
@@ -173,7 +172,7 @@ class Daemon:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
-        arrived: list[Any] = []
+        arrived: list[tuple[bytes, Frames]] = []
         while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
             # A master that has just read something often reads again. While a segment runs, its thread needs the interpreter more.
             quick = arrived and not any(session.executor.running for session in self._sessions.values())
@@ -285,7 +284,7 @@ class Daemon:
         with suppress(PeerGone):  # it did not wait for the answer; an event tells of it
             self._channel.send(peer, [encode(message)])
 
-    def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
+    def _handle(self, peer: bytes, frames: Frames) -> None:
         """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
         buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
         session = self._by_peer.get(peer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ from ..values import functions
 from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, Team
 from ..values.step import Own, Step
-from ..values.streams import Stream, Work
+from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
 # What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
@@ -95,8 +94,10 @@ class Executor:
             0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
         )
         self.running = False  # whether stream 0 runs a segment
-        self._last_team: Any = None  # whose segment came last
-        self._turn: threading.Event | None = None  # set when what came before the last change of logs has run
+        # The mesh whose segment came last; None where it was one of this worker's own log.
+        self._last_team: Mesh | None = None
+        # Set when everything before the last change of logs has run.
+        self._before: threading.Event | None = None
         # What the reader calls and looks at; whose they are need not concern it.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
         self.notify = self._answers.notify
@@ -173,18 +174,18 @@ class Executor:
         state = self.state
         with state.gate:
             if work.team is not self._last_team:
-                self._last_team, self._turn = work.team, threading.Event() if state.works else None
+                self._last_team, self._before = work.team, threading.Event() if state.works else None
             if (
-                self._turn is not None and not self._turn.is_set()
+                self._before is not None and not self._before.is_set()
             ):  # the next of the same log must not overtake it on another stream
-                work.turn = self._turn
+                work.before = self._before
             state.works.append(work)
 
-    def _wait_turn(self, stream: Stream, work: Work) -> None:
+    def _await_before(self, stream: Stream, work: Work) -> None:
         """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
-        assert work.turn is not None
+        assert work.before is not None
         with self.turn.paused():
-            while not work.turn.wait(_LOOK) and not self.state.closed:
+            while not work.before.wait(_LOOK) and not self.state.closed:
                 pass
             for streams in self.state.all_streams():
                 for other in list(streams.values()):
@@ -216,8 +217,8 @@ class Executor:
         templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         i, n = 0, len(words)
-        if work.turn is not None:
-            self._wait_turn(stream, work)
+        if work.before is not None:
+            self._await_before(stream, work)
         if start < stream.cancelled:
             self.run_stretch(stream, work, 0, n)
             self.running = False
@@ -261,8 +262,8 @@ class Executor:
         state.under_way[id(words)] = work
         try:
             with stream.entered():
-                if work.turn is not None:
-                    self._wait_turn(stream, work)
+                if work.before is not None:
+                    self._await_before(stream, work)
                 while i < stop:
                     # What is no number there raises, as any nonsense does.
                     word: int = words[i]  # type: ignore[assignment]
@@ -300,34 +301,44 @@ class Executor:
                 if done.team is None:
                     state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)
-                if state.works and (turn := state.works[0].turn) is not None:
-                    turn.set()
+                if state.works and (before := state.works[0].before) is not None:
+                    before.set()
         self._answers.executed()
 
-    def learn(self, templates: list[Any], team: Team | None = None) -> None:
+    def learn(self, templates: list[Plain], team: Team | None = None) -> None:
         """Compile new templates, of a mesh or of this worker's own log (the reader)."""
         for fields in templates:
             try:
-                self._add(*fields) if team is None else self._add_to(team, *fields)
+                match fields:
+                    case [int(number), str(name), list(args), dict(kwargs), results]:
+                        if team is None:
+                            self._add(number, name, args, kwargs, results)
+                        else:
+                            self._add_to(team, number, name, args, kwargs, results)
+                    case _:
+                        raise ProtocolError(f"a template makes no sense: {fields!r:.80}")
             except ProtocolError:
                 raise
-            except Exception as error:  # whatever it is, the master sent nonsense
+            # Whatever it is, the master sent nonsense.
+            except Exception as error:
                 raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 
-    def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+    def _add(
+        self, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
+    ) -> None:
         state, real = self.state, self.state.devices.real
         if number != state.next_template:
             raise ProtocolError(f"template {number} came where {state.next_template} was expected")
         state.next_template += 1
         if name.startswith(PREFIX):
-            step: Step = Collective(name, args, real, self.joint.begin)
+            step: Step = Collective(name, args, real, self.joint.take_part)
         else:
             call = _FUNCTIONS.get(name) or operator(name)
             step = Template(name, call, args, kwargs, results, real, state.fail)
         self.chain.add(state, number, step)
 
     def _add_to(
-        self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any
+        self, team: Team, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
     ) -> None:
         if number != team.next_template:
             raise ProtocolError(
@@ -336,15 +347,13 @@ class Executor:
         team.next_template += 1
         state, real = self.state, self.state.devices.real
         if name.startswith(PREFIX):
-            self.chain.add(team, number, along(team, name, args, real, self.joint.begin, state.spread))
+            self.chain.add(team, number, along(team, name, args, real, self.joint.take_part, state.spread))
             return
         call, lanes = _FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
-            own = (
-                team.member_device(args, k),
-                {key: team.member_device(value, k) for key, value in kwargs.items()},
-            )
-            lanes.append(Template(name, call, *own, results, real, state.fail))
+            own = [team.member_device(pattern, k) for pattern in args]
+            named = {key: team.member_device(value, k) for key, value in kwargs.items()}
+            lanes.append(Template(name, call, own, named, results, real, state.fail))
         if len(lanes) == 1:
             self.chain.add(team, number, lanes[0])
             return

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
+from distruntime.wire.inbox import Frames
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import (
@@ -33,6 +33,7 @@ from distruntime.wire.shared import Attached
 
 from ..collectives.peers import PeerChannel
 from ..log.budget import Budget
+from ..log.state import Sent
 from ..log.turns import Turn
 from ..machine.devices import Devices
 from ..machine.settings import per_thread
@@ -89,9 +90,7 @@ class Session:
         )
         self.executor.state.apart = self._do_apart
         self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
-        self.backlog: list[
-            tuple[bytes, Sequence[Any]]
-        ] = []  # those that do, by who sent them; not counted yet
+        self.backlog: list[tuple[bytes, Frames]] = []  # those that do, by who sent them; not counted yet
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -140,7 +139,7 @@ class Session:
         except RuntimeError as error:  # of threading: there is no more room for one
             raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
 
-    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
+    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent:
         """Send to the master, from any thread; while it is away, the message waits.
 
         Without `copy`, the payload is the caller's memory: return what tells when it may be written again.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from .functions import seedings
-from .step import Run, Slots, Step
+from .step import Run, Slots, Step, Words
 
 _SEED = "distruntime::manual_seed"
 _COMPOSITES = tuple(f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng"))
@@ -85,7 +84,7 @@ class Draws:
         if step.name != _SEED and not may_draw(step):
             return None
 
-        def draw(slots: Slots, p: list[Any], i: int) -> int:
+        def draw(slots: Slots, p: Words, i: int) -> int:
             with self:
                 return run(slots, p, i)
 

@@ -11,16 +11,29 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from distruntime.wire.codec import Buffer
-from distruntime.wire.messages import Failure, Segment
+from distruntime.wire.messages import Failure, Plain, Segment
+
+from .step import Run, Step
 
 _MARKS = 256  # events kept; an older position waits for the oldest of them
 
 Action = Callable[[], None]
+
+
+class Mesh(Protocol):
+    """A mesh's log, to those who run its segments: see `Team`."""
+
+    number: int
+    devices: list[str]
+    templates: dict[Plain, Run]
+    info: dict[Plain, Step]
+    streams: dict[int, Stream]
+    default: Stream
 
 
 @dataclass(eq=False, slots=True)
@@ -31,11 +44,11 @@ class Work:
     payloads: list[Buffer]
     left: int  # stretches that have not run
     failures: list[Failure] = field(default_factory=list)
-    corrections: list[Any] = field(default_factory=list)
-    team: Any = None  # whose segment it is, if it is a mesh's
-    turn: threading.Event | None = (
-        None  # set when everything before it has run, where the streams must wait for that
-    )
+    corrections: list[Plain] = field(default_factory=list)
+    # The mesh whose segment it is, if it is one's.
+    team: Mesh | None = None
+    # Set when everything before it has run, where the streams must wait for that.
+    before: threading.Event | None = None
 
 
 Stretch = tuple[Work, int, int]  # the words from one index to another of a segment
@@ -62,7 +75,7 @@ class Stream:
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
 
-    def entered(self) -> AbstractContextManager[Any]:
+    def entered(self) -> AbstractContextManager[object]:
         """Return the context in which kernels of this thread go to this stream."""
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
@@ -121,13 +134,21 @@ class Stream:
                 current.wait_event(event)
 
 
+class Happening(Protocol):
+    """What a copy waits for: an event of a GPU, or a file that is written."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> object: ...
+
+
 class HostCopy:
     """What `HOST` puts into a slot: a copy in memory of the host, pinned where it comes from a GPU, whose copying may be under way."""
 
     __slots__ = ("event", "tensor")
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
+        self.event: Happening | None = None
         if not value.is_cuda:
             self.tensor = value.clone(memory_format=torch.contiguous_format)
             return

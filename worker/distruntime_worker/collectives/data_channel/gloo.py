@@ -31,7 +31,8 @@ from distruntime.wire.deadlines import MEET
 
 from ..listening import LISTENING, Endpoint, tcp_sockets
 
-dist: Any = torch.distributed  # whose stubs leave out what is used here
+# Torch's stubs leave out what is used here.
+dist: Any = torch.distributed  # type: ignore[explicit-any]
 
 log = logging.getLogger("distruntime.worker")
 
@@ -194,7 +195,7 @@ class Gloo(DataChannel):
         del self._group
 
 
-def _device(host: str) -> tuple[Any, Endpoint | None]:
+def _device(host: str) -> tuple[object, Endpoint | None]:
     """Return a device of gloo's, and where it listens; nothing where the system does not say."""
     for _ in range(_TRIES):
         with LISTENING:
@@ -216,8 +217,11 @@ def _device(host: str) -> tuple[Any, Endpoint | None]:
     )
 
 
-def _endpoint(listed: Any) -> Endpoint | None:
-    return None if listed is None else (str(listed[0]), int(listed[1]))
+def _endpoint(listed: object) -> Endpoint | None:
+    match listed:
+        case [str(host), int(port)]:
+            return host, port
+    return None
 
 
 def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
@@ -228,7 +232,7 @@ def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _all_reduce(name: str) -> Any:
+def _all_reduce(name: str) -> object:
     options = dist.AllreduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, name)
     return options

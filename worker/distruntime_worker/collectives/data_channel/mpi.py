@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import uuid
-from typing import Any, final
+from typing import Protocol, final
 
 import torch
 from mpi4py import MPI as mpi  # starts MPI, with MPI_THREAD_MULTIPLE where it can
@@ -25,6 +25,11 @@ from distruntime.wire.data_channel import (
     Reduction,
     numbers,
 )
+
+
+class _Request(Protocol):
+    def Test(self) -> bool: ...
+
 
 _EAGER = 0.02  # seconds of looking without a pause: a large message moves on only while it is looked at
 _PAUSE = 0.0002  # seconds between looks from then on
@@ -51,7 +56,7 @@ _INTEGERS = frozenset(d for d in _REDUCED if not d.is_floating_point)
 
 _job: str = mpi.COMM_WORLD.bcast(uuid.uuid4().hex)  # of this mpirun, to tell workers of others from ours
 _last_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
-_left_behind: list[Any] = []  # what was begun and never done, with its memory
+_left_behind: list[object] = []  # what was begun and never done, with its memory
 
 
 @final
@@ -85,7 +90,7 @@ class MPI(DataChannel):
         # The master opens one group at a time, so one tag does for all.
         self._comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), 0)
 
-    def _finish(self, request: Any, *memory: Any) -> None:
+    def _finish(self, request: _Request, *memory: object) -> None:
         started = time.monotonic()
         while not request.Test():
             waited = time.monotonic() - started
@@ -151,5 +156,5 @@ class MPI(DataChannel):
         self._comm.Free()
 
 
-def _buffer(data: torch.Tensor) -> list[Any]:
+def _buffer(data: torch.Tensor) -> list[object]:
     return [data.numpy(), _TYPES[data.dtype]]

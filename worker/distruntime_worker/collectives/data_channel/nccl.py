@@ -21,7 +21,8 @@ from distruntime.wire.data_channel import (
 
 from ..interfaces import interface_of
 
-dist: Any = torch.distributed  # whose stubs leave out what is used here
+# Torch's stubs leave out what is used here.
+dist: Any = torch.distributed  # type: ignore[explicit-any]
 
 _REDUCED = numbers(torch.int16)
 
@@ -51,7 +52,7 @@ class NCCL(DataChannel):
         with torch.cuda.device(self._device):
             self._group = dist.ProcessGroupNCCL(membership.store, self.rank, self.size, options)
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, work: torch.distributed.Work) -> None:
         work.wait()  # the current stream waits for NCCL's; this thread does not
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
@@ -136,5 +137,5 @@ def _bind(host: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-def _op(op: Reduction) -> Any:
+def _op(op: Reduction) -> object:
     return getattr(dist.ReduceOp, op.name) if op.factor is None else dist._make_nccl_premul_sum(op.factor)

@@ -23,7 +23,7 @@ import threading
 import time
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,19 @@ _LOOK = 5.0  # seconds between looks whether the group has ended, where that doe
 _SAY = 60.0  # seconds between lines in the log about strangers
 
 _numbers = count().__next__
+
+
+# Where a member listens: a path, or host and port.
+Address = str | tuple[str, int]
+
+
+def _address(said: object) -> Address:
+    match said:
+        case str():
+            return said
+        case [str(host), int(port)]:
+            return host, port
+    raise ConnectionError(f"a member says that it listens at {said!r:.80}")
 
 
 class Cover(Protocol):
@@ -106,12 +119,12 @@ class SocketChannel(DataChannel):
         threading.Thread(target=self._accept, args=(listener,), name=f"tcp-{self.rank}", daemon=True).start()
         try:
             store.set(f"tcp-{self.rank}-at", json.dumps(address))
-            self._members: list[Any] = [json.loads(store.get(f"tcp-{rank}-at")) for rank in range(self.size)]
+            self._members = [_address(json.loads(store.get(f"tcp-{rank}-at"))) for rank in range(self.size)]
         except BaseException:
             self.abort()
             raise
 
-    def _listener(self, together: bool) -> tuple[socket.socket, Any]:
+    def _listener(self, together: bool) -> tuple[socket.socket, Address]:
         """Return a socket that listens, and its address for the others: a path where all are together, else [host, port]."""
         if together:
             self._path = str(private_folder() / str(_numbers()))
@@ -128,7 +141,7 @@ class SocketChannel(DataChannel):
             listener = socket.create_server(
                 (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
-        return listener, [host, listener.getsockname()[1]]
+        return listener, (host, listener.getsockname()[1])
 
     # -- messages ------------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""What workers answer, checked where it arrives: a worker that answers nonsense is dropped, and nobody who waits sees it."""
+"""What workers answer, checked where it arrives.
+
+A worker that answers nonsense is dropped, and nobody who waits sees it.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def _is_failure(fields: object) -> bool:
 
 
 def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
-    """Whether this is a tensor with its bytes: here, in the payload frame, or in `room`, which the master has made for them."""
+    """Whether this is a tensor with its bytes.
+
+    Here, in the payload frame, or in `room`, which the master has made for them.
+    """
     if not isinstance(value, list) or len(value) != 3 or not is_dtype(value[0]):
         return False
     elements = count(value[1])
@@ -104,7 +110,7 @@ def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
     return isinstance(data, bytes) and len(data) == nbytes
 
 
-# -- replies by the type that a question names --------------------------------------------------------------------
+# -- replies by the type that a question names -----------------------------------------------------
 
 
 class _Unfit(Exception):
@@ -194,7 +200,7 @@ def _row_of(make: Callable[[Iterable[object]], object], columns: list[Reader]) -
 
 
 def reader_of(annotation: object) -> Reader:
-    """Return what makes a value of this type of one that msgpack has brought, and raises for anything else."""
+    """Return what makes a value of this type of what msgpack has brought; it raises for anything else."""
     if annotation is object:
         return _such(lambda _: True)
     if annotation is float:
@@ -239,7 +245,7 @@ def _all_devices(rows: object) -> object:
     return found
 
 
-# By the form that a request asks for, but for tensors: what a `Fetch` names, or the class of a `Question`.
+# The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
 FORMS: Mapping[str, Reader] = {
     "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
     "text": _exactly(str),
@@ -253,7 +259,10 @@ FORMS: Mapping[str, Reader] = {
 
 
 def require(form: str, value: object, payload: Sized | None, room: Sized | None) -> object:
-    """Return a reply, its rows as the named tuples of the question; raise `ProtocolError` unless it answers that."""
+    """Return a reply, its rows as the named tuples of the question.
+
+    Raise `ProtocolError` unless it answers that.
+    """
     try:
         if form != "tensor":
             return FORMS[form](value)

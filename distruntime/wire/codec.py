@@ -1,4 +1,7 @@
-"""Messages, operator arguments and tensors to bytes and back. What comes in is checked before anyone uses it."""
+"""Messages, operator arguments and tensors to bytes and back.
+
+What comes in is checked before anyone uses it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def encode(message: Message | Question[object]) -> bytes:
 
 
 def decode(frame: Buffer) -> Message:
-    """Return the message in `frame`; raise `ProtocolError` unless it is a known message with fields of the right classes."""
+    """Return the message in `frame`.
+
+    Raise `ProtocolError` unless it is a known message with fields of the right classes.
+    """
     try:
         body = msgpack.unpackb(frame, strict_map_key=True)
     except Exception as error:
@@ -77,7 +83,8 @@ def decode(frame: Buffer) -> Message:
     for value, (name, accepted) in zip(body[1:], expected):
         if accepted and not isinstance(value, accepted):
             raise ProtocolError(
-                f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}"
+                f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got "
+                f"{type(value).__name__}"
             )
     return cls(*body[1:])
 
@@ -94,10 +101,11 @@ def failure_fields(cause: Failure) -> list[Plain]:
     return list(astuple(cause))
 
 
-# -- plain values: arguments of operators, and results that are no tensors ------------------------------------------
+# -- plain values: arguments of operators, and results that are no tensors -------------------------
 # What msgpack has travels as it is, and everything else as a list that starts with its tag.
 
-OPERAND: list[Plain] = ["operand"]  # stands where an operand word of the instruction goes
+# Stands where an operand word of the instruction goes.
+OPERAND: list[Plain] = ["operand"]
 
 # Lists in lists: a thousand would end in a RecursionError.
 _DEEPEST = 64
@@ -153,7 +161,7 @@ def unpack_constant(value: Plain, depth: int = 0) -> Constant:
     raise ProtocolError(f"not a plain value: {reprlib.repr(value):.80}")
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -170,7 +178,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class _Memory:
-    """A tensor's memory as numpy takes it. `Tensor.numpy` would leave behind a tensor that nobody may resize any more."""
+    """A tensor's memory as numpy takes it.
+
+    `Tensor.numpy` would leave behind a tensor that nobody may resize any more.
+    """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -196,14 +207,18 @@ def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
 
 
 def bytes_tensor(dtype: str, sizes: list[int], data: Buffer | mmap.mmap) -> torch.Tensor:
-    """Return a tensor over `data` (writable buffers are shared, read-only ones copied); raise `ProtocolError` if they do not fit."""
+    """Return a tensor over `data` (writable buffers are shared, read-only ones copied).
+
+    Raise `ProtocolError` if they do not fit.
+    """
     kind = dtype_named(dtype)
     if not all(type(n) is int and n >= 0 for n in sizes):
         raise ProtocolError(f"not sizes: {str(sizes)[:80]}")
     count = 1
     for n in sizes:
         count *= n
-    # The tensor keeps alive exactly the view it is made from: one of kept memory is told apart by its own death.
+    # The tensor keeps alive exactly the view it is made from: one of kept memory is told apart by its own
+    # death.
     view = data if isinstance(data, memoryview) else memoryview(data)
     if view.nbytes != count * kind.itemsize:
         raise ProtocolError(f"{view.nbytes} bytes for a tensor of {count * kind.itemsize}")
@@ -215,6 +230,9 @@ def bytes_tensor(dtype: str, sizes: list[int], data: Buffer | mmap.mmap) -> torc
 
 
 def copy_bytes(target: memoryview, source: Buffer | mmap.mmap) -> None:
-    """Copy `source` over `target`, of equal length. Lets other threads run meanwhile, which a slice assignment would not."""
+    """Copy `source` over `target`, of equal length.
+
+    Lets other threads run meanwhile, which a slice assignment would not.
+    """
     if len(target):
         torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))

@@ -1,8 +1,10 @@
-"""How large frames travel: in pieces, because the largest frame that is sent is what a stranger can make libzmq hold.
+"""How large frames travel: in pieces, because the largest frame that is sent is what a stranger can make
+libzmq hold.
 
-libzmq has one limit for everybody who reaches a socket, long before a key is proven. So a message with a frame of more than FRAME bytes
-travels as several of libzmq's messages, one right behind the other. Each begins with an empty frame, which no message of ours does. All but
-the last bring a piece: where it belongs, and its bytes. The last brings the frames that are not large. Knows no socket.
+libzmq has one limit for everybody who reaches a socket, long before a key is proven. So a message with a
+frame of more than FRAME bytes travels as several of libzmq's messages, one right behind the other. Each
+begins with an empty frame, which no message of ours does. All but the last bring a piece: where it belongs,
+and its bytes. The last brings the frames that are not large. Knows no socket.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ from typing import TypeAlias, final
 import numpy as np
 import zmq
 
-# Bytes of a frame at most. Half of it is less memory for each stranger, and takes longer: the frames of 64 MiB are 128 calls of libzmq.
+# Bytes of a frame at most. Half of it is less memory for each stranger, and takes longer: the frames of 64
+# MiB are 128 calls of libzmq.
 FRAME = (1 << 19) + (1 << 12)
-# Bytes that libzmq itself puts around a frame: with CURVE a command's name, a nonce, flags and a box, 33 in all.
+# Bytes that libzmq itself puts around a frame: with CURVE a command's name, a nonce, flags and a box, 33 in
+# all.
 ROOM = 1 << 10
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 # A frame as it is sent.
 Part: TypeAlias = Buffer | zmq.Frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# A place says which of the message's frames the piece belongs to, where the piece begins in it, and how many bytes that frame has.
+# A place says which of the message's frames the piece belongs to, where the piece begins in it, and how many
+# bytes that frame has.
 _PLACE = struct.Struct(">IQQ")
 
 
@@ -51,7 +56,10 @@ class Long:
         self._messages.append(rest)
 
     def tracked(self, least: int) -> list[zmq.MessageTracker]:
-        """Have libzmq read frames from `least` bytes on where they are; return what tells for each frame when it has."""
+        """Have libzmq read frames from `least` bytes on where they are.
+
+        Return what tells for each frame when it has.
+        """
         trackers = []
         for message in self._messages:
             for k, part in enumerate(message):
@@ -94,16 +102,24 @@ class Nonsense(Exception):
 
 @final
 class Coming:
-    """A message with large frames of which pieces have come. It is not changed: `with_piece` returns another one, over the same memory."""
+    """A message with large frames of which pieces have come.
+
+    It is not changed: `with_piece` returns another one, over the same memory.
+    """
 
     def __init__(self, large: tuple[tuple[int, memoryview], ...] = (), got: int = 0) -> None:
         self._large = (
-            large  # the large frames that have begun: which of the message's they are, and their memory
+            # The large frames that have begun: which of the message's they are, and their memory.
+            large
         )
-        self._got = got  # bytes of the last of them that have come
+        # Bytes of the last of them that have come.
+        self._got = got
 
     def with_piece(self, place: bytes, piece: Buffer) -> Coming:
-        """Put a piece where it belongs. Memory is asked for as a frame's first piece says, and used as pieces come."""
+        """Put a piece where it belongs.
+
+        Memory is asked for as a frame's first piece says, and used as pieces come.
+        """
         if len(place) != _PLACE.size:
             raise Nonsense
         index, start, size = _PLACE.unpack(place)
@@ -112,7 +128,8 @@ class Coming:
             if large and (got != len(large[-1][1]) or index < large[-1][0]):
                 raise Nonsense
             try:
-                # Not a bytearray, which is zeroed first: for a second in which nothing else runs, if it has 1.6 GB.
+                # Not a bytearray, which is zeroed first: for a second in which nothing else runs, if it has
+                # 1.6 GB.
                 large, got = (*large, (index, memoryview(np.empty(size, np.uint8)))), 0  # type: ignore[arg-type]
             except (MemoryError, ValueError, OverflowError):
                 raise Nonsense from None

@@ -1,8 +1,8 @@
 """Every message of the command channel: one frozen dataclass each, in the order of a session's life.
 
-`docs/protocol.md` has one row for each. A message travels as one frame (its class's place in `MESSAGES`, then its fields) followed by
-the payload frames of large tensors, if any. `decode` looks at the class of each field; what is in a list or a dict whoever receives it
-checks before it is used.
+`docs/protocol.md` has one row for each. A message travels as one frame (its class's place in `MESSAGES`, then
+its fields) followed by the payload frames of large tensors, if any. `decode` looks at the class of each
+field; what is in a list or a dict whoever receives it checks before it is used.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 # The contract between master and worker: a change of any message or opcode changes this number.
 PROTOCOL = 7
 
-# What msgpack brings: the words of a log, the arguments of templates, and whatever a field does not say more about.
+# What msgpack brings: the words of a log, the arguments of templates, and whatever a field does not say more
+# about.
 Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, Plain] | None"
 T_co = TypeVar("T_co", covariant=True)
 
-# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number. A word from
-# FIRST_TEMPLATE on is a template; the words of its operands (refs, floats) and the refs of its results follow.
+# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number. A
+# word from FIRST_TEMPLATE on is a template; the words of its operands (refs, floats) and the refs of its
+# results follow.
 
-# CHECK, number, [spec, ...], then an instruction: run it, and report in `Done` where its results differ from the
-# predicted specs.
+# CHECK, number, [spec, ...], then an instruction: run it, and report in `Done` where its results differ from
+# the predicted specs.
 CHECK = 0
-# LEARN, request, then an instruction: run it, and reply with the specs of its results. A result that is no tensor is
-# replied itself.
+# LEARN, request, then an instruction: run it, and reply with the specs of its results. A result that is no
+# tensor is replied itself.
 LEARN = 1
-# UPLOAD, ref, device, dtype, sizes, data: make a tensor from bytes, from the payload frame of that number, or from
-# the shared memory of that name.
+# UPLOAD, ref, device, dtype, sizes, data: make a tensor from bytes, from the payload frame of that number, or
+# from the shared memory of that name.
 UPLOAD = 2
 # FORGET, number: drop the templates below that number. Numbers are never used again.
 FORGET = 3
-# WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position. The text says who
-# recorded it.
+# WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position. The text
+# says who recorded it.
 WAIT = 4
 # AWAIT, number, seconds or None, text: go on when `Signal` has come with that number.
 AWAIT = 5
@@ -42,21 +44,25 @@ STAMP = 6
 RELEASE = 7
 # HOST, ref, result: copy a GPU's value into pinned memory. A fetch of the copy is answered when it is done.
 HOST = 8
-# TAKE, ref, k, result: give the value of a mesh's k-th member here a name of its own. Both names are for one memory.
+# TAKE, ref, k, result: give the value of a mesh's k-th member here a name of its own. Both names are for one
+# memory.
 TAKE = 9
 # GIVE, [ref, ...], result: make a mesh's value of those of its members here.
 GIVE = 10
-# PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a name, and
-# reply.
+# PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a
+# name, and reply.
 PUBLISH = 11
-# ADOPT, token, version, [ref or 0, ...]: give the values of what `FindPublished` found under this token these refs.
-# Version 0 lets go of them.
+# ADOPT, token, version, [ref or 0, ...]: give the values of what `FindPublished` found under this token these
+# refs. Version 0 lets go of them.
 ADOPT = 12
 FIRST_TEMPLATE = 16
 
 
 def stream_number(team: int, stream: int) -> int:
-    """Return the number by which messages name a stream of a mesh; a worker's own (`team` -1) keep theirs, which are below 4096."""
+    """Return the number by which messages name a stream of a mesh.
+
+    A worker's own (`team` -1) keep theirs, which are below 4096.
+    """
     return (team + 1) << 12 | stream
 
 
@@ -66,7 +72,10 @@ def team_and_stream(number: int) -> tuple[int, int]:
 
 
 class DeviceRow(NamedTuple):
-    """A device as its worker describes it, memory in bytes; the last four fields are "" and 0 where there is no GPU."""
+    """A device as its worker describes it, memory in bytes.
+
+    The last four fields are "" and 0 where there is no GPU.
+    """
 
     name: str
     description: str
@@ -81,7 +90,8 @@ class DeviceRow(NamedTuple):
 class Join:
     """Worker to master: a worker that dials in asks for a place in the session, or for the one that it had.
 
-    `incarnation` is drawn when the worker starts: by it the master knows whether the worker still has what lived there.
+    `incarnation` is drawn when the worker starts: by it the master knows whether the worker still has what
+    lived there.
     """
 
     node: int | None
@@ -94,10 +104,11 @@ class Join:
 class Hello:
     """Master to worker: open a session, or go on with one.
 
-    `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it had given; "resume", of another
-    master, which gets what was published; or "force new" and "force resume", in spite of a master that is there. `received` counts the
-    messages that have come on earlier connections. When the master is gone, the worker keeps the session for `keep` seconds, or, unless it
-    is `lasting`, until it knows that the master has died. `process` is the master's: see identity.py.
+    `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it
+    had given; "resume", of another master, which gets what was published; or "force new" and "force resume",
+    in spite of a master that is there. `received` counts the messages that have come on earlier connections.
+    When the master is gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`,
+    until it knows that the master has died. `process` is the master's: see identity.py.
     """
 
     protocol: int
@@ -118,11 +129,11 @@ class Hello:
 class Welcome:
     """Worker to master: the session is open; this is who I am and what I have.
 
-    `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that `Hello.shared`
-    names, empty where the worker cannot read it. The master writes `nonce` there, to show that the memory is its own.
-    `received` counts the messages that have come on earlier connections, `age` the seconds since the session began.
-    `left` has the sessions here without a master, as [name, its master's process]. A row of `devices` is a list until
-    the master has checked it.
+    `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
+    `Hello.shared` names, empty where the worker cannot read it. The master writes `nonce` there, to show that
+    the memory is its own. `received` counts the messages that have come on earlier connections, `age` the
+    seconds since the session began. `left` has the sessions here without a master, as [name, its master's
+    process]. A row of `devices` is a list until the master has checked it.
     """
 
     protocol: int
@@ -151,21 +162,28 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Either way: so many messages have come on this session's connections. Not counted itself, as are those above."""
+    """Either way.
+
+    So many messages have come on this session's connections. Not counted itself, as are those above.
+    """
 
     received: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bury:
-    """Master to worker: this session's master, a process of the sender's machine, has died; there is no use in keeping its values."""
+    """Master to worker.
+
+    This session's master, a process of the sender's machine, has died; there is no use in keeping its values.
+    """
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or of a mesh's.
+    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or
+    of a mesh's.
 
     Number 0, the default stream of every device, is always there.
     """
@@ -180,9 +198,10 @@ class OpenStream:
 class Segment:
     """Master to worker: consecutive instructions of the log.
 
-    `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in the log names an
-    instruction. `templates` are those that the worker has not seen: [number, operator, arguments, keyword arguments, results].
-    `stretches` divides the words among streams, as [stream, words] in the log's order; empty: all are stream 0's.
+    `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in
+    the log names an instruction. `templates` are those that the worker has not seen: [number, operator,
+    arguments, keyword arguments, results]. `stretches` divides the words among streams, as [stream, words] in
+    the log's order; empty: all are stream 0's.
     """
 
     seq: int
@@ -194,7 +213,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class OpenTeam:
-    """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here, in the order of the mesh."""
+    """Master to worker.
+
+    From now on segments of this mesh may come. `devices` are those of its members here, in the order of the
+    mesh.
+    """
 
     team: int
     devices: list[str]
@@ -202,7 +225,11 @@ class OpenTeam:
 
 @dataclass(frozen=True, slots=True)
 class OpenLines:
-    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank], ..."""
+    """Master to worker.
+
+    Along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank],
+    ...
+    """
 
     team: int
     number: int
@@ -211,17 +238,21 @@ class OpenLines:
 
 @dataclass(frozen=True, slots=True)
 class MeshSegment:
-    """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`."""
+    """Master to worker.
+
+    The next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`.
+    """
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class MeshBody:
-    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a `Segment`.
+    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a
+    `Segment`.
 
-    `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's own too, but that stream 0
-    takes turns with this worker's. An instruction runs for each member here.
+    `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's
+    own too, but that stream 0 takes turns with this worker's. An instruction runs for each member here.
     """
 
     team: int
@@ -233,7 +264,10 @@ class MeshBody:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Worker to master: the segment ran. Carries new failures and the check numbers whose predicted specs were wrong."""
+    """Worker to master.
+
+    The segment ran. Carries new failures and the check numbers whose predicted specs were wrong.
+    """
 
     seq: int
     failures: list[Plain]
@@ -242,12 +276,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Master to worker: reply with a value, once each stream that `after` names has run up to the position behind it.
+    """Master to worker: reply with a value, once each stream that `after` names has run up to the position
+    behind it.
 
-    `after` is [stream, position, ...]: the value's last writer, and its maker where that is another stream. `form` is "tensor" (its
-    bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options), "passed" (no value: that the streams
-    are there, with the failures that no `Done` has brought yet) or "done" (nothing: that the whole log has run, and every `Done` has
-    gone). `options` may name `shared` memory for the bytes.
+    `after` is [stream, position, ...]: the value's last writer, and its maker where that is another stream.
+    `form` is "tensor" (its bytes), "item" (a Python number), "text" (as torch prints it, with `options` its
+    print options), "passed" (no value: that the streams are there, with the failures that no `Done` has
+    brought yet) or "done" (nothing: that the whole log has run, and every `Done` has gone). `options` may
+    name `shared` memory for the bytes.
     """
 
     request: int
@@ -259,7 +295,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T_co]):
-    """What asks a worker for something outside the log: `Reply` brings a `T_co`, or `Failed` why there is none."""
+    """What asks a worker for something outside the log.
+
+    `Reply` brings a `T_co`, or `Failed` why there is none.
+    """
 
     request: int
 
@@ -280,7 +319,9 @@ class MemoryHeld(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Where a stream is in its log, the operator that it runs, if any, and for how many seconds it has run its stretch."""
+    """Where a stream is in its log, the operator that it runs, if any, and for how many seconds it has run
+    its stretch.
+    """
 
     position: int
     running: str | None
@@ -296,7 +337,10 @@ class TurnsTaken(NamedTuple):
 
 
 class ChannelOffer(NamedTuple):
-    """Why a worker cannot offer a data channel, or nothing; else what the channel can do; and the Python that runs there."""
+    """Why a worker cannot offer a data channel, or nothing.
+
+    Else what the channel can do; and the Python that runs there.
+    """
 
     why: str
     capabilities: object
@@ -304,7 +348,10 @@ class ChannelOffer(NamedTuple):
 
 
 class Lister(NamedTuple):
-    """A worker that has a part of a publication: its `identity` tells a session's place there from any other."""
+    """A worker that has a part of a publication.
+
+    Its `identity` tells a session's place there from any other.
+    """
 
     identity: str
     node: int
@@ -314,7 +361,10 @@ class Lister(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """One version of a name as `dr.names()` counts it: whose it is ("" for the session's own), and on which workers it lives."""
+    """One version of a name as `dr.names()` counts it.
+
+    Whose it is ("" for the session's own), and on which workers it lives.
+    """
 
     owner: str
     identity: str
@@ -378,7 +428,10 @@ class FileSize(NamedTuple):
 
 
 class IndexSummary(NamedTuple):
-    """What an index of a checkpoint says: `problem` is what is wrong with it, or nothing; `save` is the id of the save."""
+    """What an index of a checkpoint says.
+
+    `problem` is what is wrong with it, or nothing; `save` is the id of the save.
+    """
 
     name: str
     problem: str
@@ -417,7 +470,10 @@ class AskTurns(Question[list[TurnsTaken]]):
 
 @dataclass(frozen=True, slots=True)
 class AskPassed(Question[bool]):
-    """Master to worker: say whether each stream in `after`, [stream, position, ...], is at the position behind it."""
+    """Master to worker.
+
+    Say whether each stream in `after`, [stream, position, ...], is at the position behind it.
+    """
 
     after: list[int]
 
@@ -470,7 +526,10 @@ class DropOlder(Question[Dropped]):
 
 @dataclass(frozen=True, slots=True)
 class DropPublished(Question[Dropped]):
-    """Master to worker: drop this version of what the session has published under a name; version 0: all of them."""
+    """Master to worker.
+
+    Drop this version of what the session has published under a name; version 0: all of them.
+    """
 
     name: str
     version: int
@@ -478,7 +537,10 @@ class DropPublished(Question[Dropped]):
 
 @dataclass(frozen=True, slots=True)
 class ListFolder(Question[FolderListing]):
-    """Master to worker: say which checkpoints are in a folder. A thread replies, as to all that is asked about folders."""
+    """Master to worker.
+
+    Say which checkpoints are in a folder. A thread replies, as to all that is asked about folders.
+    """
 
     folder: str
 
@@ -495,7 +557,8 @@ class ReadIndex(Question[str]):
 class CommitSave(Question[None]):
     """Master to worker: make a save that all workers have written the current one.
 
-    `index` and `weights` are the texts of its index, and of the table by which other libraries find a tensor's file.
+    `index` and `weights` are the texts of its index, and of the table by which other libraries find a
+    tensor's file.
     """
 
     folder: str
@@ -523,7 +586,8 @@ class RemoveFiles(Question[None]):
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Master or worker to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+    """Master or worker to worker: what `AWAIT` with this number waits for has happened, or cannot happen any
+    more, and why.
 
     Between workers too: the one that `Notify` has named sends it.
     """
@@ -542,7 +606,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Master to worker: who you are among the workers of this session, and where the others listen; empty: that one has no channel.
+    """Master to worker: who you are among the workers of this session, and where the others listen; empty:
+    that one has no channel.
 
     `secret` is the session's: what a worker says first to another, in `Meet`.
     """
@@ -556,7 +621,8 @@ class Peers:
 class Meet:
     """Worker to worker: the first message on a connection; who speaks, and that it belongs to the session.
 
-    `origin` is the same on each connection of this worker in this session. An `Ack` answers: what has come of it on earlier ones.
+    `origin` is the same on each connection of this worker in this session. An `Ack` answers: what has come of
+    it on earlier ones.
     """
 
     secret: bytes
@@ -566,7 +632,10 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Master to worker: once a stream has run up to a position, send `Signal` with this number to that node."""
+    """Master to worker.
+
+    Once a stream has run up to a position, send `Signal` with this number to that node.
+    """
 
     stream: int
     position: int
@@ -578,8 +647,9 @@ class Notify:
 class OpenGroup:
     """Master to worker: join a group, and reply with nothing when you have, or `Failed` with why not.
 
-    `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a pickled data channel class
-    that the master has registered, empty where the worker has it. `timeout` (seconds) is for joining and for each call.
+    `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a
+    pickled data channel class that the master has registered, empty where the worker has it. `timeout`
+    (seconds) is for joining and for each call.
     """
 
     request: int
@@ -593,7 +663,8 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Worker to worker: a member has set a key in the group's store, where members find each other; every worker keeps all keys for itself.
+    """Worker to worker: a member has set a key in the group's store, where members find each other; every
+    worker keeps all keys for itself.
 
     It may come before the group is open here.
     """
@@ -605,8 +676,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BreakGroup:
-    """Either way: a group has broken, and why; whoever waits in it fails. A worker whose data channel fails tells the master, which
-    tells the others.
+    """Either way.
+
+    A group has broken, and why; whoever waits in it fails. A worker whose data channel fails tells the
+    master, which tells the others.
     """
 
     group: int
@@ -615,9 +688,11 @@ class BreakGroup:
 
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """Worker to worker: what a member puts into this operation of a group is poisoned, by this failure; its bytes will be zeros.
+    """Worker to worker: what a member puts into this operation of a group is poisoned, by this failure; its
+    bytes will be zeros.
 
-    The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the zeros for values.
+    The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the
+    zeros for values.
     """
 
     group: int
@@ -635,7 +710,10 @@ class Tainted:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Worker to master: bytes of a large reply that follows, in this message's payload frame, and where they belong in it."""
+    """Worker to master.
+
+    Bytes of a large reply that follows, in this message's payload frame, and where they belong in it.
+    """
 
     request: int
     offset: int
@@ -645,7 +723,8 @@ class Part:
 class Reply:
     """Worker to master: the answer to a request.
 
-    A tensor is [dtype, sizes, data]: its bytes, None when they fill the payload frame, "parts" or "shared" when they are there already.
+    A tensor is [dtype, sizes, data]: its bytes, None when they fill the payload frame, "parts" or "shared"
+    when they are there already.
     """
 
     request: int
@@ -669,8 +748,10 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, answered by an `Ack`; or it is made to leave,
-    since another master has taken the session over.
+    """Either way.
+
+    The master leaves, and the session stays for as long as `Hello.keep` said, answered by an `Ack`; or it is
+    made to leave, since another master has taken the session over.
     """
 
     reason: str
@@ -678,11 +759,15 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first cause of a poisoned value, as the worker saw it. Not a message: it travels inside `Done` and `Failed`."""
+    """The first cause of a poisoned value, as the worker saw it.
+
+    Not a message: it travels inside `Done` and `Failed`.
+    """
 
     seq: int
     position: int
-    # The exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never unpickled.
+    # The exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never
+    # unpickled.
     kind: str
     text: str
     traceback: str

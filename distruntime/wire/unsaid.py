@@ -1,4 +1,7 @@
-"""What operators write without their schemas saying so: the running statistics of normalizations, by the names of arguments."""
+"""What operators write without their schemas saying so.
+
+The running statistics of normalizations, by the names of arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ _PURE = ("backward", "functional", "_no_")  # "_no_update", "_no_training"
 
 
 def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:
-    """Return the names of the arguments that an operator writes besides those that its schema marks. `given` are its arguments by name."""
+    """Return the names of the arguments that an operator writes besides those that its schema marks.
+
+    `given` are its arguments by name.
+    """
     running = {argument for argument in arguments if argument.startswith("running_")}
     if not running or any(part in name for part in _PURE):
         return set()

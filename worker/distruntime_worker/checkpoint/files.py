@@ -1,7 +1,9 @@
-"""A worker's part in checkpoints: files in a folder, written and read here, so that no tensor's bytes pass the master.
+"""A worker's part in checkpoints: files in a folder, written and read here, so that no tensor's bytes pass
+the master.
 
-A save has two phases. First each worker writes its tensors under a name that is new (`write`), and nothing refers to that file; when all
-have, each replaces the index (`commit`). What came before is readable until then, and its files go last (`sweep`). See docs/checkpoints.md.
+A save has two phases. First each worker writes its tensors under a name that is new (`write`), and nothing
+refers to that file; when all have, each replaces the index (`commit`). What came before is readable until
+then, and its files go last (`sweep`). See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from ..values.streams import HostCopy
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
-Entry = tuple[
-    str, Callable[[], torch.Tensor], torch.Tensor
-]  # key, the values in main memory, and a tensor of their metadata
+# The key, what gives the values in main memory, and a tensor of their metadata.
+Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
 
 
 class Writing(HostCopy):
-    """What a save leaves in a slot: a fetch of it is answered, with the number of bytes or with what went wrong, when the file is written.
+    """What a save leaves in a slot: a fetch of it is answered, with the number of bytes or with what went
+    wrong, when the file is written.
 
     Nothing stands still for it, as for a copy to the host.
     """
@@ -59,7 +61,8 @@ class Writing(HostCopy):
         try:
             with torch.no_grad():
                 self._nbytes = write()
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:
+            # Whatever it is, it is the answer.
             self._error = error
         self._over.set()
 
@@ -79,7 +82,7 @@ class Writing(HostCopy):
         return torch.tensor(self._nbytes)
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class Plan(TypedDict, total=False):
@@ -94,7 +97,10 @@ class Plan(TypedDict, total=False):
 
 
 def plan_of(packed: torch.Tensor) -> tuple[Plan, memoryview]:
-    """Return what the master sends along as bytes: a JSON object, then the values of small tensors of its own."""
+    """Return what the master sends along as bytes.
+
+    A JSON object, then the values of small tensors of its own.
+    """
     data = tensor_bytes(packed.cpu())
     (size,) = struct.unpack("<Q", data[:8])
     plan: Plan = json.loads(bytes(data[8 : 8 + size]))
@@ -102,11 +108,13 @@ def plan_of(packed: torch.Tensor) -> tuple[Plan, memoryview]:
 
 
 def write(packed: torch.Tensor, background: bool, tensors: list[torch.Tensor]) -> Writing:
-    """Write tensors, as they are at this point of the log, to a new file; in a thread of its own, from copies, if `background`."""
+    """Write tensors, as they are at this point of the log, to a new file.
+
+    In a thread of its own, from copies, if `background`.
+    """
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise TypeError(
-            "what is to be saved is not here"
-        )  # of a poisoned one the first cause is told instead
+        # Of a poisoned tensor the master tells the first cause instead.
+        raise TypeError("what is to be saved is not here")
     plan, rest = plan_of(packed)
     take = _snapshot if background else _as_it_is
     entries: list[Entry] = [(key, take(t), t.to("meta")) for key, t in zip(plan["keys"], tensors)]
@@ -150,11 +158,15 @@ def _code(dtype: torch.dtype) -> str | None:
     except (KeyError, ValueError, RuntimeError, SafetensorError):
         return None
     code: str = json.loads(head[8 : 8 + struct.unpack("<Q", head[:8])[0]])["x"]["dtype"]
-    return code if code != "F4" else None  # two numbers in a byte, counted one by one
+    # Two numbers in a byte, counted one by one.
+    return code if code != "F4" else None
 
 
 def stored(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the file has it: complex128 as pairs of numbers, other dtypes that the format does not have as bytes."""
+    """Return a tensor as the file has it.
+
+    Complex128 as pairs of numbers, other dtypes that the format does not have as bytes.
+    """
     if _code(value.dtype) is not None:
         return value
     if value.is_complex():
@@ -170,13 +182,13 @@ def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
-    """Write a file as safetensors has it, one tensor after the other, with a checksum of each; return its size in bytes.
+    """Write a file as safetensors has it, one tensor after the other, with a checksum of each; return its
+    size in bytes.
 
     The library's own writer wants all tensors in main memory at once, which a GPU's need not fit into.
     """
-    order = sorted(
-        entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0])
-    )  # so that each is aligned, as the format wants
+    # This order aligns each tensor, as the format wants.
+    order = sorted(entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0]))
     header: dict[str, object] = {}
     end = 0
     for key, _, meta in order:
@@ -201,9 +213,8 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
                     file.write(data)
                     sums[key] = zlib.crc32(data)
                 file.seek(0)
-                file.write(
-                    _header(header, save, [sums[key] for key in sorted(sums)])
-                )  # of the same length: in place
+                # The new header has the length of the old one, and so takes its place.
+                file.write(_header(header, save, [sums[key] for key in sorted(sums)]))
                 file.flush()
                 os.fsync(file.fileno())
             sync(folder)
@@ -246,11 +257,13 @@ def explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             there = next(p for p in _upwards(folder) if os.path.isdir(p))
             lines.append(
-                f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: make room, or save elsewhere"
+                f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: "
+                "make room, or save elsewhere"
             )
         elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
             lines.append(
-                f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a folder where it is"
+                f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a "
+                "folder where it is"
             )
         else:
             lines.append(
@@ -267,7 +280,7 @@ def _upwards(path: str) -> Iterator[str]:
         path = os.path.dirname(path)
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read(packed: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
@@ -336,7 +349,8 @@ class _File:
             raise self._damaged(str(error)) from None
         except OSError as error:
             raise CheckpointError(
-                f"{self._path} cannot be read: {error}; it is part of the checkpoint, which is of no use without it"
+                f"{self._path} cannot be read: {error}; it is part of the checkpoint, which is of no use "
+                "without it"
             ) from None
         keys, sums = sorted(self._file.keys()), str(metadata.get("crc32", "")).split()
         if metadata.get("distruntime") != save or len(sums) != len(keys):
@@ -346,7 +360,10 @@ class _File:
         self._sums = dict(zip(keys, sums))
 
     def tensor(self, key: str, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
-        """Return a tensor in the memory of the file; raise `CheckpointError` if its bytes are not those that were written."""
+        """Return a tensor in the memory of the file.
+
+        Raise `CheckpointError` if its bytes are not those that were written.
+        """
         if key not in self._sums:
             raise self._damaged(f"it has no tensor {key!r}")
         try:
@@ -355,18 +372,21 @@ class _File:
             raise self._damaged(str(error)) from None
         if f"{zlib.crc32(tensor_bytes(found)):08x}" != self._sums[key]:
             raise self._damaged(
-                f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not {self._sums[key]}"
+                f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not "
+                f"{self._sums[key]}"
             )
         values = restored(found, dtype)
         if list(values.shape) != sizes:
             raise self._damaged(
-                f"{key!r} is {tuple(values.shape)} {dtype_name(values.dtype)}, and the index says {tuple(sizes)} {dtype_name(dtype)}"
+                f"{key!r} is {tuple(values.shape)} {dtype_name(values.dtype)}, and the index says "
+                f"{tuple(sizes)} {dtype_name(dtype)}"
             )
         return values
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} is damaged: {why}. Expected: the file as dr.save wrote it; take another copy of the checkpoint"
+            f"{self._path} is damaged: {why}. Expected: the file as dr.save wrote it; take another copy of "
+            "the checkpoint"
         )
 
 

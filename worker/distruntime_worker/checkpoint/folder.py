@@ -1,4 +1,5 @@
-"""The folder of a checkpoint: its index, which names the files of one save, and what the master asks about it outside the log.
+"""The folder of a checkpoint: its index, which names the files of one save, and what the master asks about it
+outside the log.
 
 The index is replaced at one stroke, so a reader finds either save, and whole.
 """
@@ -32,11 +33,15 @@ from ..values.objects import failure
 from .files import INDEXES, OURS, explained, sync
 
 INDEX = "distruntime.json"
-WEIGHTS = "model.safetensors.index.json"  # by which transformers and others find a tensor's file
+# Transformers and other libraries find a tensor's file in this table.
+WEIGHTS = "model.safetensors.index.json"
 
 
 def commit(folder: str, save: str, index: str, weights: str) -> None:
-    """Make a save that all workers have written the current one. The index before it stays under the name of its save."""
+    """Make a save that all workers have written the current one.
+
+    The index before it stays under the name of its save.
+    """
     with explained(
         f"the checkpoint in {folder} was written, and could not be made the current one", folder, len(index)
     ):
@@ -51,7 +56,10 @@ def commit(folder: str, save: str, index: str, weights: str) -> None:
 
 
 def _weights_are_ours(folder: str) -> bool:
-    """Whether the table of tensors and files names files of saves only, or is not there: else it belongs to a model that is kept here."""
+    """Whether the table of tensors and files names files of saves only, or is not there.
+
+    Else it belongs to a model that is kept here.
+    """
     try:
         with open(os.path.join(folder, WEIGHTS), encoding="utf-8") as file:
             return all(OURS.fullmatch(name) for name in json.load(file)["weight_map"].values())
@@ -91,7 +99,8 @@ def remove(folder: str, names: list[str]) -> None:
     """Remove files of a save, as far as they are there."""
     for name in names:
         if OURS.fullmatch(name):
-            with suppress(FileNotFoundError):  # another worker that shares the disk was faster
+            # Another worker that shares the disk was faster.
+            with suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
 
 
@@ -125,7 +134,8 @@ def _summary(folder: str, name: str) -> IndexSummary | None:
             index = json.load(file)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:  # the second where it is nested thousands deep
+    except (ValueError, RecursionError) as error:
+        # The second comes where the text is nested thousands deep.
         return _spoilt(name, f"it is no JSON: {error}")
     try:
         if index["format"] != "distruntime":
@@ -173,14 +183,16 @@ def answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
         raise ProtocolError(f"{what} of files called {names!r:.80}")
     try:
         threading.Thread(target=_answer, args=(question, send), name=what, daemon=True).start()
-    except RuntimeError as error:  # of threading: there is no more room for one
+    except RuntimeError as error:
+        # Threading raises it where there is no more room for a thread.
         raise ProtocolError(f"{what} cannot be begun: {error}") from error
 
 
 def _answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
     try:
         send(Reply(question.request, _reply(question)))
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:
+        # Whatever it is, it is the answer.
         cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
         send(Failed(question.request, failure_fields(cause)))
 

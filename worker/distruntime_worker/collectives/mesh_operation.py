@@ -1,7 +1,8 @@
-"""Operations along a dimension of a mesh, on a worker with several of its members: one for each group that some of them are in.
+"""Operations along a dimension of a mesh, on a worker with several of its members: one for each group that
+some of them are in.
 
-Template: "group::all_reduce", [number of the dimension, options, inputs, outputs]; instruction: template, sequence, refs of inputs and
-outputs, the same for every member.
+Template: "group::all_reduce", [number of the dimension, options, inputs, outputs]; instruction: template,
+sequence, refs of inputs and outputs, the same for every member.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def along(team: Team, name: str, args: list[Plain], real: Real, take_part: TakeP
     if len(lines) == 1:
         ((group, [(_, row)]),) = rows.items()
         return Collective(name, [group, options, [row]], real, take_part)
-    # In one order on every worker, so that no two groups wait for each other.
+    # Every worker takes the groups in one order, so that no two groups wait for each other.
     parts = [
         (
             Collective(name, [g, options, [row for _, row in rows[g]]], real, take_part),

@@ -1,9 +1,10 @@
 """Collectives and copies between workers as instructions: one covers all of a group's members on this worker.
 
-Template: "group::all_reduce", [group, options, [[rank, device, inputs, outputs], ...]], each input and output [dtype, sizes, strides].
-Instruction: template, sequence, then the refs of inputs and outputs, member by member. Outputs are new values, or, with the option
-"inplace", tensors that are written. Members whose input is poisoned take part all the same, with zeros, so that nobody hangs; the others
-are told first, so that nobody takes the zeros for values.
+Template: "group::all_reduce", [group, options, [[rank, device, inputs, outputs], ...]], each input and output
+[dtype, sizes, strides]. Instruction: template, sequence, then the refs of inputs and outputs, member by
+member. Outputs are new values, or, with the option "inplace", tensors that are written. Members whose input
+is poisoned take part all the same, with zeros, so that nobody hangs; the others are told first, so that
+nobody takes the zeros for values.
 
 What an operation does with its inputs and outputs, each list laid out flat, one tensor after the other:
 
@@ -68,7 +69,7 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    # Of all_to_all: bytes per rank, in and out.
+    # The bytes per rank of all_to_all, in and out.
     splits: tuple[list[list[int]], list[list[int]]] = ([], [])
 
 
@@ -127,19 +128,27 @@ class Collective(Step):
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
         self._take_part = take_part
-        # Straight to where the session takes part: an instruction goes through no method of this class before.
+        # Straight to where the session takes part: an instruction goes through no method of this class
+        # before.
         self.run: Run = partial(take_part, self)
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
-        """As `run`, for an instruction that was dropped: its results are poisoned, here and at the other members."""
+        """As `run`, for an instruction that was dropped.
+
+        Its results are poisoned, here and at the other members.
+        """
         return self._take_part(self, slots, p, i, error)
 
     def perform(self, group: Group, values: list[object], sequence: int) -> list[torch.Tensor]:
-        """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
+        """Take part for all own members.
+
+        `values` are the operands in the order of the words. Return the new values.
+        """
         new: list[torch.Tensor] = []
         if (
             len(values) == 2 and self.options.inplace and len(self.members) == 1
-        ):  # the commonest, and small ones come by the thousand
+            # The commonest, and small ones come by the thousand.
+        ):
             rank, ins, outs = self.members[0]
             both = [
                 v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)
@@ -174,7 +183,8 @@ class Collective(Step):
             channel.barrier()
             return
         if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            self._pass(channel, rank, inputs, outputs, sequence)  # on every member, as sizes are equal
+            # Every member comes here, as sizes are equal.
+            self._pass(channel, rank, inputs, outputs, sequence)
             return
         if o.op is not None:
             self._reduce(channel, o.op, inputs, outputs, on)
@@ -205,7 +215,8 @@ class Collective(Step):
                 assert data is not None
                 if (
                     data.untyped_storage()._cdata == into.data.untyped_storage()._cdata
-                ):  # parts would arrive over what has yet to leave
+                    # Parts would arrive over what has yet to leave.
+                ):
                     data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:
@@ -220,7 +231,10 @@ class Collective(Step):
         outputs: list[torch.Tensor],
         sequence: int,
     ) -> None:
-        """Wait for the other members where no bytes move: one that is poisoned tells them before it comes here."""
+        """Wait for the other members where no bytes move.
+
+        One that is poisoned tells them before it comes here.
+        """
         if self.operation == "copy":
             here = (inputs or outputs)[0].device
             token = torch.zeros(
@@ -246,7 +260,8 @@ class Collective(Step):
             channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
             landing.land()
             return
-        # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
+        # In place where it may be: the memory of an output that is the input, or where there is none, of a
+        # copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (
@@ -270,7 +285,10 @@ class Collective(Step):
 
 
 class _Landing:
-    """Where the bytes of some tensors arrive: their own memory if that is flat and where the channel takes it, else a buffer."""
+    """Where the bytes of some tensors arrive.
+
+    Their own memory if that is flat and where the channel takes it, else a buffer.
+    """
 
     def __init__(
         self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False
@@ -306,14 +324,16 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    flat = tensor.as_strided(
-        (tensor.numel(),), (1,)
-    )  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
 
 def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False) -> torch.Tensor:
-    """Return the tensors' bytes, or numbers, one after the other, where the channel takes them. Copies only what it must."""
+    """Return the tensors' bytes, or numbers, one after the other, where the channel takes them.
+
+    Copies only what it must.
+    """
     whole = [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
     flat = _plain(whole[0], numbers) if len(whole) == 1 else torch.cat([_plain(t, numbers) for t in whole])
     return flat if flat.device.type in on else flat.cpu()

@@ -1,4 +1,7 @@
-"""Takes part in operations of groups, for a session: what is poisoned here, or was dropped, takes part all the same, and says so first."""
+"""Takes part in operations of groups, for a session.
+
+What is poisoned here, or was dropped, takes part all the same, and says so first.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ class Joint:
 
     def __init__(self, state: State, tell: Tell, signal: Callable[[Signal], None]) -> None:
         self._state, self._tell, self._signal = state, tell, signal
-        self.node = -1  # this worker's number, once there are groups
+        # This worker's number, once there are groups.
+        self.node = -1
         self.groups = Groups(state.devices, self._report)
 
     def _report(self, message: Message) -> None:
@@ -55,13 +59,15 @@ class Joint:
         try:
             with (
                 state.turn.paused()
-            ):  # what the others here wait for may be what this one needs of them elsewhere
+                # What the others here wait for may be what this one needs of them elsewhere.
+            ):
                 if cause is not None and collective.reads:
                     group.taint(sequence, cause, self.node, self._tell)
                 new = collective.perform(group, values, sequence)
         except Exception as broken:
             cause = cause or state.failure(words, where, broken, collective.name, described(inputs))
-            group.fail(f"a member could not take part: {broken}")  # else the others would wait for it
+            # Else the others would wait for it.
+            group.fail(f"a member could not take part: {broken}")
             if not collective.writes and not collective.mutates:
                 state.orphans.append(cause)
         cause = group.taken(sequence) or cause

@@ -1,6 +1,7 @@
 """Answers fetches, and whoever waits for a position of the log.
 
-Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread gets there last.
+Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread
+gets there last.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from .look import Look
 from .state import State, Tell
 
 MOST_FAILURES = (
-    64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
+    # Reported by one segment with text; a loop of failing instructions says the same thing anyway.
+    64
 )
-_SENT = 0.0002  # seconds between looks whether a large tensor has arrived
+# Seconds between looks whether a large tensor has arrived.
+_SENT = 0.0002
 
 
 class Answers:
@@ -42,17 +45,22 @@ class Answers:
 
     def __init__(self, state: State, look: Look, shared: Attached, tell: Tell) -> None:
         self._state, self._look, self._shared, self._tell = state, look, shared, tell
-        self._done: list[tuple[int, Fetch]] = []  # who waits for the whole log, up to a position
+        # These fetches wait for the whole log, up to a position.
+        self._done: list[tuple[int, Fetch]] = []
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
+        """Answer `fetch` if the log has run far enough.
+
+        Else leave it to the thread that gets there (the reader).
+        """
         after = fetch.after
         if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
             if (
                 len(after) > 2
-            ):  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
+                # The streams' numbers give the order, so that no two threads wait for each other's `serving`.
+            ):
                 pairs = sorted(zip(after[::2], after[1::2]))
                 fetch = replace(fetch, after=[n for pair in pairs for n in pair])
             self._when(fetch, 0)
@@ -104,18 +112,19 @@ class Answers:
                 stream.waiting.append(entry)
             if not self._reached(stream, position):
                 return
-            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be sending a large value, and only
-            # the reader hears that one has arrived.
+            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be
+            # sending a large value, and only the reader hears that one has arrived.
             take_back = partial(self._take_back, stream, entry)
             self._state.apart(take_back) if threading.get_ident() == self._state.reader else take_back()
             return
         self._answer(fetch)
 
     def _take_back(self, stream: Stream, entry: tuple[int, Action]) -> None:
-        """Do what waits for a stream that is there already, unless its thread does. Block while that thread answers others.
+        """Do what waits for a stream that is there already, unless its thread does. Block while that thread
+        answers others.
 
-        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on a stream that need not wait
-        any more: so this returns when it has answered.
+        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on
+        a stream that need not wait any more: so this returns when it has answered.
         """
         with stream.serving:
             with self._state.gate:
@@ -140,7 +149,10 @@ class Answers:
                 entry[1]()
 
     def passed(self, after: list[int]) -> bool:
-        """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+        """Whether each stream is at its position.
+
+        On a GPU, whether the kernels before it have run (the reader).
+        """
         if not self._names(after):
             raise ProtocolError(f"a question after {str(after)[:80]}")
         for number, position in zip(after[::2], after[1::2]):
@@ -171,7 +183,8 @@ class Answers:
             self._later(fetch, value, [] if value.event is None else [value.event])
         elif (
             isinstance(value, torch.Tensor) and value.is_cuda
-        ):  # a text, for which the value need not come over whole
+            # A text, for which the value need not come over whole.
+        ):
             self._later(fetch, value, self._events(fetch.after))
         else:
             self._answer_with(fetch, value)
@@ -184,7 +197,8 @@ class Answers:
             if not isinstance(shown, torch.Tensor):
                 raise InternalError(f"the value {fetch.ref} is no tensor")
             self._reply(fetch, shown)
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:
+            # Whatever it is, it is the answer.
             operands = described([value]) if value is not None else ""
             cause = failure(
                 error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands
@@ -204,7 +218,10 @@ class Answers:
         self._later(fetch, None, self._events(after))
 
     def _say(self, fetch: Fetch) -> None:
-        """Tell whoever waits for streams that they are there: the master, or another worker whose stream waits."""
+        """Tell whoever waits for streams that they are there.
+
+        The master, or another worker whose stream waits.
+        """
         if fetch.form == "signal":
             self._tell(fetch.ref, Signal(fetch.request, ""))
         else:
@@ -248,7 +265,8 @@ class Answers:
     def _reply(self, fetch: Fetch, value: torch.Tensor) -> None:
         """Send a value in the form that was asked for.
 
-        When this returns later instructions may write the tensor: its bytes have arrived, or the reader lets none come before they have.
+        When this returns later instructions may write the tensor: its bytes have arrived, or the reader lets
+        none come before they have.
         """
         request = fetch.request
         if fetch.form == "item":

@@ -1,4 +1,7 @@
-"""Drops what a cancelled stream has not begun: its results are poisoned, and what others count on happens all the same."""
+"""Drops what a cancelled stream has not begun.
+
+Its results are poisoned, and what others count on happens all the same.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +49,21 @@ class Cancelling:
         """Drop what a stream has not begun and ends at or before `position`."""
         stream.cancelled = max(stream.cancelled, position)
         with self._state.gate:
-            stream.waiting.append(
-                (position, lambda: None)
-            )  # so that `run`, which has no time to look each time, looks
+            # This makes `run` look, which has no time to look each time.
+            stream.waiting.append((position, lambda: None))
 
     def drop(self, stream: Stream, p: Words, i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
 
-        The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
+        The master counts on its waits: who waits for this stream waits for them instead, and so does it
+        before it poisons what was there.
         """
         slots, word = self._state.slots, int_word(p[i])
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
+        # What is taken or given may come from another stream.
+        if word in (FORGET, TAKE, GIVE):
             self._waits.pay(stream, p, i)
         if word in (RELEASE, FORGET, STAMP, TAKE, GIVE, ADOPT):
             return self._state.templates[word](slots, p, i)
@@ -75,7 +79,8 @@ class Cancelling:
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            if word == UPLOAD:  # maybe into a value that another stream is still to make
+            # Maybe into a value that another stream is still to make.
+            if word == UPLOAD:
                 self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(cause)
@@ -86,7 +91,8 @@ class Cancelling:
             return i + 4
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         step = self._state.log(self._state.work(p)).info[p[first]]
-        # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
+        # What it would write, or be a view of, must be there to be known; and a group's operations keep their
+        # order.
         if step.mutates or step.views or step.joint:
             self._waits.pay(stream, p, i)
         after = step.drop(slots, p, first, error)

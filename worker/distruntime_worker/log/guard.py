@@ -1,4 +1,7 @@
-"""Holds instructions to what their session may hold: stands around what makes values, where a worker was started with `--max-memory`."""
+"""Holds instructions to what their session may hold.
+
+Stands around what makes values, where a worker was started with `--max-memory`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,11 @@ from .state import State
 log = logging.getLogger("distruntime.worker")
 
 _META = torch.device("meta")
-_MOST = 1024  # sizes that are remembered of one template
+# Sizes that are remembered of one template.
+_MOST = 1024
 
-Sizes = tuple[list[torch.device], int]  # on each of these devices, so many bytes
+# The devices, and how many bytes on each of them.
+Sizes = tuple[list[torch.device], int]
 
 
 class Shares:
@@ -51,7 +56,10 @@ class Shares:
 
 
 def _resize(call: object, args: list[Plain]) -> Callable[[torch.Tensor], int] | None:
-    """Return what tells how many bytes an operator will have given a tensor: 0 if that is not known before; None if it changes no size."""
+    """Return what tells how many bytes an operator will have given a tensor.
+
+    0 if that is not known before; None if it changes no size.
+    """
     if call is resize_storage:
         nbytes = int_word(args[1])
         return lambda _: nbytes
@@ -87,8 +95,9 @@ def _looks(value: object) -> object:
 class Guarded:
     """Runs a step's instructions, and drops their results again where the session may not hold them.
 
-    What is known to be large is asked for first: a request for a terabyte must not be tried. How large a result is, is known from the
-    master's prediction, from the last time that operands had these shapes, and without operands from torch's meta kernel.
+    What is known to be large is asked for first: a request for a terabyte must not be tried. How large a
+    result is, is known from the master's prediction, from the last time that operands had these shapes, and
+    without operands from torch's meta kernel.
     """
 
     def __init__(self, state: State, step: Step) -> None:
@@ -119,7 +128,8 @@ class Guarded:
         value = slots.get(p[i + self._writes[0]])
         if (
             len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided
-        ):  # as below, 0.9 us sooner
+            # This does what stands below, 0.9 us sooner.
+        ):
             total = value.untyped_storage().nbytes()
             made = [(value.device, total)]
         else:
@@ -169,7 +179,8 @@ class Guarded:
         own: Slots = {}
         try:
             self.shadow.run(own, p, i)
-        except Exception as error:  # whatever it is: the real one tells the master
+        except Exception as error:
+            # Whatever it is, the real kernel tells the master.
             log.debug("no meta kernel tells the size of %s: %s", self._name, error)
             self.shadow = None
             return [], 0

@@ -1,4 +1,7 @@
-"""The instructions of the runtime that are no operator: checks, uploads, copies to the host, stamps, frees that streams share."""
+"""The instructions of the runtime that are no operator.
+
+Checks, uploads, copies to the host, stamps, frees that streams share.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ from ..values.step import Own, Slots, Step, Words, int_word, list_word, text_wor
 from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
 
-# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
-# order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
+# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere:
+# there kernels sum in another order, so that a small weight gave other last bits than here. From the second
+# on, a copy would cost more than the last bits are worth.
 _ALIGNED, _LARGE = 64, 1 << 20  # bytes
 _HOST = torch.device("cpu")
 
@@ -45,7 +49,8 @@ class Instructions:
         self._state, self._shared = state, shared
         self._kept = KeptMemory()
         self._staging = Staging()
-        self._users: dict[int, int] = {}  # streams that have released a value, by ref
+        # Streams that have released a value, by ref.
+        self._users: dict[int, int] = {}
         self.table: dict[Plain, Step] = {
             CHECK: Own("check", self._check),
             LEARN: Own("learn", self._learn),
@@ -59,7 +64,10 @@ class Instructions:
         }
 
     def _check(self, slots: Slots, p: Words, i: int) -> int:
-        """Run the next instruction; make its results what the master predicted, and report where they were not."""
+        """Run the next instruction.
+
+        Make its results what the master predicted, and report where they were not.
+        """
         number, predicted = int_word(p[i + 1]), list_word(p[i + 2])
         log = self._state.log(self._state.work(p))
         template = log.info.get(p[i + 3])
@@ -91,7 +99,10 @@ class Instructions:
     def _as_promised(
         self, value: object, expected: list[Plain], name: str, which: list[Plain], p: Words
     ) -> object:
-        """Return a result as the master predicted it; report where it is not, and raise where it cannot be made so."""
+        """Return a result as the master predicted it.
+
+        Report where it is not, and raise where it cannot be made so.
+        """
         # None: C++ left it undefined, and who reads it is told so.
         if value is None or isinstance(value, Poisoned):
             return value
@@ -159,7 +170,8 @@ class Instructions:
                     None,
                 )
                 return after
-            except Exception as error:  # whatever it is, it is the answer
+            except Exception as error:
+                # Whatever it is, it is the answer.
                 self._state.fail(template, slots, p, i + 2, error)
                 bad = self._state.work(p).failures[-1]
         self._state.send(Failed(request, failure_fields(bad)), None)
@@ -198,7 +210,8 @@ class Instructions:
             if budget is not None:
                 for real in on:
                     budget.add(real, value.nbytes, "an upload")
-        except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
+        except (RuntimeError, MemoryError, OSError) as error:
+            # An OSError says that there is no memory to map.
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
         return i + 6
@@ -240,7 +253,9 @@ class Instructions:
         return i + 3
 
     def _used(self, value: object) -> None:
-        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its
+        kernels have run.
+        """
         if isinstance(value, torch.Tensor) and value.is_cuda:
             mine = self._state.mine()
             value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
@@ -256,7 +271,8 @@ class Instructions:
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
             if budget is not None and isinstance(value, torch.Tensor):
                 budget.add(_HOST, value.nbytes, "a copy to the host")
-        except RuntimeError as error:  # no memory, or what a kernel before this one has done
+        except RuntimeError as error:
+            # There is no memory, or a kernel before this one has failed.
             slots[p[i + 2]] = Poisoned(
                 self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])]))
             )

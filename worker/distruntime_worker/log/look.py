@@ -13,7 +13,10 @@ from .state import State
 
 
 class Look:
-    """Tells where a session's streams are; `runs` is the code of the functions that walk words, whose locals it reads."""
+    """Tells where a session's streams are.
+
+    `runs` is the code of the functions that walk words, whose locals it reads.
+    """
 
     def __init__(self, state: State, runs: tuple[CodeType, ...]) -> None:
         self._state, self._runs = state, runs
@@ -40,7 +43,8 @@ class Look:
             return Status(stream.reached, None, 0.0)
         names = frame.f_locals
         i, words, start = names.get("i"), names.get("words"), names.get("start")
-        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its positions are others.
+        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its
+        # positions are others.
         if i is None or words is None or start is None or names.get("stream") is not stream:
             return Status(stream.reached, None, 0.0)
         position = start + i

@@ -1,6 +1,8 @@
-"""What a session may read and not write: the values of another, which it has adopted. Its master is not relied on to refuse.
+"""What a session may read and not write: the values of another, which it has adopted. Its master is not
+relied on to refuse.
 
-Nothing here costs a session that has asked for nobody's values: only then are its templates that write made to look first.
+Nothing here costs a session that has asked for nobody's values: only then are its templates that write made
+to look first.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ class ReadOnly:
 
     def __init__(self, state: State, switched: Callable[[], None]) -> None:
         self._state, self._switched = state, switched
-        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can be taken for it.
+        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can
+        # be taken for it.
         self._storages: dict[int, StorageWeakRef] = {}
         self.watching = False
 
     def watch(self) -> None:
-        """Let every template that writes look what it writes, from now on (the reader, before any such value has a ref)."""
+        """Let every template that writes look what it writes, from now on (the reader, before any such value
+        has a ref).
+        """
         if not self.watching:
             self.watching = True
             self._switched()
@@ -69,7 +74,10 @@ class ReadOnly:
         return watched
 
     def _refuse(self, step: Step, slots: Slots, p: Words, i: int, offsets: Sequence[int]) -> int:
-        """Poison what the instruction would have made or written; what it may not write is as it was, and stays readable."""
+        """Poison what the instruction would have made or written.
+
+        What it may not write is as it was, and stays readable.
+        """
         text = "this would write what another session has published, and shares for reading"
         error = UsageError(f"{text}: write to a copy, x.clone()")
         if step.joint:

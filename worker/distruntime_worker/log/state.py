@@ -1,4 +1,7 @@
-"""What one session holds on a worker: its values, its streams, the segments that are being run, and what failed in them."""
+"""What one session holds on a worker.
+
+Its values, its streams, the segments that are being run, and what failed in them.
+"""
 
 from __future__ import annotations
 
@@ -37,45 +40,55 @@ class Send(Protocol):
     def __call__(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent: ...
 
 
-Tell = Callable[[int, Message], None]  # node, message: to another worker
+# Node, message: to another worker.
+Tell = Callable[[int, Message], None]
 
 
 class State:
-    """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
+    """The state of one session on one worker, for the reader and each stream's thread.
+
+    `gate` guards what more than one takes out of.
+    """
 
     def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
         self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
         self.slots: Slots = {}
         if budget is not None:
             budget.watch(self.slots)
-        # By the first word of an instruction. The chain fills it: see chain.py.
+        # The key is the first word of an instruction. The chain fills it: see chain.py.
         self.templates: dict[Plain, Run] = {}
         # Those that the master has sent.
         self.info: dict[Plain, Step] = {}
         self.next_template = FIRST_TEMPLATE
         # Those of the runtime, in every log.
         self.own: dict[Plain, Step] = {}
-        self.teams: dict[int, Team] = {}  # by number, the meshes with members here
+        # The meshes with members here, by number.
+        self.teams: dict[int, Team] = {}
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
-        self.works: deque[Work] = (
-            deque()
-        )  # segments in the order of the log; each is done when those before it are
-        self.under_way: dict[int, Work] = {}  # by the id of their words
-        self.executed = 0  # position up to which the whole log has run
+        # The segments in the order of the log; each is done when those before it are.
+        self.works: deque[Work] = deque()
+        # The key is the id of a segment's words.
+        self.under_way: dict[int, Work] = {}
+        # Position up to which the whole log has run.
+        self.executed = 0
         self.orphans: list[
             Failure
-        ] = []  # of instructions without results, such as a check: the next read brings them
+            # These failures are of instructions without results, such as a check: the next read brings them.
+        ] = []
         self.gate = threading.RLock()
         self.spoil: Callable[[torch.UntypedStorage, Failure], None] = (
-            _unspoilt  # tells what is published that a write of it has failed
+            # Tells what is published that a write of it has failed.
+            _unspoilt
         )
         self.apart: Callable[[Callable[[], None]], None] = (
-            _now  # has a thread do what waits for the master, where the reader would have to
+            # Has a thread do what waits for the master, where the reader would have to.
+            _now
         )
         self.reader = threading.get_ident()
-        self.closed = False  # whether the master is gone, and nothing is worth waiting for
+        # Whether the master is gone, and nothing is worth waiting for.
+        self.closed = False
 
     def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
@@ -128,7 +141,9 @@ class State:
         return cause
 
     def fail(self, step: Step, slots: Slots, p: Words, i: int, error: BaseException) -> None:
-        """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+        """Poison the results of the instruction at `i`, and whatever it would have written, with its first
+        cause.
+        """
         # Each member has a cause of its own.
         if step.lanes:
             step.drop(slots, p, i, error)
@@ -151,20 +166,23 @@ class State:
             slots[p[i + k]] = Poisoned(cause, viewed)
         for k in step.mutates:
             written = memory_of(slots.get(p[i + k]))
-            if written is not None:  # its views and its base hold the same bytes
+            # Its views and its base hold the same bytes.
+            if written is not None:
                 self.spread(slots, written, cause)
             slots[p[i + k]] = Poisoned(cause)
 
     def spread(self, slots: Slots, memory: torch.UntypedStorage, cause: Failure) -> None:
         """Poison everything that is in `memory`."""
-        for ref, value in slots.copy().items():  # other streams add and free meanwhile
+        # Other streams add and free meanwhile.
+        for ref, value in slots.copy().items():
             if isinstance(value, Shards):
                 for lane, one in enumerate(value):
                     if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == memory._cdata:
                         value[lane] = Poisoned(cause)
             elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                 slots[ref] = Poisoned(cause)
-        if not self.closed:  # what was dropped because the master is gone leaves published values as they are
+        # What was dropped because the master is gone leaves published values as they are.
+        if not self.closed:
             self.spoil(memory, cause)
 
 

@@ -32,21 +32,26 @@ class Devices:
         self.simulated = simulate_cuda > 0
         if not 0 <= simulate_cuda <= _MOST:
             raise ConfigurationError(
-                f"--simulate-cuda is a number from 0 to {_MOST}, the most that torch can tell apart; got {simulate_cuda}"
+                f"--simulate-cuda is a number from 0 to {_MOST}, the most that torch can tell apart; got "
+                f"{simulate_cuda}"
             )
         count = simulate_cuda or torch.cuda.device_count()
         have = ["cpu", *(f"cuda:{k}" for k in range(count))]
         unknown = [name for name in only if name not in have]
         if unknown:
             raise ConfigurationError(
-                f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has {', '.join(have)}"
+                f"--devices {','.join(only)}: this machine has no {', '.join(unknown)}; it has "
+                f"{', '.join(have)}"
             )
         self.names = [name for name in have if not only or name in only]
         gpus = [name for name in self.names if name != "cpu" and not self.simulated]
         self.first_gpu = torch.device(gpus[0]) if gpus else None
 
     def real(self, named: torch.device) -> torch.device:
-        """Return where tensors of the device `named` really live; raise `RuntimeError` if this worker does not offer it."""
+        """Return where tensors of the device `named` really live.
+
+        Raise `RuntimeError` if this worker does not offer it.
+        """
         if str(named) not in self.names:
             if named.type == "meta":
                 return named

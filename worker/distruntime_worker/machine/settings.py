@@ -1,4 +1,7 @@
-"""Torch's settings that a master may change (`dr.config`). They are the whole process's; every session begins with those of its start."""
+"""Torch's settings that a master may change (`dr.config`).
+
+They are the whole process's; every session begins with those of its start.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from operator import attrgetter
 
 import torch
 
-_THREADS_PER_CORE = 16  # at most: libgomp ends the process where it cannot make a thread
+# There may be no more: libgomp ends the process where it cannot make a thread.
+_THREADS_PER_CORE = 16
 _SOFT = 1  # omp_pause_soft of omp.h
 
 
@@ -19,15 +23,18 @@ Setting = bool | int | str | None
 
 
 class PerThread:
-    """What torch and the CPU keep for each thread by itself: the number of intra-op threads, and whether denormal numbers become zero.
+    """What torch and the CPU keep for each thread by itself: the number of intra-op threads, and whether
+    denormal numbers become zero.
 
-    A new thread takes torch's default number at its first parallel operation and never looks again; `set_num_threads` sets that
-    default, and the calling thread's own number. Flushing denormals is a bit in a register of each thread, which the threads that it
-    starts inherit. So a thread that executes calls `apply` at the start of every stretch of work: 0.1 us when nothing has changed.
+    A new thread takes torch's default number at its first parallel operation and never looks again;
+    `set_num_threads` sets that default, and the calling thread's own number. Flushing denormals is a bit in a
+    register of each thread, which the threads that it starts inherit. So a thread that executes calls `apply`
+    at the start of every stretch of work: 0.1 us when nothing has changed.
     """
 
     def __init__(self) -> None:
-        self._wanted: tuple[int, bool] | None = None  # None until somebody changes one of the two
+        # None until somebody changes one of the two.
+        self._wanted: tuple[int, bool] | None = None
         self._applied = threading.local()
 
     @property
@@ -61,8 +68,9 @@ class PerThread:
             return
         num_threads, flush_denormal = wanted
         torch.set_flush_denormal(flush_denormal)
-        # This thread's OpenMP threads keep their old bit: without the next lines only its own quarter of a tensor is flushed with four of
-        # them (seen on torch 2.13). Where OpenMP cannot be told to drop them (before 5.0), what has run in parallel stays as it is.
+        # This thread's OpenMP threads keep their old bit: without the next lines only its own quarter of a
+        # tensor is flushed with four of them (seen on torch 2.13). Where OpenMP cannot be told to drop them
+        # (before 5.0), what has run in parallel stays as it is.
         library = ctypes.CDLL(None)
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_SOFT)
@@ -87,14 +95,17 @@ def _backend(path: str) -> tuple[Callable[[], Setting], Callable[[Setting], None
 
 
 def _precision() -> str | None:
-    """Return the precision of float32 matmul; None where TF32 was set apart from it, for which torch has no name and raises."""
+    """Return the precision of float32 matmul.
+
+    None where TF32 was set apart from it, for which torch has no name and raises.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
 
 
-# By the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
+# The keys are the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
 _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] = {
     "num_threads": (
         lambda: per_thread.num_threads,
@@ -118,7 +129,8 @@ _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] 
     "mkldnn_enabled": _backend("mkldnn.enabled"),
 }
 
-_at_start: dict[str, Setting] = {}  # as they were before the first change of this session
+# The settings as they were before the first change of this session.
+_at_start: dict[str, Setting] = {}
 
 
 def settings() -> list[tuple[str, Setting]]:

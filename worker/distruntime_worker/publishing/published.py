@@ -1,7 +1,8 @@
-"""What a session has published on this worker: it outlives the session's master, and other sessions may read what is shared.
+"""What a session has published on this worker: it outlives the session's master, and other sessions may read
+what is shared.
 
-A `Published` belongs to a session and goes from one of its executors to the next; a `Shelf` is one executor's way to it, and to others'.
-What the envelopes hold concerns masters only: here they are bytes.
+A `Published` belongs to a session and goes from one of its executors to the next; a `Shelf` is one executor's
+way to it, and to others'. What the envelopes hold concerns masters only: here they are bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def count_anew() -> None:
 
 
 def _numbered(thing: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return the number of a tensor or of a storage: the same as long as it lives, and no other's here or in another process."""
+    """Return the number of a tensor or of a storage.
+
+    The same as long as it lives, and no other's here or in another process.
+    """
     found: int | None = getattr(thing, "_published_as", None)
     if found is None:
         found = _number()
@@ -123,11 +127,13 @@ class Published:
             gone = [records.pop(version) for version in list(records) if which(version)]
             if not records:
                 self._records.pop(name, None)
-        return bool(gone)  # their tensors die after the lock is free
+        # Their tensors die after the lock is free.
+        return bool(gone)
 
     def spoil(self, memory: torch.UntypedStorage, cause: Failure) -> None:
         """Poison what is in `memory`: a write that was issued has not happened."""
-        poisoned = Poisoned(replace(cause, seq=0, position=0))  # of a log that may be over when it is read
+        # Its log may be over when it is read.
+        poisoned = Poisoned(replace(cause, seq=0, position=0))
         for _, record in self.every():
             for k, value in enumerate(record.tensors):
                 if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
@@ -143,7 +149,7 @@ class Shelf:
 
     def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
-        # By token, until they have refs.
+        # The key is the token; an entry stays until its values have refs.
         self._found: dict[int, tuple[dict[int, tuple[Record, list[SharedTensor]]], bool]] = {}
         self.table: dict[Plain, Step] = {
             PUBLISH: Own("publish", self._publish),
@@ -151,7 +157,7 @@ class Shelf:
         }
         state.spoil = published.spoil
 
-    # -- what the master asks (the reader) ---------------------------------------------------------------------------------------
+    # -- what the master asks (the reader) ---------------------------------------------------------
 
     def listing(self) -> Listing:
         """Return what this session has published, and what others share."""
@@ -197,7 +203,7 @@ class Shelf:
     def _strangers(self) -> dict[str, Published]:
         return {owner: other for owner, other in self._others().items() if other is not self.published}
 
-    # -- instructions (a stream's thread) ----------------------------------------------------------------------------------------
+    # -- instructions (a stream's thread) ----------------------------------------------------------
 
     def _publish(self, slots: Slots, p: Words, i: int) -> int:
         state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
@@ -245,18 +251,23 @@ class Shelf:
                 )
             elif (
                 isinstance(value, torch.Tensor) and spec_fields(value) != rows[k].spec
-            ):  # by what the log held when it was asked for
+                # This compares with what the log held when it was asked for.
+            ):
                 error = UsageError("a tensor has changed its shape since it was published: publish it again")
                 value = Poisoned(self._state.failure(p, i, error, "lookup", described([value])))
             elif foreign and isinstance(value, torch.Tensor):
                 self.read_only.add(value)
-                value = value.detach()  # whose sizes the owner's own operations do not change
+                # The owner's own operations do not change the sizes of this one.
+                value = value.detach()
             slots[ref] = value
         return i + 4
 
 
 def _listers(listed: list[Plain]) -> list[Lister] | None:
-    """Return the workers that have a part of a publication; None where they are none. Other sessions' masters are told of them."""
+    """Return the workers that have a part of a publication.
+
+    None where they are none. Other sessions' masters are told of them.
+    """
     found: list[Lister] = []
     for row in listed:
         match row:

@@ -1,6 +1,7 @@
 """Runs segments of the log: messages in, messages out, no sockets.
 
-Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream, which run segments.
+Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream,
+which run segments.
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ from ..values.step import Own, Step
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
-# What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
+# What Python raises where a master's words are of the wrong kind or number: what operators raise, their
+# templates keep to themselves.
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-_LOOK = 0.1  # seconds between looks whether the master is gone
+# Seconds between looks whether the master is gone.
+_LOOK = 0.1
 _END = 1 << 62  # no log gets there
 _FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
 class Executor:
-    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`.
+    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's
+    `turn`.
 
-    `draws` and `published` are the session's random state and what it has published: both outlive this log where a master resumes it.
+    `draws` and `published` are the session's random state and what it has published: both outlive this log
+    where a master resumes it.
     """
 
     def __init__(
@@ -91,9 +96,11 @@ class Executor:
         state.own.update(self.shelf.table)
         self.chain.begin(state)
         self.received = (
-            0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
+            # Seq of the last segment that the reader accepted: a segment that is sent again is dropped.
+            0
         )
-        self.running = False  # whether stream 0 runs a segment
+        # Whether stream 0 runs a segment.
+        self.running = False
         # The mesh whose segment came last; None where it was one of this worker's own log.
         self._last_team: Mesh | None = None
         # Set when everything before the last change of logs has run.
@@ -106,7 +113,10 @@ class Executor:
         self.turn.more = state.waits
 
     def open(self, message: OpenStream) -> Stream:
-        """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
+        """Return a new stream, for its thread to run.
+
+        Raise `ProtocolError` where it makes no sense (the reader).
+        """
         team = self.state.teams.get(message.team)
         if message.team != -1 and team is None:
             raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
@@ -151,7 +161,8 @@ class Executor:
         for (group, rank), device in zip(rows, team.devices):
             if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
                 raise ProtocolError(
-                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}"
+                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group "
+                    f"{group}"
                 )
         team.lines[message.number] = rows
 
@@ -170,14 +181,18 @@ class Executor:
         )
 
     def line_up(self, work: Work) -> None:
-        """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
+        """Add a segment to those that run, after one of another log.
+
+        Between the logs all streams keep the order (the reader).
+        """
         state = self.state
         with state.gate:
             if work.team is not self._last_team:
                 self._last_team, self._before = work.team, threading.Event() if state.works else None
             if (
                 self._before is not None and not self._before.is_set()
-            ):  # the next of the same log must not overtake it on another stream
+                # The next of the same log must not overtake it on another stream.
+            ):
                 work.before = self._before
             state.works.append(work)
 
@@ -243,7 +258,8 @@ class Executor:
                 f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}"
             ) from error
         self._finish(work)
-        stream.reached = start + n  # only now: whoever waits wants to hear of failures first
+        # Only now: whoever waits wants to hear of failures first.
+        stream.reached = start + n
         if waiting:
             self._answers.serve(stream, start + n)
         if len(state.streams) > 1 or work.team is not None:
@@ -282,7 +298,8 @@ class Executor:
                 stream.mark(start + i)
         except NONSENSE as error:
             raise ProtocolError(
-                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
+                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         self._finish(work)
         if waiting:
@@ -290,7 +307,10 @@ class Executor:
         stream.publish(start + i)
 
     def _finish(self, work: Work) -> None:
-        """Count a stretch as run; send `Done` for each segment that is complete and has only such before it."""
+        """Count a stretch as run.
+
+        Send `Done` for each segment that is complete and has only such before it.
+        """
         state = self.state
         with state.gate:
             work.left -= 1

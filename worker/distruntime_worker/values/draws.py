@@ -1,4 +1,7 @@
-"""Random numbers of several sessions on one worker: each draws as if it were alone here, although torch has one generator for a device."""
+"""Random numbers of several sessions on one worker.
+
+Each draws as if it were alone here, although torch has one generator for a device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from .step import Run, Slots, Step, Words
 _SEED = "distruntime::manual_seed"
 _COMPOSITES = tuple(f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng"))
 _changing = threading.Condition()
-_owner: list[Draws] = []  # whose state the process's generators hold
+# The process's generators hold the state of this one.
+_owner: list[Draws] = []
 _States = list[torch.Tensor]
 
 
@@ -24,7 +28,7 @@ def may_draw(step: Step) -> bool:
 
 
 def _states() -> _States:
-    # Of GPUs that are in use: asking the others would begin to use them.
+    # Only GPUs that are in use are asked: asking the others would begin to use them.
     gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.get_rng_state(), *(gpu.get_state() for gpu in gpus)]
 
@@ -47,7 +51,8 @@ def seed_anew() -> None:
 
 
 class Draws:
-    """The random state of one session. What draws runs inside `with draws:`; several of its streams may, at the same time.
+    """The random state of one session. What draws runs inside `with draws:`; several of its streams may, at
+    the same time.
 
     Changing the owner costs some 10 us for a CPU; who draws twice in a row does not pay it.
     """
@@ -56,7 +61,8 @@ class Draws:
 
     def __init__(self) -> None:
         self._kept, self._seedings = _at_start, 0
-        self._inside = 0  # how many threads draw now
+        # How many threads draw now.
+        self._inside = 0
 
     def __enter__(self) -> Draws:
         with _changing:

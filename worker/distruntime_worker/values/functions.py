@@ -1,6 +1,8 @@
-"""Operations of a worker that are not torch operators: settings, random state, and composites that are recorded here with their backward.
+"""Operations of a worker that are not torch operators: settings, random state, and composites that are
+recorded here with their backward.
 
-Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
+Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into
+slots.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from .streams import elapsed_time
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
 
-seedings = [0]  # how often a generator of this worker was set
+# How often a generator of this worker was set.
+seedings = [0]
 
 
 def seed_member(device: torch.device, seed: torch.Tensor) -> None:
@@ -67,7 +70,8 @@ class Tape:
 def record(name: str, differentiable: list[bool], *args: object) -> list[object]:
     """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
 
-    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if none, the tape is empty.
+    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if
+    none, the tape is empty.
     """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
@@ -84,7 +88,8 @@ def record(name: str, differentiable: list[bool], *args: object) -> list[object]
             *values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])}
         )
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
+    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch
+    # over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
 
 

@@ -1,7 +1,7 @@
 """A mesh's members on this worker: an instruction of its log runs for each of them.
 
-With one member here, a mesh's value stands in its slot as any other. With several (the GPUs of one machine), it is a `Shards`, and a
-`Lanes` runs the instruction once for each.
+With one member here, a mesh's value stands in its slot as any other. With several (the GPUs of one machine),
+it is a `Shards`, and a `Lanes` runs the instruction once for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .step import Run, Slots, Step, Words
 from .streams import Stream
 from .template import Template
 
-MEMBER: Plain = ["device", "member"]  # stands in a template for the device of whichever member runs it
+# Stands in a template for the device of whichever member runs it.
+MEMBER: Plain = ["device", "member"]
 
 
 class Shards(list[object]):
@@ -33,14 +34,16 @@ class Team:
     def __init__(self, number: int, devices: list[str]) -> None:
         self.number, self.devices = number, devices
         self.received = 0  # words
-        # As of a worker's own log: see State.
+        # These are as in a worker's own log: see State.
         self.templates, self.info = dict[Plain, Run](), dict[Plain, Step]()
         self.next_template = FIRST_TEMPLATE
         self.lines: dict[
             int, list[list[int]]
-        ] = {}  # by the number of a dimension, each member's [group, rank] along it
+            # The key is the number of a dimension; the value has each member's [group, rank] along it.
+        ] = {}
         self.generators = Generators(len(devices))
-        self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
+        # Run by the thread of the worker's own, in turns.
+        self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
 
     def enter(self, start: int, words: int) -> None:
@@ -61,7 +64,8 @@ class Team:
 
 
 class Generators:
-    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU of its own.
+    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU
+    of its own.
 
     Until members are seeded one by one they draw from equal states; see `DeviceMesh.manual_seed`.
     """
@@ -73,7 +77,8 @@ class Generators:
 
     def __enter__(self) -> None:
         self._base = torch.get_rng_state()
-        if self._seeded != seedings[0]:  # the worker's own generator was seeded: so are all that stand for it
+        # The worker's own generator was seeded: so are all that stand for it.
+        if self._seeded != seedings[0]:
             self._states = [None] * len(self._states)
 
     def draw(self, lane: int, run: Run, slots: Slots, p: Words, i: int) -> int:

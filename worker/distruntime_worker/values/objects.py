@@ -12,15 +12,19 @@ from distruntime.errors import NotSupportedError
 from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure, Plain
 
-INLINE_BYTES = 1 << 14  # up to here a tensor rides inside the message; above, in a payload frame of its own
-# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its allocator uses the pages again.
+# Up to here a tensor rides inside the message; above, in a payload frame of its own.
+INLINE_BYTES = 1 << 14
+# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its
+# allocator uses the pages again.
 PART_BYTES = 1 << 19
 
-_printing = threading.Lock()  # torch's print options are one global
+# Torch's print options are one global.
+_printing = threading.Lock()
 
 
 class Poisoned:
-    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without running.
+    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without
+    running.
 
     `memory` is what the value would be a view of: who writes the view has not written that either.
     """
@@ -55,7 +59,10 @@ def failure(error: BaseException, *, seq: int, position: int, op: str, operands:
 
 
 def described(values: Sequence[object]) -> str:
-    """Return shapes and dtypes of operands, for an error's text; of a list, as of a mesh's members here, how many and the first one's."""
+    """Return shapes and dtypes of operands, for an error's text.
+
+    Of a list, as of a mesh's members here, how many and the first one's.
+    """
     return ", ".join(map(_described, values))
 
 
@@ -68,10 +75,14 @@ def _described(value: object) -> str:
 
 
 def spec_fields(tensor: torch.Tensor) -> list[Plain]:
-    """Return a tensor's metadata in the order of the wire: sizes, strides, offset, dtype, conjugate and negative bits."""
+    """Return a tensor's metadata in the order of the wire.
+
+    Sizes, strides, offset, dtype, conjugate and negative bits.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSupportedError(
-            f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote tensors are strided only. "
+            f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote "
+            "tensors are strided only. "
             "Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
@@ -85,7 +96,10 @@ def spec_fields(tensor: torch.Tensor) -> list[Plain]:
 
 
 def render(value: torch.Tensor, options: dict[str, Plain]) -> str:
-    """Return the body of torch's `tensor(...)` text; large tensors are summarised before they leave the device."""
+    """Return the body of torch's `tensor(...)` text.
+
+    Large tensors are summarised before they leave the device.
+    """
     with _printing, torch.no_grad():
         indent = options.pop("indent", 0)
         if not isinstance(indent, int):
@@ -96,7 +110,10 @@ def render(value: torch.Tensor, options: dict[str, Plain]) -> str:
 
 
 def wire_tensor(value: torch.Tensor) -> tuple[list[Plain], memoryview]:
-    """Return a tensor's [dtype, sizes] and its bytes, on the CPU. Copies only what is not contiguous there."""
+    """Return a tensor's [dtype, sizes] and its bytes, on the CPU.
+
+    Copies only what is not contiguous there.
+    """
     with torch.no_grad():
         here = value.detach().to("cpu")
         return [dtype_name(here.dtype), list(here.shape)], tensor_bytes(here)

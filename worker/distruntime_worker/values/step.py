@@ -16,8 +16,9 @@ from distruntime.wire.messages import Plain
 
 # The words of a segment.
 Words = list[Plain]
-# The values of a session by ref: tensors, `Poisoned`, `Shards` of a mesh's members, and what functions of the worker
-# return. A ref is a word, and what may not be one: a word of another kind finds nothing here, or raises.
+# The values of a session by ref: tensors, `Poisoned`, `Shards` of a mesh's members, and what functions of the
+# worker return. A ref is a word, and what may not be one: a word of another kind finds nothing here, or
+# raises.
 Slots = dict[Plain, object]
 Run = Callable[[Slots, Words, int], int]
 

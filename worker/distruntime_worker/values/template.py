@@ -1,8 +1,9 @@
 """Templates: an operator with its argument pattern, compiled once to a function that runs one instruction.
 
-This is the worker's hot path. The function's source holds only positions (`p[i+1]`) and names of closure variables; every
-constant, and the operator itself, comes in by closure, so nothing that came over the wire is ever source code.
-An instruction is [template, operand words..., result refs...]; the compiled function returns the index of the word after it.
+This is the worker's hot path. The function's source holds only positions (`p[i+1]`) and names of closure
+variables; every constant, and the operator itself, comes in by closure, so nothing that came over the wire is
+ever source code. An instruction is [template, operand words..., result refs...]; the compiled function
+returns the index of the word after it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from .step import Operator, Pattern, Run, Slots, Step, Words
 Fail = Callable[["Template", Slots, Words, int, BaseException], None]
 
 
-_ON_IMPORT = {  # torch's operators that exist only once their module is imported
+# Torch's operators that exist only once their module is imported.
+_ON_IMPORT = {
     "torch_nn": "torch.nn.modules.linear_cross_entropy",
     "torch_attn": "torch.nn.attention.varlen",
 }
 
 
 def operator(name: str) -> Operator:
-    """Return the operator that `name` ("aten::add.Tensor") names here; one that raises if this torch does not have it."""
+    """Return the operator that `name` ("aten::add.Tensor") names here.
+
+    One that raises if this torch does not have it.
+    """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
@@ -132,7 +137,10 @@ class Template(Step):
         self.writes = list(range(first, offset))
         self.length = offset
         source = "def run(slots, p, i):\n    try:\n" + "".join(f"        {line}\n" for line in lines)
-        source += f"    except Exception as error:\n        fail(template, slots, p, i, error)\n    return i + {offset}\n"
+        source += (
+            "    except Exception as error:\n        fail(template, slots, p, i, error)\n    return "
+            f"i + {offset}\n"
+        )
         exec(compile(source, f"<{name}>", "exec"), closure)
         self.run: Run = closure["run"]  # type: ignore[assignment]
 

@@ -24,13 +24,15 @@ from distruntime.wire.messages import ChannelOffer
 
 log = logging.getLogger("distruntime.worker")
 
+# Every mpirun puts one of these into the environment.
 _MPIRUN = (
     "PMI_RANK",
     "PMIX_RANK",
     "OMPI_COMM_WORLD_RANK",
-)  # what mpirun puts into the environment, whichever it is
+)
 
-# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
+# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it
+# is imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),
@@ -60,7 +62,10 @@ def _missing(name: str) -> str:
 
 
 def find(name: str) -> Factory:
-    """Return the data channel of that name; raise `ConfigurationError`, saying why, if it cannot be had here."""
+    """Return the data channel of that name.
+
+    Raise `ConfigurationError`, saying why, if it cannot be had here.
+    """
     found = registered(name)
     if found is not None:
         return found
@@ -71,7 +76,8 @@ def find(name: str) -> Factory:
         module, cls = _SHIPPED[name]
         try:
             return checked_class(name, getattr(importlib.import_module(module, __package__), cls))
-        except (ImportError, OSError, RuntimeError) as error:  # a library that does not load
+        except (ImportError, OSError, RuntimeError) as error:
+            # A library does not load.
             raise ConfigurationError(
                 f"the data channel {name!r} does not load on this worker: {error}"
             ) from error
@@ -84,7 +90,10 @@ def find(name: str) -> Factory:
 
 
 def prepare() -> None:
-    """Start MPI, if `mpirun` has started this worker: it waits there for all that `mpirun` starts, and the master would wait with it."""
+    """Start MPI, if `mpirun` has started this worker.
+
+    It waits there for all that `mpirun` starts, and the master would wait with it.
+    """
     if not _missing("mpi"):
         try:
             find("mpi")

@@ -31,7 +31,8 @@ _REDUCED = numbers(torch.int16)
 class NCCL(DataChannel):
     """Every collective of torch.distributed, on the current CUDA stream's order."""
 
-    # NCCL knows no tags, and two communicators on one device, begun in different orders on different members, wait for each other.
+    # NCCL knows no tags, and two communicators on one device, begun in different orders on different members,
+    # wait for each other.
     capabilities = Capabilities(
         frozenset({*MOVES, *REDUCES}),
         {
@@ -53,7 +54,8 @@ class NCCL(DataChannel):
             self._group = dist.ProcessGroupNCCL(membership.store, self.rank, self.size, options)
 
     def _finish(self, work: torch.distributed.Work) -> None:
-        work.wait()  # the current stream waits for NCCL's; this thread does not
+        # The current stream waits for NCCL's; this thread does not.
+        work.wait()
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         with torch.cuda.device(self._device):
@@ -131,7 +133,10 @@ class NCCL(DataChannel):
 
 
 def _bind(host: str) -> None:
-    """Have NCCL use the interface where other workers reach this one, unless the user has said which. NCCL asks once in a process."""
+    """Have NCCL use the interface where other workers reach this one, unless the user has said which.
+
+    NCCL asks once in a process.
+    """
     name = interface_of(host)
     if name:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")

@@ -361,12 +361,12 @@ class Session:
     def settle(self, node: Node, sent: Delivery) -> None:
         """Block until the memory of a message may be written again: it has arrived, or Ctrl-C or a cut made this keep a copy."""
         if self._inside():  # another thread may be the reader, and need the lock to go on
-            sent.settle()
+            sent.copy_frames()
             return
         try:
             self.requests.wait(lambda: sent.done or node.failed is not None, self._read, None, node)
         except BaseException:
-            sent.settle()
+            sent.copy_frames()
             raise
 
     # -- reading (one thread at a time, see Requests) ----------------------------------------------------------------------------

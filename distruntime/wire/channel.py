@@ -417,7 +417,7 @@ class Channel:
         """Return, without blocking, what happened to the connections since the last call, in order."""
         with self._lock:
             self._check_open()
-            events = self._connections.take()
+            events = self._connections.events()
         self._send_late()
         return events
 

@@ -165,13 +165,13 @@ class Connections:
         """Return whether there is a connection to a peer, as far as is known."""
         return peer in self.placed or peer in self._reached
 
-    def settle(self) -> None:
+    def close_ended(self) -> None:
         """Take note that all messages have been read that came through connections known to have ended."""
         self._ghosts.clear()
         self._gone.clear()
 
     def read(self) -> bool:
-        """Take in what the monitor reports; return whether that was news for take()."""
+        """Take in what the monitor reports; return whether that was news for `events`."""
         known = len(self._events)
         while len(self._raw) == 2 or self._option(_EVENTS) & _POLLIN:
             if len(self._raw) < 2:
@@ -191,7 +191,7 @@ class Connections:
             self._crowded_out.update(self.strangers.crowd_out())
         return len(self._events) > known
 
-    def take(self) -> list[PeerEvent]:
+    def events(self) -> list[PeerEvent]:
         """Return what happened since the last call, in order."""
         self.read()
         found = list(self._events)

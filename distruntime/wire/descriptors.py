@@ -19,7 +19,8 @@ from ..errors import ConfigurationError
 # A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for
 # one, and something to live on.
 ENOUGH = 24
-# Some systems allow a thousand times as many descriptors. Programs that are started from here may walk through all.
+# Some systems allow a thousand times as many descriptors. Programs that are started from here may walk
+# through all of them.
 _MUCH = 1 << 20
 # Strangers, at least and at most.
 _FEW, _MANY = 16, 48

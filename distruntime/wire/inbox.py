@@ -67,7 +67,7 @@ class Inbox:
         with suppress(zmq.Again):
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
-        self._connections.settle()
+        self._connections.close_ended()
         if (
             self._coming
             # What came through connections that have ended is read: nothing more comes of their messages.

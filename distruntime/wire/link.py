@@ -57,12 +57,12 @@ class Delivery:
         if 0 < self.number <= link.acknowledged or link.over:
             return True
         if link.peer is None and self.number and all(tracker.done for tracker in self.trackers):
-            self.settle()
+            self.copy_frames()
             # Else it is being sent again, perhaps with the frames as they were.
             return link.peer is None
         return False
 
-    def settle(self) -> None:
+    def copy_frames(self) -> None:
         """Copy what is still to arrive, so that the frames' memory may be written again."""
         self.frames = [
             bytes(frame) if isinstance(frame, (bytearray, memoryview)) else frame for frame in self.frames

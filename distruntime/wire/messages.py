@@ -162,9 +162,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Either way.
-
-    So many messages have come on this session's connections. Not counted itself, as are those above.
+    """Either way: so many messages have come on this session's connections. Not counted itself, as are those
+    above.
     """
 
     received: int
@@ -172,9 +171,8 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Bury:
-    """Master to worker.
-
-    This session's master, a process of the sender's machine, has died; there is no use in keeping its values.
+    """Master to worker: this session's master, a process of the sender's machine, has died; there is no use
+    in keeping its values.
     """
 
     session: str
@@ -213,10 +211,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class OpenTeam:
-    """Master to worker.
-
-    From now on segments of this mesh may come. `devices` are those of its members here, in the order of the
-    mesh.
+    """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here,
+    in the order of the mesh.
     """
 
     team: int
@@ -225,10 +221,8 @@ class OpenTeam:
 
 @dataclass(frozen=True, slots=True)
 class OpenLines:
-    """Master to worker.
-
-    Along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank],
-    ...
+    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its
+    rank: [group, rank], ...
     """
 
     team: int
@@ -238,9 +232,8 @@ class OpenLines:
 
 @dataclass(frozen=True, slots=True)
 class MeshSegment:
-    """Master to worker.
-
-    The next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`.
+    """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a
+    `MeshBody`.
     """
 
     seq: int
@@ -264,9 +257,8 @@ class MeshBody:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Worker to master.
-
-    The segment ran. Carries new failures and the check numbers whose predicted specs were wrong.
+    """Worker to master: the segment ran. Carries new failures and the check numbers whose predicted specs
+    were wrong.
     """
 
     seq: int
@@ -470,9 +462,8 @@ class AskTurns(Question[list[TurnsTaken]]):
 
 @dataclass(frozen=True, slots=True)
 class AskPassed(Question[bool]):
-    """Master to worker.
-
-    Say whether each stream in `after`, [stream, position, ...], is at the position behind it.
+    """Master to worker: say whether each stream in `after`, [stream, position, ...], is at the position
+    behind it.
     """
 
     after: list[int]
@@ -526,9 +517,8 @@ class DropOlder(Question[Dropped]):
 
 @dataclass(frozen=True, slots=True)
 class DropPublished(Question[Dropped]):
-    """Master to worker.
-
-    Drop this version of what the session has published under a name; version 0: all of them.
+    """Master to worker: drop this version of what the session has published under a name; version 0: all of
+    them.
     """
 
     name: str
@@ -537,9 +527,8 @@ class DropPublished(Question[Dropped]):
 
 @dataclass(frozen=True, slots=True)
 class ListFolder(Question[FolderListing]):
-    """Master to worker.
-
-    Say which checkpoints are in a folder. A thread replies, as to all that is asked about folders.
+    """Master to worker: say which checkpoints are in a folder. A thread replies, as to all that is asked
+    about folders.
     """
 
     folder: str
@@ -632,10 +621,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Master to worker.
-
-    Once a stream has run up to a position, send `Signal` with this number to that node.
-    """
+    """Master to worker: once a stream has run up to a position, send `Signal` with this number to that node."""
 
     stream: int
     position: int
@@ -676,10 +662,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BreakGroup:
-    """Either way.
-
-    A group has broken, and why; whoever waits in it fails. A worker whose data channel fails tells the
-    master, which tells the others.
+    """Either way: a group has broken, and why; whoever waits in it fails. A worker whose data channel fails
+    tells the master, which tells the others.
     """
 
     group: int
@@ -710,9 +694,8 @@ class Tainted:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Worker to master.
-
-    Bytes of a large reply that follows, in this message's payload frame, and where they belong in it.
+    """Worker to master: bytes of a large reply that follows, in this message's payload frame, and where they
+    belong in it.
     """
 
     request: int
@@ -748,10 +731,8 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Either way.
-
-    The master leaves, and the session stays for as long as `Hello.keep` said, answered by an `Ack`; or it is
-    made to leave, since another master has taken the session over.
+    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, answered by an
+    `Ack`; or it is made to leave, since another master has taken the session over.
     """
 
     reason: str

@@ -269,7 +269,7 @@ class KeptMemory:
         self._total = 0
         self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> memoryview:
+    def allocate(self, nbytes: int) -> memoryview:
         """Return memory of `nbytes`, warm if some of this size class has died.
 
         It comes back when this very view object dies.

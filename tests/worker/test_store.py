@@ -117,7 +117,7 @@ class Worker:
         self.told.append((node, message))
 
     def hear(self, node: int, group: int, key: str, value: bytes = b"v") -> None:
-        self.groups.take(node, Entry(group, key, value), self.tell)
+        self.groups.receive(node, Entry(group, key, value), self.tell)
 
 
 def test_what_comes_before_the_group_is_kept_if_it_is_a_members(caplog: pytest.LogCaptureFixture) -> None:

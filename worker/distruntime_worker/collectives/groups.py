@@ -216,7 +216,7 @@ class Group:
                 if not told[0]:
                     told[1].set()
 
-    def taken(self, sequence: int) -> Failure | None:
+    def first_cause(self, sequence: int) -> Failure | None:
         """Return, once an operation has run here, the failure that it carries, if any."""
         if not self._taints:
             return None
@@ -343,7 +343,7 @@ class Groups:
         with self._opening:
             self._early.clear()
 
-    def take(self, node: int, message: Message, tell: Tell) -> None:
+    def receive(self, node: int, message: Message, tell: Tell) -> None:
         """Act on what another worker says of a group."""
         match message:
             case Taint(group=number, sequence=sequence, failure=fields):

@@ -202,7 +202,7 @@ class Collective(Step):
                     channel.broadcast(into.data, o.root)
                 else:
                     channel.broadcast(data, o.root)
-                    into.take(data)
+                    into.fill(data)
             case "all_gather":
                 assert data is not None
                 channel.all_gather(into.data, data)
@@ -276,7 +276,7 @@ class Collective(Step):
             landing = _Landing(outputs, on, numbers=True, keep=True)
         else:
             landing = _Landing(outputs if outputs else [torch.empty_like(inputs[0])], on, numbers=True)
-            landing.take(_flat(inputs, on, numbers=True))
+            landing.fill(_flat(inputs, on, numbers=True))
         if self.operation == "all_reduce":
             channel.all_reduce(landing.data, op)
         else:
@@ -307,7 +307,7 @@ class _Landing:
             device = tensors[0].device if tensors[0].device.type in on else torch.device("cpu")
             self.data = _plain(torch.empty(count, dtype=tensors[0].dtype, device=device), numbers)
 
-    def take(self, data: torch.Tensor) -> None:
+    def fill(self, data: torch.Tensor) -> None:
         if self._tensors:
             self.data.copy_(data)
 

@@ -70,7 +70,7 @@ class Joint:
             group.fail(f"a member could not take part: {broken}")
             if not collective.writes and not collective.mutates:
                 state.orphans.append(cause)
-        cause = group.taken(sequence) or cause
+        cause = group.first_cause(sequence) or cause
         if cause is not None:
             state.poison(collective, slots, p, i, cause)
         else:
@@ -78,9 +78,9 @@ class Joint:
                 slots[p[i + k]] = value
         return i + collective.length
 
-    def take(self, node: int, message: Message) -> None:
+    def receive(self, node: int, message: Message) -> None:
         """Act on what another worker says (the thread of the workers' channel)."""
         if isinstance(message, Signal):
             self._signal(message)
         else:
-            self.groups.take(node, message, self._tell)
+            self.groups.receive(node, message, self._tell)

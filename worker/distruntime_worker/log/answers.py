@@ -29,7 +29,7 @@ from ..values.objects import (
     wire_tensor,
 )
 from ..values.streams import Action, Happening, HostCopy, Stream
-from .look import Look
+from .progress import Progress
 from .state import State, Tell
 
 MOST_FAILURES = (
@@ -43,8 +43,8 @@ _SENT = 0.0002
 class Answers:
     """The fetches of a session, each answered when its value is there."""
 
-    def __init__(self, state: State, look: Look, shared: Attached, tell: Tell) -> None:
-        self._state, self._look, self._shared, self._tell = state, look, shared, tell
+    def __init__(self, state: State, progress: Progress, shared: Attached, tell: Tell) -> None:
+        self._state, self._progress, self._shared, self._tell = state, progress, shared, tell
         # These fetches wait for the whole log, up to a position.
         self._done: list[tuple[int, Fetch]] = []
 
@@ -135,7 +135,7 @@ class Answers:
 
     def _reached(self, stream: Stream, position: int) -> bool:
         return stream.reached >= position or (
-            stream is self._state.default and self._look.position(stream).position >= position
+            stream is self._state.default and self._progress.position(stream).position >= position
         )
 
     def serve(self, stream: Stream, position: int) -> None:

@@ -75,7 +75,7 @@ class Cancelling:
         if word == WAIT:
             return i + 5
         if word == AWAIT:
-            self._waits.forget(int_word(p[i + 1]))
+            self._waits.discard(int_word(p[i + 1]))
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):

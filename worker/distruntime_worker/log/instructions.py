@@ -183,7 +183,7 @@ class Instructions:
         try:
             if isinstance(data, list):
                 name, nbytes = data
-                kept = self._kept.take(int_word(nbytes))
+                kept = self._kept.allocate(int_word(nbytes))
                 copy_bytes(kept, memoryview(self._shared[text_word(name)])[: int_word(nbytes)])
                 value = bytes_tensor(dtype, sizes, kept)
             elif isinstance(data, int):

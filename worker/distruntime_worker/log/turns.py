@@ -86,14 +86,14 @@ class Turn:
             if self._closed:
                 return
             now = monotonic()
-            turns.settle(now)
+            turns.charge(now)
             if not self._threads and not self._waiting:
                 turns.welcome(self)
             # This may be so although another thread of its own still runs.
             if turns.holder is not self:
                 self._wait(now)
             if not self._closed:
-                self._threads[get_ident()] = turns.settled
+                self._threads[get_ident()] = turns.charged_at
                 turns.running[self] = None
 
     def _wait(self, now: float) -> None:
@@ -112,7 +112,7 @@ class Turn:
                 else:
                     turns.give(turns.next(), now)
                 now = monotonic()
-                turns.settle(now)
+                turns.charge(now)
         except BaseException:
             if (
                 turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting
@@ -140,7 +140,7 @@ class Turn:
             return False
         with turns.lock:
             now = monotonic()
-            turns.settle(now)
+            turns.charge(now)
             del self._threads[mine]
             if not self._threads:
                 del turns.running[self]
@@ -226,7 +226,7 @@ class Turns:
         self.holder: Turn | None = None
         # time.monotonic() when the holder took the turn, or came to the end of a segment.
         self.since = 0.0
-        self.settled = 0.0
+        self.charged_at = 0.0
         # The least account of those that were active, which never falls.
         self._floor = 0.0
 
@@ -241,12 +241,12 @@ class Turns:
     def report(self) -> list[TurnsTaken]:
         """Return what each open session has had; what it did while it was alone is not in it."""
         with self.lock:
-            self.settle(monotonic())
+            self.charge(monotonic())
             return [TurnsTaken(turn.name, turn.taken, turn.seconds) for turn in self.open]
 
-    def settle(self, now: float) -> None:
+    def charge(self, now: float) -> None:
         """Charge the time since the last call to those that ran in it."""
-        passed, self.settled = now - self.settled, now
+        passed, self.charged_at = now - self.charged_at, now
         if not self.running:
             return
         # What follows, in short: the commonest case.

@@ -87,10 +87,10 @@ class Waits:
         if self._block(self._state.mine(), passed, p, i, seconds, text):
             for reason in reasons:
                 self._state.orphans.append(self._state.failure(p, i, NodeFailed(reason), "wait", ""))
-        self.forget(number)
+        self.discard(number)
         return i + 4
 
-    def forget(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         """Drop a signal that nobody waits for any more, now or when it comes."""
         with self._state.gate:
             passed, _ = self._signals.pop(number, (None, None))

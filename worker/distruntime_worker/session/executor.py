@@ -37,7 +37,7 @@ from ..log.budget import Budget
 from ..log.cancel import Cancelling
 from ..log.chain import Chain
 from ..log.instructions import Instructions
-from ..log.look import Look
+from ..log.progress import Progress
 from ..log.state import Send, State, Tell
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
@@ -82,10 +82,10 @@ class Executor:
     ) -> None:
         state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
         self.draws = Draws() if draws is None else draws
-        look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
+        progress = Progress(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
-        self._answers = Answers(state, look, shared, tell)
+        self._answers = Answers(state, progress, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
         self.chain = Chain(state, self.draws)
@@ -94,7 +94,7 @@ class Executor:
         state.own[WAIT] = Own("a wait for another stream", waits.wait)
         state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
         state.own.update(self.shelf.table)
-        self.chain.begin(state)
+        self.chain.add_own(state)
         self.received = (
             # Seq of the last segment that the reader accepted: a segment that is sent again is dropped.
             0
@@ -106,7 +106,7 @@ class Executor:
         # Set when everything before the last change of logs has run.
         self._before: threading.Event | None = None
         # What the reader calls and looks at; whose they are need not concern it.
-        self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
+        self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, progress.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
         self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
@@ -143,7 +143,7 @@ class Executor:
         if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
             raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
         team = Team(message.team, devices)
-        self.chain.begin(team)
+        self.chain.add_own(team)
         state.teams[message.team] = team
 
     def open_lines(self, message: OpenLines) -> None:
@@ -264,7 +264,7 @@ class Executor:
             self._answers.serve(stream, start + n)
         if len(state.streams) > 1 or work.team is not None:
             stream.mark(start + n)
-        stream.publish(start + n)
+        stream.advance(start + n)
         self.running = False
 
     def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
@@ -294,7 +294,7 @@ class Executor:
                     if waiting:
                         self._answers.serve(stream, start + i)
                     if i < stop:
-                        stream.publish(start + i)
+                        stream.advance(start + i)
                 stream.mark(start + i)
         except NONSENSE as error:
             raise ProtocolError(
@@ -304,7 +304,7 @@ class Executor:
         self._finish(work)
         if waiting:
             self._answers.serve(stream, start + i)
-        stream.publish(start + i)
+        stream.advance(start + i)
 
     def _finish(self, work: Work) -> None:
         """Count a stretch as run.

@@ -170,7 +170,7 @@ class Session:
     def listen(self, address: str, keys: KeyPair | None) -> str:
         """Open the channel to other workers, if it is not; return where it listens."""
         if self._peers is None:
-            self._peers = PeerChannel(address, keys, self.executor.joint.take)
+            self._peers = PeerChannel(address, keys, self.executor.joint.receive)
         return self._peers.address
 
     def meet(self, message: Peers) -> None:

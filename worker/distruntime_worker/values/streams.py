@@ -105,7 +105,7 @@ class Stream:
                 debts += [debt for debt in new if debt not in debts]
         self.owed = tuple(kept)
 
-    def publish(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         """Let other streams see that this one has got to `position`."""
         self.position = position
         if self.blocked:

@@ -12,7 +12,7 @@ from ..values.streams import Stream
 from .state import State
 
 
-class Look:
+class Progress:
     """Tells where a session's streams are.
 
     `runs` is the code of the functions that walk words, whose locals it reads.

@@ -21,7 +21,7 @@ from ..wire.messages import (
     Listed,
     Plain,
     Question,
-    SharedTensor,
+    StoredTensor,
     Versions,
 )
 
@@ -132,7 +132,7 @@ def _fits(row: object) -> bool:
             return len(python) == 2
         case FoundVersion(version=version) | Listed(version=version):
             return _is_version(version)
-        case SharedTensor(spec=spec):
+        case StoredTensor(spec=spec):
             return spec is None or is_spec(spec)
         case Versions(versions=versions):
             return all(map(_is_version, versions))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgpack
 
 from ..errors import UntrustedError, UsageError
-from ..wire.messages import Lister
-from .listing import daemons_from
+from ..wire.codec import daemons_from
+from ..wire.messages import DaemonRecord
 from .signing import person, require_trusted, sign, verify
 
 _FORMAT = 1
@@ -26,7 +26,7 @@ class Opened:
     """An envelope whose signature holds. `daemons` have its tensors."""
 
     version: int
-    daemons: list[Lister]
+    daemons: list[DaemonRecord]
     leaves: list[list[object]]
     pickled: bytes
 
@@ -39,7 +39,7 @@ def seal(
     session: str,
     name: str,
     version: int,
-    daemons: Sequence[Lister],
+    daemons: Sequence[DaemonRecord],
     leaves: Sequence[list[object]],
     pickled: bytes,
 ) -> bytes:

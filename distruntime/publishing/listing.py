@@ -12,7 +12,7 @@ from ..log.handle import Place
 from ..log.node import Node
 from ..session.session import Session
 from ..session.tables import table_html, table_text
-from ..wire.messages import FoundVersions, Lister, ListPublished, Question
+from ..wire.messages import DaemonRecord, FoundVersions, ListPublished, Question
 from ..wire.units import size_text
 
 P = ParamSpec("P")
@@ -52,18 +52,6 @@ class Publications(tuple[Publication, ...]):
 
     def _repr_html_(self) -> str:
         return table_html(self._rows())
-
-
-def daemons_from(rows: list[object]) -> list[Lister] | None:
-    """Return the daemons that rows of a message stand for; None if some row stands for none."""
-    found = []
-    for row in rows:
-        match row:
-            case [str(identity), int(node), str(host), int(pid), list(devices)]:
-                found.append(Lister(identity, node, host, pid, [str(name) for name in devices]))
-            case _:
-                return None
-    return found
 
 
 class StoredVersions:
@@ -140,7 +128,7 @@ class _Portion(NamedTuple):
 
     shared: bool
     what: str
-    daemons: list[Lister]
+    daemons: list[DaemonRecord]
     nbytes: int
 
 

@@ -29,10 +29,10 @@ from ..wire.codec import dtype_name
 from ..wire.messages import (
     ADOPT,
     PUBLISH,
+    DaemonRecord,
     DropOlder,
     DropPublished,
     FindPublished,
-    Lister,
     ListVersions,
 )
 from .envelope import Opened, open_envelope, seal
@@ -175,8 +175,8 @@ def _process(node: Node) -> tuple[str, int]:
     return welcome.host, welcome.pid
 
 
-def _record(identity: str, node: Node, tensors: Sequence[DistributedTensor]) -> Lister:
-    return Lister(identity, node.index, *_process(node), sorted({t.place.device for t in tensors}))
+def _record(identity: str, node: Node, tensors: Sequence[DistributedTensor]) -> DaemonRecord:
+    return DaemonRecord(identity, node.index, *_process(node), sorted({t.place.device for t in tensors}))
 
 
 def _packed(session: Session, leaf: Leaf, own: dict[Node, list[DistributedTensor]]) -> list[object]:
@@ -330,7 +330,7 @@ def _newest(
 ) -> tuple[Opened, list[Node]]:
     """Return the newest version that is whole, and its nodes; raise for one that nobody has, or has whole."""
     by_identity = {one.identity: node for node, one in stored.items()}
-    missing: list[Lister] = []
+    missing: list[DaemonRecord] = []
     for version in sorted({v for one in stored.values() for v in one.envelopes}, reverse=True):
         envelopes = [one.envelopes[version] for one in stored.values() if version in one.envelopes]
         opened = open_envelope(envelopes[0], owner, own_name, version, name)

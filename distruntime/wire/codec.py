@@ -9,7 +9,7 @@ import mmap
 import reprlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
 from typing import TypeAlias
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import ProtocolError
-from .messages import MESSAGES, Failure, Message, Plain, Question
+from .messages import MESSAGES, DaemonRecord, Failure, Message, Plain, Question
 
 Buffer = bytes | bytearray | memoryview
 
@@ -99,6 +99,24 @@ def failure_from(row: object) -> Failure:
 def failure_fields(cause: Failure) -> list[Plain]:
     """Return a failure in its wire form."""
     return list(astuple(cause))
+
+
+def daemons_from(rows: Sequence[object]) -> list[DaemonRecord] | None:
+    """Return the daemons that rows of a message stand for; None if some row stands for none.
+
+    Masters of other sessions are told of them.
+    """
+    found: list[DaemonRecord] = []
+    for row in rows:
+        match row:
+            case [str(identity), int(node), str(host), int(pid), list(devices)]:
+                names = [device for device in devices if isinstance(device, str)]
+                if len(names) < len(devices):
+                    return None
+                found.append(DaemonRecord(identity, node, host, pid, names))
+            case _:
+                return None
+    return found
 
 
 # -- plain values: arguments of operators, and results that are no tensors -------------------------

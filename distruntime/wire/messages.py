@@ -339,8 +339,8 @@ class ChannelOffer(NamedTuple):
     python: list[int]
 
 
-class Lister(NamedTuple):
-    """A worker that has a part of a publication.
+class DaemonRecord(NamedTuple):
+    """A daemon that has tensors of a publication.
 
     Its `identity` tells a session's place there from any other.
     """
@@ -364,7 +364,7 @@ class Listed(NamedTuple):
     version: int
     shared: bool
     what: str
-    listed: list[Lister]
+    listed: list[DaemonRecord]
     nbytes: int
 
 
@@ -382,7 +382,7 @@ class Versions(NamedTuple):
     versions: list[int]
 
 
-class SharedTensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """A published tensor: a number for it and one for its memory, and its spec, None where it is poisoned."""
 
     tensor: int
@@ -395,7 +395,7 @@ class FoundVersion(NamedTuple):
 
     version: int
     envelope: bytes
-    tensors: list[SharedTensor]
+    tensors: list[StoredTensor]
 
 
 class FoundVersions(NamedTuple):
@@ -621,7 +621,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Master to worker: once a stream has run up to a position, send `Signal` with this number to that node."""
+    """Master to worker: once a stream has run up to a position, send `Signal` with this number to a node."""
 
     stream: int
     position: int

@@ -16,21 +16,21 @@ from itertools import count
 import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError, UsageError
-from distruntime.wire.codec import failure_fields
+from distruntime.wire.codec import daemons_from, failure_fields
 from distruntime.wire.messages import (
     ADOPT,
     PUBLISH,
+    DaemonRecord,
     Dropped,
     Failed,
     Failure,
     FoundVersion,
     FoundVersions,
     Listed,
-    Lister,
     Listing,
     Plain,
     Reply,
-    SharedTensor,
+    StoredTensor,
     Versions,
 )
 
@@ -67,24 +67,24 @@ class Record:
     version: int
     shared: bool
     what: str
-    listed: list[Lister]
+    listed: list[DaemonRecord]
     envelope: bytes
     # A tensor is `Poisoned` where a write has failed since.
     tensors: list[torch.Tensor | Poisoned]
     # For each tensor a number of its own, and one of its memory.
     numbers: list[tuple[int, int]]
 
-    def rows(self) -> list[SharedTensor]:
+    def rows(self) -> list[StoredTensor]:
         """Return the tensors as they are now."""
-        rows: list[SharedTensor] = []
+        rows: list[StoredTensor] = []
         for k, value in enumerate(self.tensors):
             tensor, memory = self.numbers[k]
             if isinstance(value, torch.Tensor):
                 memory = _numbered(value.untyped_storage())
                 self.numbers[k] = tensor, memory
-                rows.append(SharedTensor(tensor, memory, [*spec_fields(value)]))
+                rows.append(StoredTensor(tensor, memory, [*spec_fields(value)]))
             else:
-                rows.append(SharedTensor(tensor, memory, None))
+                rows.append(StoredTensor(tensor, memory, None))
         return rows
 
     def nbytes(self) -> int:
@@ -150,7 +150,7 @@ class Shelf:
     def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
         # The key is the token; an entry stays until its values have refs.
-        self._found: dict[int, tuple[dict[int, tuple[Record, list[SharedTensor]]], bool]] = {}
+        self._found: dict[int, tuple[dict[int, tuple[Record, list[StoredTensor]]], bool]] = {}
         self.table: dict[Plain, Step] = {
             PUBLISH: Own("publish", self._publish),
             ADOPT: Own("lookup", self._adopt),
@@ -209,7 +209,7 @@ class Shelf:
         state, request, fields, refs = self._state, request_of(p[i + 1]), p[i + 2], p[i + 3]
         match fields:
             case [str(name), int(version), bool(shared), str(what), list(rows), bytes(envelope)] if (
-                version > 0 and (listed := _listers(rows)) is not None
+                version > 0 and (listed := daemons_from(rows)) is not None
             ):
                 pass
             case _:
@@ -261,24 +261,6 @@ class Shelf:
                 value = value.detach()
             slots[ref] = value
         return i + 4
-
-
-def _listers(listed: list[Plain]) -> list[Lister] | None:
-    """Return the workers that have a part of a publication.
-
-    None where they are none. Other sessions' masters are told of them.
-    """
-    found: list[Lister] = []
-    for row in listed:
-        match row:
-            case [str(identity), int(node), str(host), int(pid), list(devices)]:
-                names = [device for device in devices if isinstance(device, str)]
-                if len(names) < len(devices):
-                    return None
-                found.append(Lister(identity, node, host, pid, names))
-            case _:
-                return None
-    return found
 
 
 def _row(owner: str, whose: Published, name: str, record: Record) -> Listed:

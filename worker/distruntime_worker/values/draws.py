@@ -44,7 +44,10 @@ _at_start = _states()
 
 
 def seed_anew() -> None:
-    """Seed torch's generator as at the start of a process. A fork has the state of the process that it was forked from."""
+    """Seed torch's generator as at the start of a process.
+
+    A fork has the state of the process that it was forked from.
+    """
     global _at_start
     torch.default_generator.seed()
     _at_start = _states()

@@ -1,6 +1,7 @@
 # Each target makes .venv on first use and keeps it; it is brought up to date when pyproject.toml or constraints.txt change.
 #   make demo     train a small network on a worker, on this machine
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
+#   make test-all the suite with its slow tests, each of which takes more than 10 s
 #   make check    format, lint, types, layers, links: before every commit
 #   make rooms    the rooms of both packages, and which imports which
 #   make docs     the documentation as a site, in build/docs; a warning is an error
@@ -14,19 +15,24 @@ PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python
 	$(shell $(p) -c 'import sys, venv; sys.version_info >= (3, 10) and print("$(p)")' 2>/dev/null)))
 BIN := .venv/bin
 ARGS ?=
+# The tests of a file stay together as long as both processes have work, and then each takes from the other's rest.
+DIST := worksteal
 
 demo: .venv/.demo
 	$(BIN)/python examples/02_digits.py
 
 test: .venv/.tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist $(DIST) -m "not slow" $(ARGS)
+
+test-all: .venv/.tests
+	$(BIN)/python -m pytest -n 2 --dist $(DIST) $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py \
-		tests/test_links.py
+		tests/test_links.py tests/test_words.py
 
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
@@ -62,4 +68,4 @@ long: .venv/.tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test check rooms docs bench gpu long
+.PHONY: demo test test-all check rooms docs bench gpu long

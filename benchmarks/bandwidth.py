@@ -1,4 +1,6 @@
-"""64 MiB up and down over loopback TCP, against a plain TCP socket into a kept buffer; and the way that one machine offers."""
+"""64 MiB up and down over loopback TCP, against a plain TCP socket into a kept buffer; and the way that one
+machine offers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
 
 
 def _peer(port: int) -> None:
-    """Take 64 MiB into a kept buffer, answer one byte; on the next byte send it back; until the other side closes."""
+    """Take 64 MiB into a kept buffer, answer one byte; on the next byte send it back; until the other side
+    closes.
+    """
     kept = bytearray(NBYTES)
     with socket.create_server(("127.0.0.1", port)) as server:
         connection, _ = server.accept()

@@ -2,8 +2,8 @@
 
     python benchmarks/channel_latency.py [ROUNDS]
 
-The raw side is a blocking DEALER and ROUTER. Both pairs run in one process each side, measured in alternating blocks, since the machine's
-mood changes more from minute to minute than the two differ.
+The raw side is a blocking DEALER and ROUTER. Both pairs run in one process each side, measured in alternating
+blocks, since the machine's mood changes more from minute to minute than the two differ.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def timed(rounds: int, trip: Callable[[], object]) -> float:
 
 
 def measure(transport: str, folder: str, rounds: int) -> tuple[float, float, float]:
-    """Return the median round trip in microseconds, raw and through Channels, and the median ratio of neighbouring blocks."""
+    """Return the median round trip in microseconds, raw and through Channels, and the median ratio of
+    neighbouring blocks.
+    """
     processes, told, addresses = [], [], []
     spawn = multiprocessing.get_context("spawn")
     for name, echo in (("raw", echo_raw), ("channel", echo_channel)):

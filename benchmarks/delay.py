@@ -1,4 +1,5 @@
-"""A TCP proxy on loopback that holds every byte for some time each way: `python -m benchmarks.delay tcp://127.0.0.1:29400 0.05`.
+"""A TCP proxy on loopback that holds every byte for some time each way: `python -m benchmarks.delay
+tcp://127.0.0.1:29400 0.05`.
 
 It has a process of its own: its threads would take the master's interpreter lock twice for each message.
 """
@@ -15,7 +16,9 @@ from collections import deque
 
 
 def pump(source: socket.socket, sink: socket.socket, delay: float) -> None:
-    """Pass on what `source` sends, `delay` seconds later, without limiting how much is under way, until one side closes."""
+    """Pass on what `source` sends, `delay` seconds later, without limiting how much is under way, until one
+    side closes.
+    """
     waiting: deque[tuple[float, bytes]] = deque()
     source.setblocking(False)
     with selectors.DefaultSelector() as selector:

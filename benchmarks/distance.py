@@ -16,7 +16,9 @@ DELAYS = (0.0, 0.001, 0.010, 0.050)
 
 
 def _issue_rate(count: int) -> float:
-    """Return operations issued per second, the wait for the worker not counted: an operator returns before it has run."""
+    """Return operations issued per second, the wait for the worker not counted: an operator returns before it
+    has run.
+    """
     x, y = torch.ones(20, 20, device="remote"), torch.ones(20, 20, device="remote")
     x + y
     dr.synchronize()
@@ -29,7 +31,9 @@ def _issue_rate(count: int) -> float:
 
 
 def _training(steps: int) -> float:
-    """Return the seconds of a training run whose losses are read asynchronously, each a hundred steps after it was issued."""
+    """Return the seconds of a training run whose losses are read asynchronously, each a hundred steps after
+    it was issued.
+    """
     step = stepper("remote")
     step().item()
     start = time.perf_counter()

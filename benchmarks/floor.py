@@ -1,4 +1,6 @@
-"""Op by op, drained, on one worker, against what torch itself charges: an empty `__torch_dispatch__` plus making a wrapper."""
+"""Op by op, drained, on one worker, against what torch itself charges: an empty `__torch_dispatch__` plus
+making a wrapper.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A GPU behind a worker, against the same GPU used by this process: a GPT-2 training step op by op, large copies, and streams
-that overlap.
+"""A GPU behind a worker, against the same GPU used by this process: a GPT-2 training step op by op, large
+copies, and streams that overlap.
 
-Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. The worker is started here and shares the GPU with
-this process, and the two sides work in turn, never at once.
+Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. The worker is started
+here and shares the GPU with this process, and the two sides work in turn, never at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def stepper(device: str, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
 
 
 def training(quick: bool) -> list[Figure]:
-    """Return the ratio of a step of GPT-2 small (124 million parameters), 8 x 512 tokens, the loss read after the last."""
+    """Return the ratio of a step of GPT-2 small (124 million parameters), 8 x 512 tokens, the loss read after
+    the last.
+    """
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -81,7 +83,9 @@ def training(quick: bool) -> list[Figure]:
 
 
 def copies(quick: bool) -> list[Figure]:
-    """Return the rates of 256 MiB to the GPU and back, against this process's own copies from and to pinned memory."""
+    """Return the rates of 256 MiB to the GPU and back, against this process's own copies from and to pinned
+    memory.
+    """
     rounds = 3 if quick else 11
     tensor = torch.randn(NBYTES // 4)
     pinned, there = tensor.pin_memory(), tensor.to("cuda")
@@ -125,7 +129,9 @@ def copies(quick: bool) -> list[Figure]:
 
 
 def overlap(quick: bool) -> list[Figure]:
-    """Return the ratios of two chains of products on one stream and on two, and of a chain with a 256 MiB download beside it."""
+    """Return the ratios of two chains of products on one stream and on two, and of a chain with a 256 MiB
+    download beside it.
+    """
     rounds, products = (3, 20) if quick else (9, 100)
     one, two = dr.Stream(0, "cuda:0"), dr.Stream(0, "cuda:0")
     a, large = torch.randn(1024, 1024, device=one.device) / 32, torch.randn(NBYTES // 4, device=one.device)

@@ -1,4 +1,6 @@
-"""Copies and collectives between two workers, against plain torch.distributed with gloo between two processes."""
+"""Copies and collectives between two workers, against plain torch.distributed with gloo between two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _inverse(measure: Callable[[], float]) -> float:
 
 
 def plain(rank: int, store: str) -> None:
-    """Be one of the two processes of plain torch.distributed: read what to do and how often, say how long one took."""
+    """Be one of the two processes of plain torch.distributed: read what to do and how often, say how long one
+    took.
+    """
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)

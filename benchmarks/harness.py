@@ -1,7 +1,8 @@
 """What every benchmark shares: figures with their bars, interleaved measurements, daemons.
 
-A figure is a ratio within one run, against a floor or against the same work done locally; the two sides are measured in turn and the
-median of the ratios counts, since a shared machine's mood changes more between minutes than the two differ.
+A figure is a ratio within one run, against a floor or against the same work done locally; the two sides are
+measured in turn and the median of the ratios counts, since a shared machine's mood changes more between
+minutes than the two differ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure. `bar` is the limit it is held to, None where it is shown only; `most` says on which side of it is good."""
+    """One measured figure. `bar` is the limit it is held to, None where it is shown only; `most` says on
+    which side of it is good.
+    """
 
     name: str
     value: float

@@ -1,8 +1,10 @@
-"""What operators on meshes and DTensors cost the master: by the number of members, against one place, and against DTensor itself.
+"""What operators on meshes and DTensors cost the master: by the number of members, against one place, and
+against DTensor itself.
 
-The figures of meshes are processor time of this process (the issuing thread, the session's pump and libzmq's thread together), from the
-first operator issued until the last one is acknowledged. The workers are kept busy meanwhile, so that the log leaves in full batches.
-Those of DTensors are what an operator takes the thread that issues it, where nothing disturbs that, on both sides.
+The figures of meshes are processor time of this process (the issuing thread, the session's pump and libzmq's
+thread together), from the first operator issued until the last one is acknowledged. The workers are kept busy
+meanwhile, so that the log leaves in full batches. Those of DTensors are what an operator takes the thread
+that issues it, where nothing disturbs that, on both sides.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ tensor: Any = torch.distributed.tensor
 Work = Callable[[], Any]
 
 _SIZES = (1, 2, 8, 64, 256, 1024)
-_BUSY = 1024  # the product of matrices of this size keeps a worker's one thread busy for some 50 ms, in which full batches gather
+# The product of matrices of this size keeps a worker's one thread busy for some 50 ms, in which full batches
+# gather.
+_BUSY = 1024
 _BURST = 100
+# What a member has of a DTensor of 20 x 20 that two members share.
 SHAPES = {
     "Replicate": (20, 20),
     "Shard(0)": (10, 20),
-}  # of a member's part of a DTensor of 20 x 20, on two members
+}
 
 
 def placed(name: str) -> list[Any]:
@@ -44,7 +49,9 @@ def placed(name: str) -> list[Any]:
 
 
 def quickest(work: Work, bursts: int) -> float:
-    """Return the seconds that one takes the thread that issues it, undisturbed: in the quickest twentieth of bursts of 100."""
+    """Return the seconds that one takes the thread that issues it, undisturbed: in the quickest twentieth of
+    bursts of 100.
+    """
     gc.collect()
     found = []
     for _ in range(bursts):
@@ -56,7 +63,9 @@ def quickest(work: Work, bursts: int) -> float:
 
 
 def works(*operands: Any) -> dict[str, Work]:
-    """Return the operators that are compared, the sum of two operands and the product of the first and a third, which is square."""
+    """Return the operators that are compared, the sum of two operands and the product of the first and a
+    third, which is square.
+    """
     x, y, square = operands
     return {"add": lambda: x + y, "mm": lambda: torch.mm(x, square)}
 
@@ -67,21 +76,23 @@ class _Cost:
     def __init__(self, session: Session, work: Work, count: int, busy: Any = None) -> None:
         threads = [
             time.pthread_getcpuclockid(thread.ident)
-            for thread in (threading.current_thread(), session._pump)
+            for thread in (threading.current_thread(), session.pump.thread)
             if thread.ident
         ]
 
         def clocks() -> list[float]:
             return [*map(time.clock_gettime, threads), time.process_time()]
 
-        gc.collect()  # 0.1 s or more, else at any moment: 7 us an operator for whichever measurement it strikes
+        # 0.1 s or more, else at any moment: 7 us an operator for whichever measurement it strikes.
+        gc.collect()
         for _ in range(0 if busy is None else 4):
             busy @ busy
         before, start = clocks(), time.perf_counter()
         for _ in range(count):
             work()
         self.wall = (time.perf_counter() - start) / count
-        # Asleep, so that the pump takes what comes: `synchronize` looks for its reply without pause, which is no cost of an operator's.
+        # Asleep, so that the pump takes what comes: `synchronize` looks for its reply without pause, which is
+        # no cost of an operator's.
         for node in session.logs:
             node.flush()
         while any(node.flights for node in session.logs):
@@ -182,8 +193,8 @@ def _against_others(quick: bool) -> list[Figure]:
     try:
         with dr.init_master_worker(quiet=True):
             figures = [_hot_path(operators, rounds)]
-        # Played workers sleep. Busy real ones take both cores of a small machine from the master, whose caches they cool the more, the
-        # longer it issues: 1.05 x undisturbed, 1.3 x beside them.
+        # Played workers sleep. Busy real ones take both cores of a small machine from the master, whose
+        # caches they cool the more, the longer it issues: 1.05 x undisturbed, 1.3 x beside them.
         with played(2) as where, dr.init_master_worker(workers=where, insecure=True, quiet=True):
             return figures + _dtensors(dtensor, 400, 1 if quick else 5)
     finally:

@@ -1,7 +1,7 @@
 """DTensor on this process's own tensors, as rank 0 of a mesh of two: `python -m benchmarks.plain_dtensor`.
 
-It has a process of its own, as making a mesh of workers changes parts of DTensor. The world is torch's fake one: nobody else is there, and
-what is measured here needs nobody.
+It has a process of its own, as making a mesh of workers changes parts of DTensor. The world is torch's fake
+one: nobody else is there, and what is measured here needs nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from .mesh import SHAPES, Work, placed, quickest, tensor, works
 
 
 def main() -> None:
-    """Read which placement, operator and how often; print the seconds of one on local tensors, and on DTensors of them."""
+    """Read which placement, operator and how often; print the seconds of one on local tensors, and on
+    DTensors of them.
+    """
     torch.set_num_threads(1)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))

@@ -1,7 +1,9 @@
-"""Many workers played by one process: `python -m benchmarks.played 1024` prints the port at which they listen.
+"""Many workers played by one process: `python -m benchmarks.played 1024` prints the port at which they
+listen.
 
-Each has an address of its own on loopback (127.1.0.0, 127.1.0.1, ...) and a connection of its own, greets the master as a worker does, and
-acknowledges each segment in turn, as late as one that takes some 20 us an operator. Nothing is run and no values are there to read.
+Each has an address of its own on loopback (127.1.0.0, 127.1.0.1, ...) and a connection of its own, greets the
+master as a worker does, and acknowledges each segment in turn, as late as one that takes some 20 us an
+operator. Nothing is run and no values are there to read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast a session goes on under a flood of strangers at its worker's port, who hold no key.
 
-The flood takes processor time by itself, which on two cores is the session's. So it is compared with the same flood at the port of
-another worker.
+The flood takes processor time by itself, which on two cores is the session's. So it is compared with the same
+flood at the port of another worker.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from distruntime.wire.keys import KeyPair
 
 from .harness import ROOT, Figure, daemon, seconds
 
-# Silent connections, half-open handshakes a second, announced frames of 8 GiB, frames that are held back but for a byte; the last two are
-# dialled again so many seconds after they were hung up on.
+# Silent connections, half-open handshakes a second, announced frames of 8 GiB, frames that are held back but
+# for a byte; the last two are dialled again so many seconds after they were hung up on.
 STRANGERS = ("1000", "100", "20", "20", "1")
 STORM = ("1000", "100", "20", "20", "0")  # as fast as one process can: some 2,000 connections a second
 

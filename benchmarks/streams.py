@@ -1,4 +1,6 @@
-"""Streams: two chains of products side by side, a download beside a chain, and what the rules cost the master."""
+"""Streams: two chains of products side by side, a download beside a chain, and what the rules cost the
+master.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a session survives, and how fast: a restarted master with a gigabyte of weights, a worker that dies beside others."""
+"""What a session survives, and how fast: a restarted master with a gigabyte of weights, a worker that dies
+beside others.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _python(code: str, *arguments: str) -> str:
 
 
 def _resume(layers: int) -> Figure:
-    """Return the seconds from a new master's first line to its first value of a model that a killed one had published."""
+    """Return the seconds from a new master's first line to its first value of a model that a killed one had
+    published.
+    """
     _python(_FIRST, str(layers))
     attach, lookup, first, forward = json.loads(_python(_SECOND).splitlines()[-1])
     nbytes = layers * 2048 * 2048 * 4 / 2**30
@@ -62,7 +66,9 @@ def _resume(layers: int) -> Figure:
 
 
 def _death(seconds: float) -> list[Figure]:
-    """Return how long a worker's death takes to be an error of what was on it, and what it costs two others that work beside it."""
+    """Return how long a worker's death takes to be an error of what was on it, and what it costs two others
+    that work beside it.
+    """
     with dr.init_master_worker(world_size=3, quiet=True) as session:
         xs = []
         for node in range(3):

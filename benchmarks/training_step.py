@@ -1,4 +1,6 @@
-"""A training step of a 3-layer MLP (batch 64, hidden 256) with autograd and SGD, op by op on a worker, against the same step here."""
+"""A training step of a 3-layer MLP (batch 64, hidden 256) with autograd and SGD, op by op on a worker,
+against the same step here.
+"""
 
 from __future__ import annotations
 

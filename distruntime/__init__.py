@@ -58,11 +58,19 @@ from .errors import (
 )
 from .log.handle import Place
 from .mesh.layout import Layout
+from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 from .session.placing import device, node, on, place, set_place
 from .session.session import Session
 from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-from .streams.event import Event
-from .streams.stream import Stream, current_stream, default_stream, set_implicit_waits, stream, synchronize
+from .streams.stream import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    set_implicit_waits,
+    stream,
+    synchronize,
+)
 from .tensors.factories import (
     BFloat16Tensor,
     BoolTensor,
@@ -100,14 +108,15 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too. Who makes one pays.
-# Signatures need PyNaCl, which no worker does.
+# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too.
+# Who makes one pays. Signatures need PyNaCl, which no worker does.
 _LATER = {
     **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh.mesh"),
     **dict.fromkeys(("Publication", "Publications"), ".publishing.listing"),
     **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing.publish"),
 }
-# `import distruntime.functional` is for users, as `torch.nn.functional` is. The folders are rooms of the house, and for nobody else.
+# `import distruntime.functional` is for users, as `torch.nn.functional` is. The folders are rooms of the
+# house, and for nobody else.
 sys.modules[f"{__name__}.functional"], sys.modules[f"{__name__}.primitives"] = functional, primitives
 
 
@@ -125,9 +134,8 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
-    )  # what completion at a prompt offers
+    # Completion at a prompt offers these.
+    return sorted([*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 
 __all__ = [
@@ -150,6 +158,8 @@ __all__ = [
     "HalfTensor",
     "IntTensor",
     "InternalError",
+    "LaunchSpec",
+    "Launcher",
     "Layout",
     "LongTensor",
     "Membership",
@@ -178,6 +188,7 @@ __all__ = [
     "UsageError",
     "WaitTimeout",
     "Work",
+    "WorkerProcess",
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",

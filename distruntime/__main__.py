@@ -1,4 +1,4 @@
-"""`python -m distruntime demo`, `repl` and `key`: the first things to try, and the key that signs what you publish."""
+"""The commands `python -m distruntime demo`, `repl` and `key`: things to try, and the key that signs."""
 
 from __future__ import annotations
 
@@ -103,20 +103,22 @@ def _repl(options: argparse.Namespace) -> int:
         if importlib.util.find_spec("IPython") is None:
             _complete(names)
             code.interact(_HELLO, local=names, exitmsg="")
-        else:  # not imported at the top: it is optional, and takes half a second
+        else:
             print(_HELLO, end="")
             importlib.import_module("IPython").start_ipython(
                 argv=["--no-banner", "--no-confirm-exit"], user_ns=names
             )
     finally:
-        session.shutdown(
-            raise_unread=False
-        )  # who leaves has had the chance to read what failed, and need not wait for what runs
+        # Who leaves has had the chance to read what failed, and need not wait for what runs.
+        session.shutdown(raise_unread=False)
     return 0
 
 
 def _complete(names: dict[str, Any]) -> None:
-    """Give the prompt what Python's own has: lines that can be edited and completed. Both modules are missing from some builds."""
+    """Give the prompt lines that can be edited and completed, as Python's own has.
+
+    Some builds of Python have neither of the two modules.
+    """
     if importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline").parse_and_bind("tab: complete")
         importlib.import_module("readline").set_completer(

@@ -1,20 +1,18 @@
 """Every error of distruntime. The class says whose fault it is; the text says got, expected, what to do.
 
-DistruntimeError
-├── UsageError                  the calling code asked for something that cannot be
-│   ├── PlacementError          operands live on different places, or a place does not exist
-│   ├── SessionClosed           a proxy or a call needs a session that has ended (or belongs to another process)
-│   ├── NotSupportedError       a remote tensor cannot do this; the text names what can
-│   ├── UntrustedError          what was published carries no signature that this process trusts, or one that does not hold
-│   └── ConfigurationError      a setting, key or address is unusable
-├── RemoteError                 an operation failed on a worker (raised as a class that is also the original: IndexError, OutOfMemoryError)
-├── StreamCancelled             the work was dropped by stream.cancel() before it ran
-├── WaitTimeout                 a wait outlived the time that it was given (a TimeoutError)
-├── CheckpointError             a checkpoint is not there, is half, damaged, or of another version
-├── NodeFailed                  a worker died or cannot be reached
-├── ConnectionFailed            no session came about: nothing answers, wrong key, wrong version, not in time
-├── ProtocolError               the other side sent what the protocol does not allow
-└── InternalError               a defect of distruntime: please report it
+DistruntimeError ├── UsageError                  the calling code asked for something that cannot be │   ├──
+PlacementError          operands live on different places, or a place does not exist │   ├── SessionClosed
+a proxy or a call needs a session that has ended (or belongs to another process) │   ├── NotSupportedError
+a remote tensor cannot do this; the text names what can │   ├── UntrustedError          what was published
+carries no signature that this process trusts, or one that does not hold │   └── ConfigurationError      a
+setting, key or address is unusable ├── RemoteError                 an operation failed on a worker (raised as
+a class that is also the original: IndexError, OutOfMemoryError) ├── StreamCancelled             the work was
+dropped by stream.cancel() before it ran ├── WaitTimeout                 a wait outlived the time that it was
+given (a TimeoutError) ├── CheckpointError             a checkpoint is not there, is half, damaged, or of
+another version ├── NodeFailed                  a worker died or cannot be reached ├── ConnectionFailed
+no session came about: nothing answers, wrong key, wrong version, not in time ├── ProtocolError
+the other side sent what the protocol does not allow └── InternalError               a defect of distruntime:
+please report it
 """
 
 from __future__ import annotations
@@ -41,7 +39,10 @@ class NotSupportedError(UsageError, NotImplementedError):
 
 
 class UntrustedError(UsageError):
-    """What was published carries no signature that this process trusts, or one that does not hold; nothing of it was opened."""
+    """What was published has no signature that this process trusts, or a wrong one.
+
+    Nothing of it was opened.
+    """
 
 
 class ConfigurationError(UsageError, ValueError):
@@ -49,7 +50,10 @@ class ConfigurationError(UsageError, ValueError):
 
 
 class RemoteError(DistruntimeError):
-    """An operation failed on a worker. What is raised is also of the original exception's class; its cause is the worker's traceback."""
+    """An operation failed on a worker.
+
+    What is raised is also of the original exception's class, and its cause is the worker's traceback.
+    """
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
@@ -81,13 +85,13 @@ class InternalError(DistruntimeError):
 
 
 def of_caller(error: Exception) -> Exception:
-    """Return an error of torch's that the caller's arguments caused, marked as such, without the way to it."""
+    """Return a torch error that the caller's arguments caused, marked as such and without its traceback."""
     error._of_caller = True  # type: ignore[attr-defined]
     return error.with_traceback(None)
 
 
 def is_of_caller(error: BaseException) -> bool:
-    """Whether frames of this package in the error's traceback would only stand between the reader and the line that matters."""
+    """Whether frames of this package in the traceback would only hide the line that matters."""
     return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(
         error, "_of_caller"
     )

@@ -1,12 +1,18 @@
-"""`check_data_channel`: the suite that every data channel passes, for who writes one (`docs/data_channel.md` says how)."""
+"""The suites that plug points pass, for who writes one.
+
+`check_data_channel` is for data channels (`docs/data_channel.md`), `check_launcher` for launchers
+(`docs/sessions.md`).
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,26 +37,31 @@ _KINDS = (
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _FACTOR = 0.5
 _LARGE = 4 << 20  # float32 numbers: 16 MiB
-_PROMPT = 30.0  # seconds within which a member's death must be noticed
+# A member's death must be noticed within so many seconds.
+_PROMPT = 30.0
 _ROUNDS = 3
 
 Tensors = list[torch.Tensor]
 
 
 def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int] = (2, 3)) -> None:
-    """Check that a data channel does what its `capabilities` declare, and that what it does not declare is refused. Block for seconds.
+    """Check that a data channel does what its `capabilities` declare, and refuses the rest.
 
-    Operations give what is computed here, for each dtype and reduction declared; tensors of all dtypes, empty, strided and large ones
-    (16 MiB) arrive whole; copies on several streams do not disturb each other; groups can be closed and made again; a member that is
-    killed ends the others' waiting. Workers are started here, as many as the largest of `sizes`, and ended. Where a session is open, made
-    with this data channel, its workers are used, and none is killed.
+    Block for seconds.
+
+    Operations give what is computed here, for each dtype and reduction declared; tensors of all dtypes,
+    empty, strided and large ones (16 MiB) arrive whole; copies on several streams do not disturb each other;
+    groups can be closed and made again; a member that is killed ends the others' waiting. Workers are started
+    here, as many as the largest of `sizes`, and ended. Where a session is open, made with this data channel,
+    its workers are used, and none is killed.
 
     Args:
         channel: a name, or a subclass of `DataChannel`, which is registered by its own name.
         sizes: of the groups to try, at least 2 each.
 
     Raises:
-        AssertionError: something is not as declared; the text names operation, dtype and size. UsageError: it cannot be tried here.
+        AssertionError: something is not as declared; the text names operation, dtype and size. UsageError: it
+            cannot be tried here.
     """
     name = channel if isinstance(channel, str) else channel.__name__
     if not isinstance(channel, str):
@@ -68,8 +79,126 @@ def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int]
             _Check(name, max(sizes)).deaths()
     finally:
         if ours:
-            with suppress(dr.DistruntimeError):  # of the nodes that were killed, or what went before
+            # Nodes that were killed raise here, and so may what failed before.
+            with suppress(dr.DistruntimeError):
                 dr.shutdown()
+
+
+def check_launcher(
+    launcher: dr.Launcher, *, listen: str | None = None, timeout: float = 60.0, insecure: bool = False
+) -> None:
+    """Check that a launcher starts, watches and ends workers as a session needs it. Block for a minute.
+
+    There must be no session. Two workers are started, and compute; one is ended behind the session's back,
+    which notices it; another one takes its place; one that runs is replaced, too. The end of a session ends
+    its workers, and those of a named session that is left run on until a later one ends it.
+
+    Args:
+        listen: where this process listens for the workers; left out: at a socket in a folder of this machine.
+        timeout: seconds for workers to start, and for each other thing that is waited for.
+        insecure: as `init_master_worker` takes it.
+
+    Raises:
+        AssertionError: something is not as `dr.Launcher` and `dr.WorkerProcess` say; the text names it.
+            UsageError: there is a session.
+    """
+    if dr.is_initialized():
+        raise dr.UsageError("check_launcher opens sessions of its own: end the open one first, dr.shutdown()")
+    options = _Options(launcher, listen, timeout, insecure)
+    try:
+        _check_one_session(options)
+        _check_named_session(options)
+    finally:
+        if dr.is_initialized():
+            # The check that failed says more than what this end may raise.
+            with suppress(dr.DistruntimeError):
+                dr.shutdown()
+
+
+@dataclass(frozen=True)
+class _Options:
+    launcher: dr.Launcher
+    listen: str | None
+    timeout: float
+    insecure: bool
+
+    def open(self, name: str | None = None, *, resume: bool = False) -> dr.Session:
+        return dr.init_master_worker(
+            world_size=2,
+            launcher=self.launcher,
+            session=name,
+            resume=resume,
+            listen=self.listen,
+            timeout=self.timeout,
+            insecure=self.insecure,
+            quiet=True,
+        )
+
+    def until(self, condition: Callable[[], object], otherwise: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"launcher {self.launcher!r}: within {self.timeout:g} s {otherwise}")
+            time.sleep(0.02)
+
+
+def _started(session: dr.Session) -> list[dr.WorkerProcess]:
+    workers = [worker for worker in session.workers if worker is not None]
+    for worker in workers:
+        assert isinstance(worker, dr.WorkerProcess), f"start() returns a dr.WorkerProcess, got {worker!r}"
+        assert isinstance(worker.pid, int), f"pid is an int, got {worker.pid!r}"
+        assert isinstance(worker.last_lines(5), str), f"last_lines(5) is a str, got {worker.last_lines(5)!r}"
+        assert worker.last_lines(5).count("\n") < 5, "last_lines(5) has more than five lines"
+        ended = worker.poll()
+        assert ended is None, f"a worker runs, and poll() says {ended!r}"
+    return workers
+
+
+def _computes(node: int) -> bool:
+    with dr.on(node, "cpu"):
+        return bool(torch.ones(3, device="remote").sum().item() == 3)
+
+
+def _check_one_session(options: _Options) -> None:
+    session = options.open()
+    first = _started(session)
+    assert len({worker.pid for worker in first}) == 2, "two workers have one pid"
+    assert _computes(0) and _computes(1)
+    first[1].stop(0.0)
+    ended = first[1].poll()
+    assert isinstance(ended, str) and ended, (
+        f"after stop(0.0) poll() says how the worker has ended, got {ended!r}"
+    )
+    options.until(
+        lambda: dr.nodes()[1].state == "lost", "the session does not hear of a worker's end: see poll()"
+    )
+    assert _computes(0), "the end of one worker has taken another with it"
+    dr.restart(1)
+    second = _started(session)
+    assert second[1] is not first[1] and _computes(1)
+    dr.restart(1)
+    third = _started(session)
+    assert second[1].poll() is not None, "a worker that was replaced runs on"
+    assert third[1] is not second[1] and _computes(0) and _computes(1)
+    dr.shutdown()
+    for worker in (first[0], third[1]):
+        assert worker.poll() is not None, "a worker runs on after the end of its session"
+        worker.terminate()
+        worker.stop(0.0)
+
+
+def _check_named_session(options: _Options) -> None:
+    name = f"check-{os.getpid()}"
+    left = _started(options.open(name))
+    dr.publish("kept", torch.full((3,), 2.0, device="remote"))
+    dr.detach()
+    options.open(name, resume=True)
+    assert dr.lookup("kept").sum().item() == 6, "workers of a named session have lost what was published"
+    dr.shutdown()
+    options.until(
+        lambda: all(worker.poll() is not None for worker in left),
+        "workers outlive the end of a named session",
+    )
 
 
 class _Check:
@@ -78,7 +207,8 @@ class _Check:
     def __init__(self, name: str, size: int) -> None:
         if len(dr.nodes()) < size:
             raise dr.UsageError(
-                f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give sizes="
+                f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give "
+                "sizes="
             )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
@@ -89,7 +219,8 @@ class _Check:
         self.places = [dr.place(k, "cpu") for k in range(size)]
         try:
             self.group = dr.new_group(self.places, backend=name)
-        except dr.NotSupportedError:  # it takes tensors of GPUs only
+        except dr.NotSupportedError:
+            # This data channel takes tensors of GPUs only.
             self.places = [dr.place(k, f"cuda:{k}") for k in range(size)]
             self.group = dr.new_group(self.places, backend=name)
         self.has = self.group.capabilities
@@ -105,7 +236,7 @@ class _Check:
         self.again()
         self.group.close()
 
-    # -- help --------------------------------------------------------------------------------------------------------------------
+    # -- help ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def trying(self, what: str) -> Iterator[None]:
@@ -123,7 +254,8 @@ class _Check:
         whole = torch.randint(
             low, high, shape if shape != (_LARGE,) else (_LARGE >> 6,), generator=self._random
         ).to(dtype)
-        return whole if whole.shape == shape else whole.repeat(1 << 6)  # drawing so many takes long
+        # Drawing so many numbers takes long.
+        return whole if whole.shape == shape else whole.repeat(1 << 6)
 
     def rows(self, dtype: torch.dtype, *shape: int) -> Tensors:
         """Return one such tensor for each member, here."""
@@ -153,7 +285,7 @@ class _Check:
         """Return the dtypes and shapes that every operation which moves data is tried with."""
         return [*((dtype, (5, 3)) for dtype in _KINDS), (torch.float32, ()), (torch.int32, (0, 4))]
 
-    # -- what moves --------------------------------------------------------------------------------------------------------------
+    # -- what moves ----------------------------------------------------------------------------------------
 
     def send(self) -> None:
         """Copies: of every dtype and form, and between every two members."""
@@ -246,9 +378,8 @@ class _Check:
                 )
                 for rank, found in enumerate(lists):
                     _same(found, [row[rank] for row in table])
-        splits = [
-            [(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)
-        ]  # uneven, and some are empty
+        # The parts are uneven, and some are empty.
+        splits = [[(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)]
         rows = [self.draw(torch.int64, sum(row), 2) for row in splits]
         with self.trying(f"all_to_all_single of int64 with the splits {splits}"):
             parts = [row.split(sizes) for row, sizes in zip(rows, splits)]
@@ -262,7 +393,7 @@ class _Check:
             for _ in range(_ROUNDS):
                 dr.barrier(self.group, timeout=_PROMPT)
 
-    # -- what is reduced ---------------------------------------------------------------------------------------------------------
+    # -- what is reduced -----------------------------------------------------------------------------------
 
     def _declared(self) -> Iterator[tuple[str, Any, torch.dtype]]:
         for op in sorted(self.has.reductions):
@@ -277,9 +408,8 @@ class _Check:
                     tensors = self.there(rows)
                     dr.all_reduce(tensors, given, group=self.group)
                     _same(tensors, [_reduced(op, rows)] * self.size)
-        op, given, dtype = min(
-            self._declared(), key=lambda declared: abs(declared[2].itemsize - 4)
-        )  # float32 or int32, if it can
+        # Take float32 or int32 if the channel can.
+        op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
         rows = self.rows(dtype, _LARGE)
         with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
             tensors = self.there(rows)
@@ -311,7 +441,7 @@ class _Check:
                 dr.reduce_scatter_tensor(outputs, self.there(rows), given, group=self.group)
                 _same(outputs, list(_reduced(op, rows).chunk(self.size)))
 
-    # -- groups, refusals and failures -------------------------------------------------------------------------------------------
+    # -- groups, refusals and failures ---------------------------------------------------------------------
 
     def refusals(self) -> None:
         """What is not declared raises `NotSupportedError` in the call, and nothing of it is issued."""
@@ -321,7 +451,8 @@ class _Check:
         for operation in self.has.operations & set(REDUCES):
             for op in _REDUCTIONS:
                 for dtype in {*_KINDS, torch.int8, torch.int32} - self.has.reductions.get(op, frozenset()):
-                    if not dtype.is_complex:  # may count as two real numbers
+                    # A complex number may count as two real ones.
+                    if not dtype.is_complex:
                         self._refused(operation, dtype, op)
         assert self.group.sequence() == issued + 1, (
             f"data channel {self.name!r}: something that was refused has been issued all the same"
@@ -350,7 +481,8 @@ class _Check:
             return
         reduced = f" by {op} of {str(dtype)[6:]}" if operation in REDUCES else ""
         raise AssertionError(
-            f"data channel {self.name!r}, {self.size} members: {operation}{reduced} is not declared, and not refused"
+            f"data channel {self.name!r}, {self.size} members: {operation}{reduced} is not declared, and not "
+            "refused"
         )
 
     def again(self) -> None:
@@ -388,7 +520,8 @@ class _Check:
                     dr.barrier(self.group, async_op=True)
             self._fails("a collective whose last rank was killed", rows[0])
         if "send" in self.has.operations:
-            with suppress(dr.NodeFailed):  # of the one before, whose failure at this member nobody has read
+            # Nobody has read the failure of the one before at this member.
+            with suppress(dr.NodeFailed):
                 dr.synchronize(1)
             value = self.at(1, self.draw(torch.float32, _LARGE))
             dr.synchronize(1)
@@ -420,7 +553,8 @@ def _killed(pid: int) -> Iterator[None]:
 
 
 def _moved(value: Any, place: dr.Place) -> Any:
-    return value.to(place)  # which torch's stubs do not know
+    # torch's stubs do not know this method's result.
+    return value.to(place)
 
 
 def _op(name: str) -> Any:
@@ -450,9 +584,13 @@ def _reduced(op: str, rows: Tensors) -> torch.Tensor:
 
 
 def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-    """Raise `AssertionError` unless remote tensors hold what local ones do: to the bit, but for roundings of what is divided."""
+    """Raise `AssertionError` unless remote tensors hold what local ones do.
+
+    They agree to the bit, but for roundings of what is divided.
+    """
     for rank, (here, expected) in enumerate(zip(dr.fetch(list(found)), wanted)):
-        if here.dtype == torch.bool:  # a bool may hold a 2, which compares equal to another that does
+        # A bool may hold a 2, which compares equal to another that does.
+        if here.dtype == torch.bool:
             here, expected = here.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
         if not torch.equal(here, expected):
             torch.testing.assert_close(

@@ -10,8 +10,8 @@
     q       node 0  device  0  (20, 20)
     sum of q: 1624.97
 
-Two workers run on this machine and offer two GPUs each. The GPUs are simulated: their tensors are really in the CPU's memory, and placed as
-on a cluster.
+Two workers run on this machine and offer two GPUs each. The GPUs are simulated: their tensors are really in
+the CPU's memory, and placed as on a cluster.
 """
 
 import torch

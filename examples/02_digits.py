@@ -1,4 +1,5 @@
-"""Train a small convolutional network on a worker, and the same on this machine: handwritten digits, the same losses.
+"""Train a small convolutional network on a worker, and the same on this machine: handwritten digits, the same
+losses.
 
     $ python examples/02_digits.py      (or `make demo`, or without a clone: python -m distruntime demo)
       digits  5/5 epochs   test accuracy 98.6 %   1.7 s   (same losses as local: yes, within 2e-07)

@@ -1,4 +1,5 @@
-"""Train a small GPT-2 from `transformers` on a worker, byte by byte, on the standard library's own source, and let it write.
+"""Train a small GPT-2 from `transformers` on a worker, byte by byte, on the standard library's own source,
+and let it write.
 
     $ python examples/04_gpt.py
     462,336 parameters on node 0 cpu, 160,030 bytes to learn from

@@ -47,7 +47,8 @@ with dr.init_master_worker(backend="zmq"):
     alone, both = timed(first, first), timed(first, second)
     print("equal results:", all(a.item() == b.item() for a, b in zip(alone, both)))
 
-    # An event of node 0 holds a stream of node 1. The lines below return at once; `item` at the end is what waits.
+    # An event of node 0 holds a stream of node 1. The lines below return at once; `item` at the end is what
+    # waits.
     begin, end = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
     begin.record(first)
     chain(first, matrix, 1000)

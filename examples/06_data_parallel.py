@@ -1,12 +1,14 @@
-"""Train one model on several workers: each has a copy and a share of every batch, and the gradients are summed between them.
+"""Train one model on several workers: each has a copy and a share of every batch, and the gradients are
+summed between them.
 
     $ python examples/06_data_parallel.py
     2 workers, 15 steps, 8 sums of gradients a step, beside the backward pass
     loss 2.2995 -> 2.1925, serial 2.2995 -> 2.1925
     largest difference: losses 2.4e-07, parameters 3.0e-08
 
-A parameter's gradients are summed as soon as the last worker's is known, on streams of the group's own, while the backward pass goes on.
-The bytes go from worker to worker. The same steps on this machine, with whole batches, give the same losses and parameters.
+A parameter's gradients are summed as soon as the last worker's is known, on streams of the group's own, while
+the backward pass goes on. The bytes go from worker to worker. The same steps on this machine, with whole
+batches, give the same losses and parameters.
 """
 
 import torch
@@ -56,7 +58,9 @@ def serial() -> tuple[list[float], list[Tensor]]:
 
 
 class DataParallel:
-    """A copy of a model on each place of a group, and sums of their gradients that begin while the backward pass runs."""
+    """A copy of a model on each place of a group, and sums of their gradients that begin while the backward
+    pass runs.
+    """
 
     def __init__(self, group: dr.ProcessGroup) -> None:
         self.group = group
@@ -66,7 +70,8 @@ class DataParallel:
                 self.copies.append(network().to("remote"))
         self.works: list[dr.Work] = []
         for twins in zip(*(copy.parameters() for copy in self.copies)):
-            # This process runs the copies' backward passes one after the other: the last one's gradient completes the set.
+            # This process runs the copies' backward passes one after the other: the last one's gradient
+            # completes the set.
             twins[-1].register_post_accumulate_grad_hook(lambda _, twins=twins: self.reduce(twins))
 
     def reduce(self, twins: tuple[nn.Parameter, ...]) -> None:
@@ -77,7 +82,10 @@ class DataParallel:
         self.works.append(work)
 
     def step(self, image: Tensor, label: Tensor) -> list[Tensor]:
-        """Run one forward and backward pass on shares of the batch; return the losses' parts. Nothing is waited for."""
+        """Run one forward and backward pass on shares of the batch; return the losses' parts.
+
+        Nothing is waited for.
+        """
         losses = []
         for copy, x, y in zip(self.copies, image.chunk(len(self.copies)), label.chunk(len(self.copies))):
             device = next(copy.parameters()).device

@@ -1,4 +1,5 @@
-"""A pipeline of three stages on three workers, one micro-batch forward, one backward (1F1B): equal to the serial model.
+"""A pipeline of three stages on three workers, one micro-batch forward, one backward (1F1B): equal to the
+serial model.
 
     $ python examples/07_pipeline.py
     3 stages, 8 micro-batches, 5 steps
@@ -7,9 +8,9 @@
     loss 0.2554 -> 0.2492, serial 0.2554 -> 0.2492
     largest difference: losses 2.4e-08, parameters 7.5e-09
 
-Each stage lives on its own worker; activations go from worker to worker by `.to(device)`, and autograd sends their gradients back. The
-schedule is nothing but the order in which this program says things: each worker runs what it was given in that order, and waits only
-for what it needs.
+Each stage lives on its own worker; activations go from worker to worker by `.to(device)`, and autograd sends
+their gradients back. The schedule is nothing but the order in which this program says things: each worker
+runs what it was given in that order, and waits only for what it needs.
 """
 
 import torch
@@ -51,7 +52,9 @@ def serial() -> tuple[list[float], list[Tensor]]:
 
 
 def schedule() -> list[tuple[int, str, int]]:
-    """Return (stage, "F" or "B", micro-batch) in an order in which everything can be said: each stage's own order is 1F1B."""
+    """Return (stage, "F" or "B", micro-batch) in an order in which everything can be said: each stage's own
+    order is 1F1B.
+    """
     orders = []
     for stage in range(STAGES):
         ahead = min(STAGES - 1 - stage, MICRO)

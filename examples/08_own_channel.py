@@ -22,7 +22,10 @@ from distruntime.testing import check_data_channel
 
 
 class SharedFolder(dr.DataChannel):
-    """One member of a group: made on each worker, from this class, which travels there. All data is contiguous bytes on the CPU."""
+    """One member of a group: made on each worker, from this class, which travels there.
+
+    All data is contiguous bytes on the CPU.
+    """
 
     capabilities = dr.Capabilities(frozenset({"send", "broadcast"}))
 

@@ -1,4 +1,5 @@
-"""Data parallelism on a mesh: one model, one program, and each member of the mesh has its own rows of every batch.
+"""Data parallelism on a mesh: one model, one program, and each member of the mesh has its own rows of every
+batch.
 
     $ python examples/09_mesh.py
     <distruntime.DeviceMesh (data=2), 2 members on nodes 0, 1>
@@ -9,9 +10,10 @@
     step 10  loss 2.1552  serial 2.1552
     largest difference: losses 2.4e-07, parameters 2.2e-08
 
-A tensor on a mesh is one proxy for as many shards as there are members, and an operator on it is one instruction, which all members run. So
-the loop below is the serial one, but for two lines: the members are given different rows, and their gradients are averaged. In
-06_data_parallel.py the same is done with one model for each worker.
+A tensor on a mesh is one proxy for as many shards as there are members, and an operator on it is one
+instruction, which all members run. So the loop below is the serial one, but for two lines: the members are
+given different rows, and their gradients are averaged. In 06_data_parallel.py the same is done with one model
+for each worker.
 
 `python examples/09_mesh.py 4` has four members, the simulated GPUs of two workers.
 """
@@ -60,7 +62,8 @@ def serial() -> tuple[list[float], list[Tensor]]:
 def parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[list[Tensor]]]:
     """Train on a mesh; return the losses, and every parameter as each member has it."""
     everyone = mesh.lines("data")  # the group of all members along this dimension
-    model = network().to(mesh.device)  # the same parameters on every member
+    # Every member has the same parameters.
+    model = network().to(mesh.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for step in range(STEPS):

@@ -1,4 +1,5 @@
-"""PyTorch's own tensor parallelism from one process: a Llama from `transformers`, its layers cut over the members of a mesh.
+"""PyTorch's own tensor parallelism from one process: a Llama from `transformers`, its layers cut over the
+members of a mesh.
 
     $ python examples/10_tensor_parallel.py
     <distruntime.DeviceMesh (tp=2), 2 members on nodes 0, 1>
@@ -10,11 +11,13 @@
     step 5  loss 3.1265  serial 3.1265
     largest difference: losses 4.4e-16, parameters 4.8e-14
 
-`parallelize_module` and its plan are those of a job under torchrun. There, each rank runs the script; here the script runs once, and each
-of its operators on all members, every collective included. It has no rank, and nothing in it asks for one.
+`parallelize_module` and its plan are those of a job under torchrun. There, each rank runs the script; here
+the script runs once, and each of its operators on all members, every collective included. It has no rank, and
+nothing in it asks for one.
 
-In float64, so that "equal" means something: AdamW divides a gradient by its own size, and so makes whole steps of rounding errors where a
-gradient is next to nothing. Sums that are cut up round otherwise: in float32 the losses agree to 1e-06, the parameters to 1e-04 only.
+In float64, so that "equal" means something: AdamW divides a gradient by its own size, and so makes whole
+steps of rounding errors where a gradient is next to nothing. Sums that are cut up round otherwise: in float32
+the losses agree to 1e-06, the parameters to 1e-04 only.
 
 `python examples/10_tensor_parallel.py 4` has four members, the simulated GPUs of two workers.
 """
@@ -56,7 +59,8 @@ def llama() -> LlamaForCausalLM:
 
 def train(model: LlamaForCausalLM, device: torch.device | str) -> list[Tensor]:
     """Train a model, wherever it is; return the losses. Nothing is waited for."""
-    # foreach=False: torch's grouped update takes parameters that are all DTensors or none, and the norms' are none.
+    # foreach=False: torch's grouped update takes parameters that are all DTensors or none, and the norms' are
+    # none.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     rows = text.to(device)
     losses = []
@@ -71,7 +75,9 @@ def train(model: LlamaForCausalLM, device: torch.device | str) -> list[Tensor]:
 
 
 def plan() -> dict[str, ParallelStyle]:
-    """The first matrices of attention and MLP are cut by columns, the last ones by rows, so only their sums travel."""
+    """The first matrices of attention and MLP are cut by columns, the last ones by rows, so only their sums
+    travel.
+    """
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),

@@ -1,4 +1,5 @@
-"""PyTorch's own FSDP2 from one process: a Llama from `transformers`, its parameters cut over the members of a mesh.
+"""PyTorch's own FSDP2 from one process: a Llama from `transformers`, its parameters cut over the members of a
+mesh.
 
     $ python examples/11_fsdp.py
     <distruntime.DeviceMesh (data=2), 2 members on nodes 0, 1>
@@ -10,8 +11,9 @@
     step 5  loss 3.2761  serial 3.2761
     largest difference: losses 8.9e-16, parameters 1.1e-14
 
-`fully_shard` is the one of a job under torchrun. Each member keeps its part of every parameter, gradient and optimizer state; a layer's
-parameters are gathered when it runs, and given back after it. Each member learns from rows of its own, and the gradients are averaged.
+`fully_shard` is the one of a job under torchrun. Each member keeps its part of every parameter, gradient and
+optimizer state; a layer's parameters are gathered when it runs, and given back after it. Each member learns
+from rows of its own, and the gradients are averaged.
 
 In float64, as 10_tensor_parallel.py, and for its reason.
 

@@ -1,4 +1,6 @@
-"""One session is shared by most tests; a test that needs its own, or that breaks it, leaves the next one to start another."""
+"""One session is shared by most tests; a test that needs its own, or that breaks it, leaves the next one to
+start another.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ torch.set_num_threads(
     1
 )  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
 
-# The first session imports both anyway. What torch's modules consist of, 280,000 objects, need not be looked through by each collection,
-# of which the tests of finalizers and of what stays behind ask for many: 0.1 s each, and four times that beside another test.
+# The first session imports both anyway. What torch's modules consist of, 280,000 objects, need not be looked
+# through by each collection, of which the tests of finalizers and of what stays behind ask for many: 0.1 s
+# each, and four times that beside another test.
 for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
 gc.collect()
@@ -44,7 +47,10 @@ def _usable() -> bool:
 
 @pytest.fixture
 def session() -> Iterator[object]:
-    """Two workers on this machine, each with its CPU. Shared: a test leaves it as it found it, with no failure unread."""
+    """Two workers on this machine, each with its CPU.
+
+    Shared: a test leaves it as it found it, with no failure unread.
+    """
     if not _usable():
         dr.shutdown()
         _shared[:] = [dr.init_master_worker(timeout=STARTING)]

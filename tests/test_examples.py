@@ -50,12 +50,15 @@ def shown(example: Path) -> list[str]:
 
 
 def without_figures(lines: list[str]) -> list[str]:
-    """Blank out what differs from run to run: numbers, and how close two sums are that were added up in another order."""
+    """Blank out what differs from run to run: numbers, and how close two sums are that were added up in
+    another order.
+    """
     lines = [line.replace("to the last bit", "within 0") for line in lines]
     return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line)).strip() for line in lines]
 
 
-ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]  # which is run as the demo, below
+# The demo, below, runs the other one.
+ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
 
 
 @pytest.mark.timeout(300)

@@ -467,7 +467,8 @@ def test_a_mistake_shows_the_callers_line_and_hardly_any_of_ours(
     mistake: Callable[[torch.Tensor], object],
 ) -> None:
     x = at(0, "cpu", 3, 3)
-    with pytest.raises(Exception) as caught:  # of several classes, with texts held elsewhere
+    # The errors have several classes, and their texts are held elsewhere.
+    with pytest.raises(Exception) as caught:
         mistake(x)
     files = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
     inner = files[max(k for k, file in enumerate(files) if file == Path(__file__)) + 1 :]

@@ -1,4 +1,6 @@
-"""The way of `z = x + y`, from the user's line to the kernel, is the one that `docs/design.md` shows, and no longer."""
+"""The way of `z = x + y`, from the user's line to the kernel, is the one that `docs/design.md` shows, and no
+longer.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ BESIDE_ON_THE_WORKER = {
 
 
 def the_way() -> list[tuple[str, str]]:
-    """Return (file, function) of each step in the table of docs/design.md; what a template is compiled to has no file."""
+    """Return (file, function) of each step in the table of docs/design.md; what a template is compiled to has
+    no file.
+    """
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     return re.findall(r"^\| \d+ \| `(?:([\w/]+\.py): )?([\w.]+)`[^|]*\|", page, re.M)
 

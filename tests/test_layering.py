@@ -8,10 +8,11 @@ from rooms import MODULES, ROOMS, imports, ours, room
 
 MOST_ROOMS = {"distruntime": 14, "distruntime_worker": 8}
 MOST_FILES = 21
+# These are modules of the master's side, with everything below them.
 WORKER_MAY_USE = {
     "distruntime.errors",
     "distruntime.wire",
-}  # of the master's side; with everything below them
+}
 
 # Who may touch what reaches outside; a prefix stands for all below it.
 OUTSIDE = {
@@ -22,7 +23,8 @@ OUTSIDE = {
         "distruntime.wire.inbox",
         "distruntime.wire.keys",
     },
-    # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before authentication.
+    # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before
+    # authentication.
     "pickle": {"distruntime.publishing.structure", "distruntime_worker.collectives.groups"},
     "cloudpickle": {"distruntime.collectives.group", "distruntime.publishing.structure"},
     "nacl": {"distruntime.publishing.signing"},

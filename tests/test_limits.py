@@ -1,4 +1,6 @@
-"""What `docs/limits.md` says that remote tensors refuse, they refuse, in the class it says, and name a remedy."""
+"""What `docs/limits.md` says that remote tensors refuse, they refuse, in the class it says, and name a
+remedy.
+"""
 
 from __future__ import annotations
 

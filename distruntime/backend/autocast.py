@@ -1,16 +1,17 @@
 """`torch.autocast("remote")`: on a place, what torch's own autocast does on a CPU or on a GPU.
 
-Proxies carry the key AutocastPrivateUse1, which torch looks at only while autocast of "remote" is on. Which operators are listed is asked
-of torch's dispatcher, where the kernels of every device's autocast are registered; what each of them does cannot be asked, and stands in
-the table below. As in torch, what is not listed runs in the dtypes that it is given, and an operator that is runs its parts unlisted.
+Proxies carry the key AutocastPrivateUse1, which torch looks at only while autocast of "remote" is on. torch's
+dispatcher tells which operators are listed, since the kernels of every device's autocast are registered
+there. It cannot tell what each of them does, so that stands in the table below. As in torch, an operator that
+is not listed runs in the dtypes that it is given, and the parts of one that is listed run unlisted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from ..log.handle import Residence
 from ..operators.new_calls import common_place
@@ -23,21 +24,24 @@ _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
 _BANNED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
-Policy = Callable[[Any, Any], Any]
+Policy = Callable[[Sequence[object], dict[str, object]], object]
 
-# -- what torch does with the operators that it lists -------------------------------------------------------------------------------
+# -- what torch does with the operators that it lists --------------------------------------------------------
 
 CPU, GPU = "AutocastCPU", "AutocastCUDA"
 
-_LOWERED = frozenset(  # run in autocast's dtype, on CPUs and GPUs
+# These run in autocast's dtype, on CPUs and GPUs.
+_LOWERED = frozenset(
     """
-    _addmm_activation _convolution _cudnn_rnn _native_multi_head_attention _scaled_dot_product_flash_attention _thnn_fused_gru_cell
-    _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot
-    linalg_vecdot linear lstm_cell matmul mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+    _addmm_activation _convolution _cudnn_rnn _native_multi_head_attention _scaled_dot_product_flash_attention
+    _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d
+    conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cudnn_convolution
+    cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul
+    mkldnn_rnn_layer mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
     """.split()
 )
-_PROMOTED = {  # run in the widest dtype among their operands
+# These run in the widest dtype among their operands.
+_PROMOTED = {
     CPU: frozenset("cat index_copy stack".split()),
     GPU: frozenset(
         "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
@@ -45,8 +49,11 @@ _PROMOTED = {  # run in the widest dtype among their operands
 }
 
 
-def policy(backend: str, op: Any) -> Callable[[Any], Policy]:
-    """Return what a listed operator is given: by the table, or float32, which is what torch lists most operators for."""
+def policy(backend: str, op: OpOverload) -> Callable[[OpOverload], Policy]:
+    """Return what happens to a listed operator: what the table says, or else float32.
+
+    torch lists most operators for float32.
+    """
     name = op._schema.name.removeprefix("aten::")
     if name in _LOWERED:
         return lowered
@@ -61,7 +68,7 @@ def policy(backend: str, op: Any) -> Callable[[Any], Policy]:
     return in_float32
 
 
-def listed(backend: str) -> dict[Any, Callable[[Any], Policy]]:
+def listed(backend: str) -> dict[OpOverload, Callable[[OpOverload], Policy]]:
     """Return the operators that torch's autocast changes on CPUs or GPUs, each with its policy."""
     found = {}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key(backend):
@@ -73,23 +80,23 @@ def listed(backend: str) -> dict[Any, Callable[[Any], Policy]]:
     return found
 
 
-# -- policies -----------------------------------------------------------------------------------------------------------------------
+# -- policies ------------------------------------------------------------------------------------------------
 
 
-def lowered(op: Any) -> Policy:
+def lowered(op: OpOverload) -> Policy:
     """Cast what can be cast to autocast's dtype."""
 
-    def run(args: Any, kwargs: Any) -> Any:
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         dtype = torch.get_autocast_dtype("remote")
         return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
 
     return run
 
 
-def in_float32(op: Any) -> Policy:
+def in_float32(op: OpOverload) -> Policy:
     """Cast what can be cast to float32."""
 
-    def run(args: Any, kwargs: Any) -> Any:
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         return _call(
             op,
             [_cast(a, torch.float32) for a in args],
@@ -99,11 +106,14 @@ def in_float32(op: Any) -> Policy:
     return run
 
 
-def promoted(op: Any) -> Policy:
-    """Cast what can be cast to float32 if one operand has it, else to autocast's dtype. Optional operands have no say, as in torch."""
+def promoted(op: OpOverload) -> Policy:
+    """Cast what can be cast to float32 if one operand has it, else to autocast's dtype.
+
+    As in torch, optional operands have no say.
+    """
     counted = [str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments]
 
-    def run(args: Any, kwargs: Any) -> Any:
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         dtype = lower = torch.get_autocast_dtype("remote")
         for t in _proxies(a for a, counts in zip(args, counted) if counts):
             have = t.dtype
@@ -118,11 +128,11 @@ def promoted(op: Any) -> Policy:
     return run
 
 
-def with_float32_result(op: Any) -> Policy:
+def with_float32_result(op: OpOverload) -> Policy:
     """Have the result in float32, unless the caller gives a dtype."""
     position = [a.name for a in op._schema.arguments].index("dtype")
 
-    def run(args: Any, kwargs: Any) -> Any:
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         if _eligible(args[0]):
             if len(args) <= position:
                 if kwargs.get("dtype") is None:
@@ -134,30 +144,35 @@ def with_float32_result(op: Any) -> Policy:
     return run
 
 
-def appended(op: Any) -> Policy:
-    """Call the overload that takes the result's dtype: `norm` has overloads with it and without."""
+def appended(op: OpOverload) -> Policy:
+    """Call the overload that takes the result's dtype. `norm` has overloads with it and without."""
     packet = getattr(_aten, op._schema.name.removeprefix("aten::"))
     typed = getattr(
         packet, "ScalarOpt_dtype" if op._overloadname == "Scalar" else op._overloadname + "_dtype"
     )
     defaults = [a.default_value for a in op._schema.arguments]
 
-    def run(args: Any, kwargs: Any) -> Any:
-        dtype = torch.float32 if _eligible(args[0]) else args[0].dtype
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        dtype = torch.float32 if _eligible(first) else first.dtype
         return _call(typed, (*args, *defaults[len(args) :]), {"dtype": dtype})
 
     return run
 
 
-def banned(op: Any) -> Policy:
-    """Let torch's own kernel refuse, which does not look at its operands."""
+def banned(op: OpOverload) -> Policy:
+    """Let torch's own kernel refuse. It does not look at its operands."""
     return lambda args, kwargs: op.redispatch(_BANNED, *args, **kwargs)
 
 
-def by_worker(op: Any) -> Policy:
-    """Have a kernel that calls listed operators from within run under the worker's own autocast. For code without gradients."""
+def by_worker(op: OpOverload) -> Policy:
+    """Have a kernel that calls listed operators from within run under the worker's own autocast.
 
-    def run(args: Any, kwargs: Any) -> Any:
+    It serves code without gradients.
+    """
+
+    def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         if torch.is_grad_enabled() or any(type(t) is not DistributedTensor for t in tensors_of(args, kwargs)):
             return _call(op, args, kwargs)
         return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
@@ -165,31 +180,32 @@ def by_worker(op: Any) -> Policy:
     return run
 
 
-def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         return op(*args, **kwargs)
 
 
-# -- casts --------------------------------------------------------------------------------------------------------------------------
+# -- casts ---------------------------------------------------------------------------------------------------
 
-# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch. Unlike torch's cache it knows
-# the dtype: there an inner region with another one gets the outer region's casts.
-_casts: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
-_to: Any = torch.Tensor.to  # proxies' own looks for places first: 2.6 us
+# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch.
+# Unlike torch's cache it knows the dtype: there an inner region with another one gets the outer region's
+# casts.
+_casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+# The proxies' own method looks for places first, which takes 2.6 us.
+_to = torch.Tensor.to
 
 
-def _eligible(value: Any) -> bool:
+def _eligible(value: object) -> bool:
     if type(value) is not DistributedTensor:
         return False
     dtype = value.dtype
     return dtype.is_floating_point and dtype is not torch.float64
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return [_cast(item, dtype) for item in value]
-    if kind is not DistributedTensor:
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if type(value) is not DistributedTensor:
+        if type(value) is list or type(value) is tuple:
+            return [_cast(item, dtype) for item in value]
         return value
     have = value.dtype
     if have is dtype or have is torch.float64 or not have.is_floating_point:
@@ -206,30 +222,32 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return _to(value, dtype)
 
 
-def _cast_once(leaf: Any, dtype: torch.dtype) -> Any:
-    known = _casts.get((id(leaf), dtype))
-    if known is None:
-        with torch.enable_grad():  # a cast that `no_grad` code makes may be met by code that wants gradients
-            known = _casts[id(leaf), dtype] = (
-                leaf,
-                _to(leaf, dtype),
-            )  # the leaf is held: its id must not be given away
-    return known[1]
+def _cast_once(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = _casts.get((id(leaf), dtype))
+    if cast is None:
+        # Code under `no_grad` may make a cast that code which wants gradients meets later.
+        with torch.enable_grad():
+            # The leaf is held, so that no other tensor gets its id.
+            cast = _casts[id(leaf), dtype] = leaf, _to(leaf, dtype)
+    return cast[1]
 
 
-_clear: Any = torch.clear_autocast_cache
+_clear = torch.clear_autocast_cache
 
 
 def clear_autocast_cache() -> None:
-    """As torch's, which `torch.autocast` calls at the end of an outermost region; drops what was cast of remote parameters too."""
+    """Drop torch's casts and those of remote parameters.
+
+    `torch.autocast` calls it at the end of an outermost region.
+    """
     _casts.clear()
     _clear()
 
 
-# -- kernels ------------------------------------------------------------------------------------------------------------------------
+# -- kernels -------------------------------------------------------------------------------------------------
 
 
-def _proxies(values: Any) -> Iterator[Any]:
+def _proxies(values: Iterable[object]) -> Iterator[DistributedTensor]:
     for value in values:
         if type(value) is DistributedTensor:
             yield value
@@ -237,18 +255,18 @@ def _proxies(values: Any) -> Iterator[Any]:
             yield from _proxies(value)
 
 
-def _place(args: Sequence[Any]) -> Residence | None:
+def _place(args: Sequence[object]) -> Residence | None:
     for proxy in _proxies(args):
-        place: Residence = proxy._handle.place
-        return place
+        return proxy._handle.place
     return None
 
 
-def _kernel(op: Any, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[..., Any]:
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _kernel(op: OpOverload, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[..., object]:
+    def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         place = _place(args)
         apply = None if place is None else on_cpu if place.on_cpu else on_gpu
-        if apply is None:  # not listed for this device: its parts may be
+        if apply is None:
+            # It is not listed for this device. Its parts may be.
             return op.redispatch(keys & _BELOW, *args, **kwargs)
         return apply(args, kwargs)
 
@@ -256,12 +274,17 @@ def _kernel(op: Any, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[.
 
 
 def install_autocast(library: torch.library.Library, fallback: torch.library.Library) -> None:
-    """Register the kernels of "remote" for every operator that torch lists for CPUs or GPUs; everything else falls through."""
+    """Register the kernels of "remote" for each operator that torch lists for CPUs or GPUs.
+
+    Every other operator falls through.
+    """
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     cpu, gpu = listed(CPU), listed(GPU)
-    # On a GPU recurrent layers are lowered as a whole (cuDNN's kernel is listed); on a CPU they run under the worker's own autocast.
+    # On a GPU recurrent layers are lowered as a whole, since cuDNN's kernel is listed. On a CPU they run
+    # under the worker's own autocast.
     gpu.update({op: lowered for op in KERNELS if op not in gpu})
-    # Where autocast is on, torch's Python takes these fused kernels on CPUs only; on proxies it cannot tell (up to torch 2.13).
+    # Where autocast is on, torch's Python takes these fused kernels on CPUs only; on proxies it cannot tell
+    # (up to torch 2.13).
     gpu[_aten._native_multi_head_attention.default] = lowered
     cpu[_aten._transformer_encoder_layer_fwd.default] = by_worker
     for op in dict.fromkeys((*cpu, *gpu)):

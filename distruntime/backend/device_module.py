@@ -1,12 +1,13 @@
 """`torch.remote`: the device module that torch asks about the device type "remote".
 
-It answers that no accelerator is available: then code for local tensors (pinned loaders, optimizers of torch 2.15) does not take the
-workers for an accelerator of this machine. Factories, checkpointing and seeds work all the same.
+It answers that no accelerator is available. So code for local tensors (pinned loaders, optimizers of torch
+2.15) does not take the workers for an accelerator of this machine. Factories, checkpointing and seeds work
+all the same.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -15,8 +16,15 @@ from ..log.handle import Residence
 from ..session.placing import set_place
 from ..session.session import active, active_session
 from ..session.spelling import indexed
-from ..streams.event import Event
-from ..streams.stream import Stream, StreamContext, current_stream, default_stream, stream, synchronize_device
+from ..streams.stream import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    stream,
+    synchronize_device,
+)
 from ..tensors.tensor import DistributedTensor
 from .random import get_rng_state, manual_seed, set_rng_state
 
@@ -31,7 +39,8 @@ class RemoteModule:
     """The functions of `torch.remote`, named as those of `torch.cuda`."""
 
     __name__ = "torch.remote"
-    _initialized = True  # checkpointing saves random state only of modules that say so
+    # Checkpointing saves the random state only of modules that say so.
+    _initialized = True
 
     def is_available(self) -> bool:
         """False: there is no accelerator *here*."""
@@ -54,7 +63,7 @@ class RemoteModule:
             return 0
         return active_session().places.current().number
 
-    def device(self, device: Where) -> Any:
+    def device(self, device: Where) -> AbstractContextManager[None]:
         """Return the context that makes a place current."""
         residence = _residence(device)
         if residence.node.members:
@@ -99,8 +108,9 @@ class RemoteModule:
         set_rng_state(new_state, _residence(device))
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes that `torch.autocast("remote")` takes, as on a CPU. Without one it takes float16, as on a GPU."""
+        """Return the dtypes that `torch.autocast("remote")` takes: a CPU's and a GPU's."""
         return [torch.bfloat16, torch.float16]
 
 
-RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]  # in the class they would hide the types
+# In the class body they would hide the types.
+RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]

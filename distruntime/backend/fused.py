@@ -1,20 +1,22 @@
 """Composites that decompose differently by device travel whole: attention and recurrent layers.
 
-Left alone, torch would take a proxy for a device it knows nothing of: attention becomes a T x T product, and two LSTM layers over 20
-steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves: see install.py.
+Left alone, torch would take a proxy for a device it knows nothing of. Attention would become a T x T product,
+and two LSTM layers over 20 steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves:
+see install.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
@@ -29,28 +31,33 @@ from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
 
 _aten = torch.ops.aten
-of_dtensors: list[Callable[..., Any]] = []  # what attention over DTensors goes to; see dtensor.py
+# Functions that compute attention over DTensors, or return NotImplemented; see mesh/torch_dtensor.py.
+of_dtensors: list[Callable[..., object]] = []
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
-# -- attention -------------------------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
-    """Compute attention as the worker's device would: its fused kernel where torch would choose that there, else the formula."""
+) -> object:
+    """Compute attention as the worker's device would.
+
+    That is by its fused kernel where torch would choose it there, and by the formula elsewhere.
+    """
     op = _aten.scaled_dot_product_attention.default
     given = [t for t in (query, key, value, attn_mask) if t is not None]
-    if not all(type(t) is DistributedTensor for t in given):
+    proxies = [t for t in given if type(t) is DistributedTensor]
+    if len(proxies) != len(given):
         for compute in of_dtensors:
             found = compute(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -65,7 +72,7 @@ def attention(
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
         enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
-        specs = tuple(t._handle.spec for t in given)
+        specs = tuple(t._handle.spec for t in proxies)
         if (
             _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled)
             == _FLASH
@@ -74,7 +81,8 @@ def attention(
                 attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                     attn_mask.logical_not(), float("-inf")
                 )
-            single = query.dim() == 3  # from torch 2.15: the kernel takes it as a batch of one
+            # From torch 2.15 on there may be no batch. The kernel takes it as a batch of one.
+            single = query.dim() == 3
             if single:
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
                 while attn_mask is not None and attn_mask.dim() < 4:
@@ -105,40 +113,49 @@ def _choice(
     enable_gqa: bool,
     enabled: tuple[bool, bool],
 ) -> int:
-    """Return which kernel torch chooses on a CPU. It looks at metadata only: the local twins' memory is never touched."""
+    """Return which kernel torch chooses on a CPU.
+
+    It looks at metadata only, so the local twins' memory is never touched.
+    """
     twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype) for s in specs]
     for twin, grad in zip(twins, grads):
         twin.requires_grad_(grad)
     mask = twins[3] if masked else None
-    choose: Any = torch._fused_sdp_choice  # its stub lacks the mask
+    # torch's stub lacks the mask.
+    choose: Callable[..., int] = torch._fused_sdp_choice
     return int(choose(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
 
 
-# -- recurrent layers ------------------------------------------------------------------------------------------------------------
+# -- recurrent layers ----------------------------------------------------------------------------------------
 
 
-def recurrent(op: Any) -> Callable[..., Any]:
+def recurrent(op: OpOverload) -> Callable[..., object]:
     """Return the kernel of one recurrent operator: one instruction forward, one backward."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> object:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         proxies = [t for t in tensors if type(t) is DistributedTensor]
         place = common_place(DistributedTensor, op, args, kwargs)
         if op._overloadname == "data" and type(args[1]) is not DistributedTensor:
-            # the batch sizes of a packed sequence stay on the CPU in torch: they are sent along
+            # The batch sizes of a packed sequence stay on the CPU in torch, so they are sent along.
             args = (args[0], wrap(DistributedTensor, upload(args[1], place, stay_on_cpu=True)), *args[2:])
             proxies.append(args[1])
         if len(proxies) != len(tensors):
-            return op.decompose(*args, **kwargs)  # which says what is mixed
+            # The formula raises torch's own error, which says what is mixed.
+            return op.decompose(*args, **kwargs)
         return whole(op, args, kwargs, place)
 
     return run
 
 
-def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence) -> Any:
-    """Issue a composite as one instruction, recorded on its worker if gradients are wanted or autocast is on."""
+def whole(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], place: Residence) -> object:
+    """Issue a composite as one instruction.
+
+    Its worker records it if gradients are wanted or autocast is on.
+    """
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
-    if torch.autograd.forward_ad._current_level >= 0:  # forward-mode derivatives need the formula
+    # Forward-mode derivatives need the formula.
+    if torch.autograd.forward_ad._current_level >= 0:
         return op.decompose(*args, **kwargs)
     lower = (
         None
@@ -150,23 +167,24 @@ def whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
             if lower is None:
                 return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
             handles = _record(op, args, kwargs, place, [False] * len(tensors), lower)[:-1]
-            out: Sequence[Any] = [wrap(DistributedTensor, h) for h in handles]
+            out: Sequence[object] = [wrap(DistributedTensor, h) for h in handles]
     else:
         out = _Whole.apply(op, _rebuilder(args, kwargs), place, lower, *tensors)  # type: ignore[no-untyped-call]
     return out[0] if len(op._schema.returns) == 1 else tuple(out)
 
 
 def _record(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: dict[str, object],
     place: Residence,
     flags: list[bool],
     lower: torch.dtype | None,
 ) -> list[Handle]:
-    """Have a worker run a composite with autograd on; return the handles of its results and, last, of the tape.
+    """Have a worker run a composite with autograd on; return the handles of its results, and the tape's last.
 
-    `flags` says which tensors will want gradients; `lower` is autocast's dtype, for the worker's autocast of its own CPU.
+    `flags` says which tensors will want gradients. `lower` is the dtype for the worker's autocast of its own
+    CPU.
     """
     node = place.node
     relieve(node)
@@ -184,14 +202,12 @@ def _record(
             str(shape),
             *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
         )
-        specs = place.known.get(key)
+        specs = place.signatures.get(key)
         packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
     count = len(op._schema.returns) + 1
-    handles = [
-        Handle(next_ref(), s, place, Storage(s)) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)
-    ]
+    handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
     random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
     with node.lock:
@@ -202,8 +218,8 @@ def _record(
             return handles
         request = ask_specs(words, handles, operands, (), place, user_line(), random)
     tensors = [*[True] * (count - 1), False]
-    # Whether a CPU lowers a layer as a whole or its products only depends on its kernels, such as oneDNN's.
-    place.known[key] = found = [
+    # A CPU lowers a layer as a whole or only its products, as its kernels (oneDNN's and others) can.
+    place.signatures[key] = found = [
         spec_from_wire(fields) for fields in await_specs(request, tensors, node, op)[:-1]
     ]
     for handle, described in zip(handles, found):
@@ -211,13 +227,21 @@ def _record(
     return handles
 
 
-def _rebuilder(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
-    """Return what puts other tensors in the place of those in the arguments; it holds none of them."""
+_Arguments = tuple[list[object], dict[str, object]]
+
+
+def _rebuilder(
+    args: Sequence[object], kwargs: dict[str, object]
+) -> Callable[[Sequence[torch.Tensor]], _Arguments]:
+    """Return a function that puts other tensors in the place of those in the arguments.
+
+    It holds none of them.
+    """
     hollow = tree_map_only(torch.Tensor, lambda _: _HOLE, (list(args), dict(kwargs)))
 
-    def rebuild(tensors: Sequence[Any]) -> tuple[Any, Any]:
+    def rebuild(tensors: Sequence[torch.Tensor]) -> _Arguments:
         rest = iter(tensors)
-        filled: tuple[Any, Any] = tree_map_only(_Hole, lambda _: next(rest), hollow)
+        filled: _Arguments = tree_map_only(_Hole, lambda _: next(rest), hollow)
         return filled
 
     return rebuild
@@ -228,7 +252,8 @@ class _Hole:
 
 
 _HOLE = _Hole()
-_outputs: dict[Any, list[Spec]] = {}
+# The metadata of results, by signature.
+_outputs: dict[tuple[object, ...], list[Spec]] = {}
 
 
 class _Whole(torch.autograd.Function):
@@ -236,10 +261,16 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Any, rebuild: Any, place: Residence, lower: torch.dtype | None, *tensors: Any
-    ) -> Any:
+        ctx: Any,
+        op: OpOverload,
+        rebuild: Callable[[Sequence[torch.Tensor]], _Arguments],
+        place: Residence,
+        lower: torch.dtype | None,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.op, ctx.rebuild, ctx.place, ctx.lower = op, rebuild, place, lower
-        ctx.save_for_backward(*tensors)  # the tape shares their memory: version counters watch over it
+        # The tape shares their memory, and version counters watch over it.
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.wanted = list(ctx.needs_input_grad[4:])
         args, kwargs = rebuild(tensors)
@@ -248,11 +279,10 @@ class _Whole(torch.autograd.Function):
         return tuple(wrap(DistributedTensor, h) for h in handles)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph: differentiate the formula, as the recorded backward has no graph here
+        # With create_graph the formula is differentiated, as the recorded backward has no graph here.
+        if torch.is_grad_enabled():
             with torch.enable_grad(), _autocast(ctx.lower):
                 args, kwargs = ctx.rebuild(tensors)
                 out = ctx.op.decompose(*args, **kwargs)
@@ -276,8 +306,9 @@ class _Whole(torch.autograd.Function):
             place.node,
             name="distruntime::replay_backward",
         )
-        handles = [Handle(next_ref(), s, place, Storage(s)) for s in (_dense(t._handle.spec) for t in wanted)]
-        # The tape shares the memory of the forward's operands, which nobody may write, on whatever stream, before this has read it.
+        handles = [new_value(s, place) for s in (_dense(t._handle.spec) for t in wanted)]
+        # The tape shares the memory of the forward's operands. Nobody may write that, on whatever stream,
+        # before this has read it.
         operands = [ctx.tape, *(g._handle for g in grads if g is not None), *(t._handle for t in tensors)]
         issue([number, *words, *(h.ref for h in handles)], handles, operands, (), place, user_line())
         made = iter(handles)
@@ -290,7 +321,7 @@ class _Whole(torch.autograd.Function):
         )
 
 
-def _autocast(lower: torch.dtype | None) -> Any:
+def _autocast(lower: torch.dtype | None) -> AbstractContextManager[object]:
     return nullcontext() if lower is None else torch.autocast("remote", dtype=lower)
 
 
@@ -299,8 +330,8 @@ def _dense(given: Spec) -> Spec:
     return spec_of(torch.empty_like(given.meta()))
 
 
-def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
-    """Return the metadata of a composite's results, from its formula on `meta`, once per signature."""
+def _specs(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[Spec]:
+    """Return the metadata of a composite's results. Its formula runs on `meta`, once per signature."""
     flat, shape = tree_flatten((list(args), kwargs))
     key = (
         op,
@@ -314,8 +345,11 @@ def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
         margs, mkwargs = tree_map_only(
             DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs))
         )
-        if op._overloadname == "data":  # the formula reads the batch sizes
-            margs[1] = args[1].cpu()
+        if op._overloadname == "data":
+            # The formula reads the batch sizes.
+            batch_sizes = args[1]
+            assert isinstance(batch_sizes, torch.Tensor)
+            margs[1] = batch_sizes.cpu()
         out = op(*margs, **mkwargs)
         found = _outputs[key] = [
             spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)
@@ -323,7 +357,7 @@ def _specs(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Spec]:
     return found
 
 
-KERNELS: dict[Any, Callable[..., Any]] = {
+KERNELS: dict[OpOverload, Callable[..., object]] = {
     _aten.scaled_dot_product_attention.default: attention,
     **{
         op: recurrent(op)

@@ -1,4 +1,7 @@
-"""What a session changes in torch, once per process and never at import: the device type "remote" and what crosses to it."""
+"""What a session changes in torch: the device type "remote", and what takes tensors and modules to it.
+
+It happens once per process, and never at import.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import importlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
@@ -34,17 +39,18 @@ from .torch_load import load
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []
-_kept: list[Any] = []
+_guards: list[_Guard] = []
 
 
 class _Guard(torch._C._acc.DeviceGuard):
-    """Only answers "which index has a bare 'remote'": C++ asks in `.to("remote")`.
+    """Tells C++ which index a bare "remote" has, which `.to("remote")` asks.
 
-    Tensors never claim this device type (proxies claim lazy), so autograd never enters the guard, whose calls into Python from
-    backward would end the process if anything raised there (tried: see docs/design.md).
+    Tensors never claim this device type, as proxies claim lazy, so autograd never enters the guard. Its calls
+    into Python from backward would end the process if anything raised there (tried: see docs/design.md).
     """
 
-    def type_(self) -> Any:
+    # The stub of torch names another type than its C++ takes.
+    def type_(self) -> torch._C._autograd.DeviceType:  # type: ignore[override]
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
@@ -56,11 +62,11 @@ def install() -> None:
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
         torch._register_device_module("remote", RemoteModule())
-        # Autograd counts devices at its first backward, for threads of its own, with which no forked child could run backward. The guard
-        # below would count as one, so that first time is now.
+        # At its first backward autograd counts the devices and starts threads for them, with which no forked
+        # child could run backward. The guard below would count as one, so that first time is now.
         torch.ones(1, requires_grad=True).sum().backward()
-        _kept.append(_Guard())
-        torch._C._acc.register_python_privateuseone_device_guard(_kept[0])
+        _guards.append(_Guard())
+        torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
     _library.append(torch.library.Library("aten", "IMPL"))
     for backend in ("Lazy", "PrivateUse1"):
         for op in (
@@ -78,16 +84,19 @@ def install() -> None:
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
-    if key == "privateuseone":  # else that device's own autocast has the key
+    # Otherwise another device has the name, and its own autocast has the key.
+    if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])
-    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]  # make_fx records them
+    # So make_fx records proxies.
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]
     _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
-    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):  # which has imported it by name
+    # The optimizers have imported it by name.
+    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):
         module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
-    torch.nn.Module.to = _to_place  # type: ignore[method-assign]
+    torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
     install_materialize()
     SPECIAL.update(COPIES)
@@ -100,32 +109,35 @@ def install() -> None:
 def _import_ahead() -> None:
     """Import what the first operator would import anyway: a second that the start of the workers hides.
 
-    torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import `torch._dynamo`.
+    torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import
+    `torch._dynamo`.
     """
     for name in ("torch.distributed.tensor", "torch._dynamo"):
         try:
             importlib.import_module(name)
         except Exception:
-            # An import fails where the process ends meanwhile. Any other failure comes again at the user's line, whose operator imports.
+            # An import fails where the process ends meanwhile. Any other failure comes again at the user's
+            # line, whose operator imports.
             return
 
 
-# CPUs and GPUs have kernels for these, other devices a formula; a kernel here keeps C++ from taking them apart above Python's key.
+# CPUs and GPUs have kernels for these, and other devices a formula. A kernel here keeps C++ from taking them
+# apart above Python's key.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default)
 
 
-def _implement(op: Any, function: Any, backend: str) -> None:
+def _implement(op: OpOverload, function: Callable[..., object], backend: str) -> None:
     name = op._schema.name.removeprefix("aten::") + (
         "" if op._overloadname == "default" else "." + op._overloadname
     )
     _library[0].impl(name, function, backend)
 
 
-def _factory(op: Any) -> Any:
-    # Its special key is lost below dispatch: a ZeroTensor travels as zeros.
+def _factory(op: OpOverload) -> Callable[..., object]:
+    # The special key of a ZeroTensor is lost below dispatch, so it travels as zeros.
     target = _aten.zeros.default if op is _aten._efficientzerotensor.default else op
 
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> object:
         if target is _aten.zeros.default:
             return target(*args, **kwargs)
         return create(DistributedTensor, target, args, kwargs)
@@ -133,8 +145,11 @@ def _factory(op: Any) -> Any:
     return make
 
 
-def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take an operator that reached a backend key: a factory without tensors, or C++ code that runs with Python dispatch off."""
+def _fallback(op: OpOverload, *args: object, **kwargs: object) -> object:
+    """Issue an operator that reached a backend key.
+
+    It is a factory without tensors, or C++ code calls it with Python dispatch off.
+    """
     if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
         return dispatch(DistributedTensor, op, (), args, kwargs)
     return create(DistributedTensor, op, args, kwargs)
@@ -144,7 +159,7 @@ _foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
 
 
 def _foreach_devices() -> list[str]:
-    # What C++ groups tensors by is the wrappers' own device.
+    # C++ groups tensors by the wrappers' own device.
     return [*_foreach_devices_here(), "lazy"]
 
 
@@ -152,32 +167,37 @@ _fused_devices_here = _foreach_utils._get_fused_kernels_supported_devices
 
 
 def _fused_devices() -> list[str]:
-    # A DTensor of proxies says so.
+    # A DTensor of proxies says that its device is lazy.
     return [*_fused_devices_here(), "lazy"]
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> object:
     return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
 
 
-def _read(proxy: torch.Tensor) -> Any:
+def _read(proxy: torch.Tensor) -> object:
     return dispatch(DistributedTensor, _aten._local_scalar_dense.default, (), (proxy,), {})
 
 
 def dist_send(self: torch.Tensor) -> DistributedTensor:
-    """Send a copy of a local tensor to the current node's CPU, or to the current device. Return when its memory may be written again."""
+    """Send a copy of a local tensor to the current node's CPU, or to the current device.
+
+    Return when its memory may be written again.
+    """
     place = active_session().places.current(like_torch=False)
     return self.detach().to(place.device)  # type: ignore[return-value]
 
 
-# Module.to() must swap parameters in place when it crosses the border: then tied weights stay tied and optimizers keep theirs, in both
-# directions. The flag for that is process-wide and makes conversions of local modules fail where something holds a weak reference to a
-# parameter, so it is on only while a conversion crosses.
-_apply: Any = torch.nn.Module._apply
-_to: Any = torch.nn.Module.to
+# Module.to() must swap parameters in place when it crosses the border. Then tied weights stay tied and
+# optimizers keep theirs, in both directions. The flag for that is process-wide, and makes conversions of
+# local modules fail where something holds a weak reference to a parameter. So it is on only while a
+# conversion crosses.
+Convert = Callable[[torch.Tensor], torch.Tensor]
+_apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
+_to: Callable[..., torch.nn.Module] = torch.nn.Module.to
 
 
-def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+def _apply_across(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn.Module:
     future = torch.__future__
     if not active or future.get_swap_module_params_on_conversion():
         return _apply(self, fn, recurse)
@@ -185,12 +205,13 @@ def _apply_across(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         return _convert(self, fn, recurse)
 
 
-def _convert(self: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+def _convert(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Module:
     if not _crosses(self, fn):
         return _apply(self, fn, recurse)
     if isinstance(self, torch.jit.ScriptModule):
         raise NotSupportedError(
-            "a scripted module keeps its parameters in C++ and stays where it is; send the original: module.to(...)"
+            "a scripted module keeps its parameters in C++ and stays where it is; send the original: "
+            "module.to(...)"
         )
     future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
@@ -200,8 +221,11 @@ def _convert(self: torch.nn.Module, fn: Any, recurse: bool) -> Any:
         future.set_swap_module_params_on_conversion(False)
 
 
-def _crosses(module: torch.nn.Module, fn: Any) -> bool:
-    """Whether a conversion turns local parameters into remote ones or back, tried on an empty tensor of each kind."""
+def _crosses(module: torch.nn.Module, fn: Convert) -> bool:
+    """Whether a conversion turns local parameters into remote ones or back.
+
+    An empty tensor of each kind shows it.
+    """
     samples: dict[bool, torch.Tensor] = {}
     for p in module.parameters():
         remote = isinstance(p, DistributedTensor)
@@ -213,8 +237,8 @@ def _crosses(module: torch.nn.Module, fn: Any) -> bool:
         )
 
 
-def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
-    """As `Module.to`, which also takes a `Place` or `node=`."""
+def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> torch.nn.Module:
+    """Move a module as `Module.to` does; also take a `Place`, or `node=`."""
     target = args[0] if args else kwargs.get("device")
     if node is None and not isinstance(target, Place):
         return _to(self, *args, **kwargs)

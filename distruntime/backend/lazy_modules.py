@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,10 @@ _materialize: Any = _mixin.materialize
 
 
 @contextmanager
-def set_aside(module: torch.nn.Module, fn: Any) -> Iterator[None]:
-    """Keep uninitialized parameters and buffers out of a conversion; note on each where it will live."""
+def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Keep uninitialized parameters and buffers out of a conversion, and write on each where it will live."""
+    # The module's own dict, the name in it, and the uninitialized tensor, which has attributes that
+    # torch.Tensor lacks.
     aside: list[tuple[dict[str, Any], str, Any]] = []
     for part in module.modules():
         for owner in (part._parameters, part._buffers):
@@ -42,8 +44,13 @@ def set_aside(module: torch.nn.Module, fn: Any) -> Iterator[None]:
             owner[name] = value
 
 
-def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-    """As torch's, for a parameter that was sent to a worker before it had a shape too."""
+def materialize(
+    self: Any,
+    shape: Sequence[int],
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give a parameter its shape, as torch does, also one that was sent to a worker before it had a shape."""
     remote = getattr(self, "_remote", None)
     if remote is None or device is not None:
         _materialize(self, shape, device, dtype)

@@ -1,7 +1,7 @@
-"""Keeping `torch.compile` out of this package: code that touches proxies then compiles to graph breaks, and is right.
+"""Keeping `torch.compile` out of this package, so that code which touches proxies compiles to graph breaks.
 
-`torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import costs a second. Marking the
-functions and their code objects costs neither.
+`torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
+costs a second. Marking the functions and their code objects costs neither.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch._C._dynamo import eval_frame
 
 
-def _functions(value: Any, module: str) -> Iterator[FunctionType]:
+def _functions(value: object, module: str) -> Iterator[FunctionType]:
     if isinstance(value, FunctionType):
         if value.__module__ == module:
             yield value
@@ -25,7 +24,7 @@ def _functions(value: Any, module: str) -> Iterator[FunctionType]:
             yield from _functions(part, module)
 
 
-def _skip(code: CodeType, strategy: Any) -> None:
+def _skip(code: CodeType, strategy: eval_frame._FrameExecStrategy) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -35,7 +34,8 @@ def _skip(code: CodeType, strategy: Any) -> None:
 def hide(package: str) -> None:
     """Mark every function of a package as one that Dynamo neither compiles nor looks into."""
     skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)  # this frame, and what it calls
+    # The first is for this frame, and the second for what it calls.
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
     for name, module in list(sys.modules.items()):
         if name != package and not name.startswith(package + "."):
             continue

@@ -1,14 +1,15 @@
 """Random numbers of the workers: seeds and states, per place, without waiting for anyone.
 
-A worker's CPU draws exactly what this process's CPU would draw after the same seed. Every place has a generator of its own, so after
-one `manual_seed` all CPUs of the session draw the same sequence; `manual_seed(seed, distinct=True)` gives each node another.
+A worker's CPU draws exactly what this process's CPU would draw after the same seed. Every place has a
+generator of its own, so after one `manual_seed` all CPUs of the session draw the same sequence.
+`manual_seed(seed, distinct=True)` gives each node another.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Place, Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
@@ -27,7 +28,7 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
         distinct: add the node's number, so that nodes draw different numbers.
     """
     session = active_session()
-    # Two threads that seed at a time come to every node in one order.
+    # Two threads that seed at the same time come to every node in one order.
     with session.lock:
         for node in session.nodes:
             if node.failed is None:
@@ -41,7 +42,10 @@ def _state_bytes(place: Residence) -> int:
 
 
 def get_rng_state(place: Residence) -> DistributedTensor:
-    """Return a snapshot of a place's random state, as a byte tensor on the CPU of its node, or on all members. Return at once."""
+    """Return a snapshot of a place's random state, as a byte tensor. Return at once.
+
+    It is on the CPU of the place's node, or on all members of a mesh.
+    """
     session: Session = place.node.session
     session.require_open()
     place.node.require_alive()
@@ -50,7 +54,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     if not place.node.members and "cpu" in session.places.devices(place.place.node):
         home = session.places.residence(Place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
-    handle = Handle(next_ref(), state, home, Storage(state))
+    handle = new_value(state, home)
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)
     return wrap(DistributedTensor, handle)  # type: ignore[no-any-return]
 

@@ -13,15 +13,19 @@ from ..session.spelling import is_remote, named
 _load = torch.load
 
 
+# torch's own signature has `Any` for these, and this function stands in its place.
 def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """As `torch.load`, where "remote" is a place too: the file is read here and its tensors are sent there, tied ones tied."""
+    """Load as `torch.load` does, where `map_location` may also be "remote" or a place of the session.
+
+    The file is read here and its tensors are sent there, tied ones tied.
+    """
     if not is_remote(map_location):
         return _load(f, map_location, *args, **kwargs)
     place = named(active_session().places, map_location)
     assert place is not None
-    sent: dict[int, Any] = {}
+    sent: dict[int, torch.Tensor] = {}
 
-    def send(leaf: Any) -> Any:
+    def send(leaf: object) -> object:
         if isinstance(leaf, torch.nn.Module):
             return leaf.to(place.device)
         if not isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: which save is the newest whole one, who has its files, and where its tensors go."""
+"""Loading a checkpoint: the newest save that is whole, who has its files, and where its tensors go."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from ..errors import CheckpointError, PlacementError, UsageError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, new_value
+from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.shards import mesh_of
 from ..log.spec import Spec, spec
 from ..operators.proxies import wrap
 from ..operators.transfer import download, ready
+from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import is_node, named, on_node
 from ..session.stalls import before_wait, note_wait
@@ -26,93 +29,106 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
-from ..wire.messages import ListFolder, ReadIndex
+from ..wire.messages import IndexSummary, ListFolder, ReadIndex
 from .phases import VERSION, other_version
 from .save import GRAD, PARAMETER, SMALL, folder_of, host_of, send_plan, under_way
-from .tree import unpacked
+from .tree import Json, unpacked
 
 log = logging.getLogger("distruntime")
 
 _DECODER = json.JSONDecoder()
 
 
-def load(path: str | os.PathLike[str], *, place: Any = None) -> Any:
+# A tree may hold anything that JSON or a tensor is, so its users would have to convert an `object` on each
+# line.
+def load(path: str | os.PathLike[str], *, place: object = None) -> Any:  # type: ignore[explicit-any]
     """Return the tree of the newest complete checkpoint in the folder `path`. Block until all of it is there.
 
-    Modules and optimizers come back as the dicts that their `load_state_dict` takes; dicts, lists and tuples as plain ones; tensors that
-    were tied are tied; local ones are local. The workers read the files, each what it keeps; where only another worker has a file, that
-    one reads it and sends the tensors on.
+    Modules and optimizers come back as the dicts that their `load_state_dict` takes. Dicts, lists and tuples
+    come back as plain ones. Tensors that were tied are tied, and local ones are local. Each worker reads the
+    files of what it keeps. If only another worker has a file, that one reads it and sends the tensors on.
 
     Args:
         path: the folder, as it was given to `save`.
-        place: where remote tensors go. None: to the node and device where each was, else to the current place; a `Place`, "remote:1" or a
-            `torch.device` like it, or the number of a node: there; "cpu": into this process; a mesh: there go those that were on a mesh of
-            as many members, each member's shard to its place, and the others where they were.
+        place: where remote tensors go. None means the node and device where each was, or the current place if
+            that is not there. A `Place`, "remote:1", a `torch.device` like it or the number of a node means
+            there. "cpu" means into this process. A mesh takes the tensors that were on a mesh of as many
+            members, each member's shard at its place, and the others go where they were.
 
     Raises:
-        CheckpointError: there is none, or it is half, damaged or of another version. PlacementError: there is no such place.
-        UsageError: a tensor was on a mesh, and `place` is none, or one of another size. NodeFailed: a worker was lost meanwhile.
+        CheckpointError: there is none, or it is half, damaged or of another version.
+        PlacementError: there is no such place.
+        UsageError: a tensor was on a mesh, and `place` is none, or one of another size.
+        NodeFailed: a worker was lost meanwhile.
     """
     session = active_session()
-    found = find(session, folder_of(path))
+    found = find_newest(session, folder_of(path))
     if found is None:
         where = ", ".join(f"node {node.index} ({node.host})" for node in session.nodes if node.failed is None)
         raise CheckpointError(
-            f"there is no checkpoint in {folder_of(path)} on {where}: expected distruntime.json, as dr.save writes it"
+            f"there is no checkpoint in {folder_of(path)} on {where}: expected distruntime.json, as dr.save "
+            "writes it"
         )
     return found.tree(place)
 
 
 @dataclass
-class Found:
-    """A complete checkpoint, and which nodes have its files."""
+class StoredCheckpoint:
+    """A complete checkpoint, and the nodes that have each of its files."""
 
     session: Session
     folder: str
     save: str
-    index: dict[str, Any]
+    index: dict[str, Json]
     holders: dict[str, list[Node]]
 
-    def tree(self, place: Any) -> Any:
+    def tree(self, place: object) -> object:
         """Return its tree, as `load` does."""
         try:
             reading = _Reading(self, _Target(self.session, place))
-            unpacked(self.index["tree"], reading.note)
+            unpacked(self.index["tree"], reading.add)
             values = reading.values()
             return unpacked(self.index["tree"], partial(reading.leaf, values))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: {error}"
+                f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: "
+                f"{error}"
             ) from None
 
 
-def find(session: Session, folder: str) -> Found | None:
-    """Return the newest checkpoint in a folder of which all files are there; None if there is none, `CheckpointError` if only such ones."""
+def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
+    """Return the newest checkpoint in a folder that has all its files; None if the folder has no checkpoint.
+
+    Raises `CheckpointError` if none of those in the folder has all its files.
+    """
     before = under_way.get((session.name, folder))
     if before is not None:
         before.await_end()
     nodes = [node for node in session.nodes if node.failed is None]
     if not nodes:
         session.nodes[0].require_alive()
-    looks = _answers(session, [session.ask(node, ListFolder, folder) for node in nodes])
+    looks = [session.ask(node, ListFolder, folder) for node in nodes]
+    _await(session, looks)
     holders: dict[tuple[str, int], list[Node]] = {}
-    entries: dict[str, tuple[Node, list[Any]]] = {}
+    indexes: dict[str, tuple[Node, IndexSummary]] = {}
     problems: list[str] = []
-    for node, (summaries, sizes) in zip(nodes, looks):
-        for file, nbytes in sizes.items():
+    for node, look in zip(nodes, looks):
+        for file, nbytes in look.value.sizes.items():
             holders.setdefault((file, nbytes), []).append(node)
-        for entry in summaries:
-            if entry[1]:
-                problems.append(f"{entry[0]} on {node}: {entry[1]}")
-            elif entry[2] != VERSION:
+        for summary in look.value.indexes:
+            if summary.problem:
+                problems.append(f"{summary.name} on {node}: {summary.problem}")
+            elif summary.version != VERSION:
                 raise CheckpointError(
-                    other_version(folder, entry[2])
+                    other_version(folder, summary.version)
                     + ": load it with the distruntime that wrote it, and save it anew"
                 )
             else:
-                entries.setdefault(entry[4], (node, entry))
-    for node, entry in sorted(entries.values(), key=lambda found: (found[1][3], found[1][4]), reverse=True):
-        missing = [file for file, nbytes in entry[5] if (file, nbytes) not in holders]
+                indexes.setdefault(summary.save, (node, summary))
+    for node, summary in sorted(
+        indexes.values(), key=lambda found: (found[1].number, found[1].save), reverse=True
+    ):
+        missing = [file for file, nbytes in summary.files if (file, nbytes) not in holders]
         if not missing:
             if problems:
                 log.warning(
@@ -120,10 +136,10 @@ def find(session: Session, folder: str) -> Found | None:
                     folder,
                     "; ".join(problems),
                 )
-            text = _answers(session, [session.ask(node, ReadIndex, folder, entry[0])])[0]
+            text = session.value(session.ask(node, ReadIndex, folder, summary.name))
             try:
-                index = _DECODER.decode(text)
-                same = index["save"] == entry[4]
+                index: dict[str, Json] = _DECODER.decode(text)
+                same = index["save"] == summary.save
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise CheckpointError(
                     f"the index of the checkpoint in {folder} makes no sense: {error!r}"
@@ -132,11 +148,10 @@ def find(session: Session, folder: str) -> Found | None:
                 raise CheckpointError(
                     f"the checkpoint in {folder} was replaced while it was being read: load it again"
                 )
-            return Found(
-                session, folder, entry[4], index, {file: holders[file, nbytes] for file, nbytes in entry[5]}
-            )
+            files = {file: holders[file, nbytes] for file, nbytes in summary.files}
+            return StoredCheckpoint(session, folder, summary.save, index, files)
         sizes_of = {file: sorted(nbytes for name, nbytes in holders if name == file) for file in missing}
-        for file, nbytes in entry[5]:
+        for file, nbytes in summary.files:
             if file in missing:
                 got = f"{sizes_of[file][0]} bytes" if sizes_of[file] else "on none of this session's nodes"
                 problems.append(f"{file}: expected {nbytes} bytes, got {got}")
@@ -150,26 +165,42 @@ def find(session: Session, folder: str) -> Found | None:
     return None
 
 
-def _answers(session: Session, requests: list[Any]) -> list[Any]:
-    """Block for the values of several requests; raise the first failure among them, when all are answered."""
+def _await(session: Session, requests: Sequence[Request]) -> None:
+    """Block until several requests are answered; raise the first failure among them, when all are."""
     for request in requests:
         if not request.done:
             session.result(request)
-    return [session.value(request) for request in requests]
+    for request in requests:
+        session.raise_for(request)
+
+
+class _Mesh(Protocol):
+    """What a load needs of a mesh. Its class is imported late, with torch.distributed.tensor."""
+
+    _team: MeshLog
+    _home: Residence
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+
+def _is_mesh(place: object) -> TypeGuard[_Mesh]:
+    return hasattr(place, "_team")
 
 
 class _Target:
     """Where tensors go that were remote."""
 
-    def __init__(self, session: Session, place: Any) -> None:
+    def __init__(self, session: Session, place: object) -> None:
         self._session = session
-        self.here = False  # into this process
-        self.mesh: Any = None
+        # Whether they come into this process.
+        self.here = False
+        self.mesh: _Mesh | None = None
         self._node: int | None = None
         self._residence: Residence | None = None
         if place is None:
             return
-        if hasattr(place, "_team"):
+        if _is_mesh(place):
             self.mesh = place
         elif is_node(place):
             session.places.devices(place)
@@ -180,12 +211,13 @@ class _Target:
             self._residence = named(session.places, place)
             if self._residence is None:
                 raise PlacementError(
-                    'the place of a load is a Place, "remote:1", a node by its number, a mesh, "cpu" for this process, '
+                    'the place of a load is a Place, "remote:1", a node by its number, a mesh, "cpu" for '
+                    "this process, "
                     f"or None for where each tensor was; got {place!r:.80}"
                 )
             self._residence.node.require_alive()
 
-    def of(self, node: int, device: str) -> Residence:
+    def place_for(self, node: int, device: str) -> Residence:
         """Return where a tensor goes that was on this device of this node."""
         if self._residence is not None:
             return self._residence
@@ -203,8 +235,11 @@ class _Target:
 
 
 @dataclass
-class _Wanted:
-    """A tensor that is to be read: by whom, and where it goes then; `home` None: into this process, with other small ones if `small`."""
+class _TensorRead:
+    """A tensor that is to be read: which place reads it, and where it goes then.
+
+    With `home` None it comes into this process, together with other small ones if `small`.
+    """
 
     file: str
     spec: Spec
@@ -217,64 +252,63 @@ class _Wanted:
 class _Reading:
     """The tensors of a tree on their way from the files."""
 
-    def __init__(self, found: Found, target: _Target) -> None:
-        self._found, self._target, self._session = found, target, found.session
-        self._files = list(found.index["files"])
-        self._wanted: dict[str, _Wanted] = {}
-        self._made: dict[tuple[str, int], Any] = {}
+    def __init__(self, stored: StoredCheckpoint, target: _Target) -> None:
+        self._stored, self._target, self._session = stored, target, stored.session
+        files, tensors = stored.index["files"], stored.index["tensors"]
+        if not isinstance(files, dict) or not isinstance(tensors, dict):
+            raise ValueError("its files and tensors are no dicts")
+        self._files = list(files)
+        self._about = tensors
+        self._reads: dict[str, _TensorRead] = {}
+        self._made: dict[tuple[str, int], torch.Tensor] = {}
 
-    def note(self, form: list[Any]) -> None:
-        """Take note of a tensor of the tree."""
-        key, _, _, members = form
+    def add(self, form: list[Json]) -> None:
+        """Put a tensor of the tree on the list of those to read."""
+        key, _, _, members = _leaf_fields(form)
         if not members:
-            self._want(key, None)
+            self._add(key, None)
             return
         mesh = self._target.mesh
         if mesh is None or len(mesh.places) != members:
             raise UsageError(
-                f"{key!r} was on a mesh of {members} members, and comes back to one of as many: dr.load(path, place=mesh), with "
-                f"dr.init_device_mesh of {members} places"
+                f"{key!r} was on a mesh of {members} members, and comes back to one of as many: "
+                f"dr.load(path, place=mesh), with dr.init_device_mesh of {members} places"
                 + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
             )
         for k in range(members):
-            self._want(f"{key}.member{k}", mesh.places[k])
+            self._add(f"{key}.member{k}", mesh.places[k])
 
-    def _want(self, key: str, place: Place | None) -> None:
-        if key in self._wanted:
+    def _add(self, key: str, place: Place | None) -> None:
+        if key in self._reads:
             return
-        about = self._found.index["tensors"][key]
-        size = torch.Size(about["shape"])
-        stride = about.get("stride")
-        of = spec(
-            size,
-            tuple(stride) if stride else torch.empty(size, device="meta").stride(),
-            0,
-            dtype_named(about["dtype"]),
-        )
-        file = self._files[about["file"]]
-        was = about.get("place")
+        about = _TensorEntry.parsed(self._about[key])
+        size = torch.Size(about.shape)
+        stride = tuple(about.stride) if about.stride else torch.empty(size, device="meta").stride()
+        metadata = spec(size, stride, 0, dtype_named(about.dtype))
+        file = self._files[about.file]
         home = None
-        if was is not None and not self._target.here:
+        if about.place is not None and not self._target.here:
             home = (
-                self._target.of(*was)
+                self._target.place_for(*about.place)
                 if place is None
                 else self._session.places.residence(place, numbered=False)
             )
-        holders = self._found.holders[file]
+        holders = self._stored.holders[file]
         if home is not None and home.node in holders:
             reader = home
         else:
             reader = host_of(self._session, holders[0])
-        self._wanted[key] = _Wanted(file, of, stride, reader, home, home is None and of.nbytes <= SMALL)
+        small = home is None and metadata.nbytes <= SMALL
+        self._reads[key] = _TensorRead(file, metadata, about.stride, reader, home, small)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, torch.Tensor]:
         """Block until all are read; return them by their keys."""
         groups: dict[tuple[Residence, bool], list[str]] = {}
-        for key, wanted in self._wanted.items():
+        for key, wanted in self._reads.items():
             groups.setdefault((wanted.reader, wanted.small), []).append(key)
         started = time.perf_counter()
         before_wait("explicit load")
-        read: dict[str, Any] = {}
+        read: dict[str, torch.Tensor] = {}
         reports: list[Handle] = []
         packs: list[tuple[list[str], Handle]] = []
         for (reader, small), keys in groups.items():
@@ -284,35 +318,38 @@ class _Reading:
                 report, made = self._read(reader, keys)
                 reports.append(report)
                 read.update(made)
-        _answers(
+        _await(
             self._session, [self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports]
         )
         for keys, pack in packs:
-            read.update(self._apart(keys, download(pack, "explicit load")))
+            read.update(self._split(keys, download(pack, "explicit load")))
         far = {
             key: tensor
             for key, tensor in read.items()
-            if self._wanted[key].home is None and isinstance(tensor, DistributedTensor)
+            if self._reads[key].home is None and isinstance(tensor, DistributedTensor)
         }
         read.update(fetch(far) if far else {})
-        for key, wanted in self._wanted.items():
-            if wanted.home is not None and wanted.home is not wanted.reader:
-                read[key] = read[key].to(wanted.home.place)
+        for key, tensor in list(read.items()):
+            home = self._reads[key].home
+            if (
+                home is not None
+                and home is not self._reads[key].reader
+                and isinstance(tensor, DistributedTensor)
+            ):
+                read[key] = tensor.to(home.place)
         note_wait("explicit load", started)
         return read
 
-    def _plan(self, keys: list[str]) -> dict[str, Any]:
-        rows = [(key, self._wanted[key]) for key in keys]
-        tensors = [[w.file, key, dtype_name(w.spec.dtype), list(w.spec.size), w.stride] for key, w in rows]
-        return {"folder": self._found.folder, "save": self._found.save, "tensors": tensors}
+    def _plan(self, keys: list[str]) -> dict[str, object]:
+        rows = [(key, self._reads[key]) for key in keys]
+        tensors = [[r.file, key, dtype_name(r.spec.dtype), list(r.spec.size), r.stride] for key, r in rows]
+        return {"folder": self._stored.folder, "save": self._stored.save, "tensors": tensors}
 
-    def _read(self, reader: Residence, keys: list[str]) -> tuple[Handle, dict[str, Any]]:
+    def _read(self, reader: Residence, keys: list[str]) -> tuple[Handle, dict[str, DistributedTensor]]:
         plan = send_plan(reader.worker, self._plan(keys))
         one = spec((), (), 0, torch.int64)
-        report = Handle(next_ref(), one, host_of(self._session, reader.worker), Storage(one))
-        handles = [
-            Handle(next_ref(), w.spec, reader, Storage(w.spec)) for w in (self._wanted[key] for key in keys)
-        ]
+        report = new_value(one, host_of(self._session, reader.worker))
+        handles = [new_value(r.spec, reader) for r in (self._reads[key] for key in keys)]
         issue_function(
             reader.worker,
             "checkpoint_read",
@@ -322,27 +359,29 @@ class _Reading:
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
 
     def _read_packed(self, reader: Residence, keys: list[str]) -> Handle:
-        whole = spec((sum(self._wanted[key].spec.nbytes for key in keys),), (1,), 0, torch.uint8)
-        pack = Handle(next_ref(), whole, host_of(self._session, reader.worker), Storage(whole))
+        whole = spec((sum(self._reads[key].spec.nbytes for key in keys),), (1,), 0, torch.uint8)
+        pack = new_value(whole, host_of(self._session, reader.worker))
         issue_function(
             reader.worker, "checkpoint_read_packed", [send_plan(reader.worker, self._plan(keys))], fresh=pack
         )
         return pack
 
-    def _apart(self, keys: list[str], pack: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _split(self, keys: list[str], pack: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the small tensors that came in one, each in memory of its own."""
         found: dict[str, torch.Tensor] = {}
         start = 0
         for key in keys:
-            of = self._wanted[key].spec
-            piece = pack[start : start + of.nbytes].clone().view(of.dtype).view(of.size)
-            found[key] = torch.empty_strided(of.size, of.stride, dtype=of.dtype).copy_(piece)
-            start += of.nbytes
+            metadata = self._reads[key].spec
+            piece = pack[start : start + metadata.nbytes].clone().view(metadata.dtype).view(metadata.size)
+            found[key] = torch.empty_strided(metadata.size, metadata.stride, dtype=metadata.dtype).copy_(
+                piece
+            )
+            start += metadata.nbytes
         return found
 
-    def leaf(self, values: dict[str, Any], form: list[Any]) -> Any:
+    def leaf(self, values: dict[str, torch.Tensor], form: list[Json]) -> torch.Tensor:
         """Return a tensor of the tree."""
-        key, alias, flags, members = form
+        key, alias, flags, members = _leaf_fields(form)
         made = self._made.get((key, alias))
         if made is None:
             if (key, -1) not in self._made:
@@ -355,7 +394,55 @@ class _Reading:
             self._made[key, alias] = made
         return made
 
-    def _on_mesh(self, values: dict[str, Any], key: str, members: int) -> Any:
+    def _on_mesh(self, values: dict[str, torch.Tensor], key: str, members: int) -> torch.Tensor:
         mesh = self._target.mesh
-        handles = [values[f"{key}.member{k}"]._handle for k in range(members)]
-        return wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+        assert mesh is not None
+        shards = [values[f"{key}.member{k}"] for k in range(members)]
+        handles = [shard._handle for shard in shards if isinstance(shard, DistributedTensor)]
+        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+        return made
+
+
+def _leaf_fields(form: list[Json]) -> tuple[str, int, int, int]:
+    """Return a tensor's key, alias, flags and members, as `save` writes them into the tree."""
+    match form:
+        case [str(key), int(alias), int(flags), int(members)]:
+            return key, alias, flags, members
+    raise ValueError(f"not a tensor of a tree: {str(form)[:80]}")
+
+
+@dataclass
+class _TensorEntry:
+    """What an index says of one tensor. `file` is the position of its file among all of the checkpoint."""
+
+    dtype: str
+    shape: list[int]
+    file: int
+    stride: list[int] | None
+    place: tuple[int, str] | None
+
+    @classmethod
+    def parsed(cls, about: Json) -> _TensorEntry:
+        """Return what `save` has written; raise `ValueError` or `KeyError` for anything else."""
+        if not isinstance(about, dict):
+            raise ValueError(f"not a tensor: {str(about)[:80]}")
+        match about["dtype"], about["file"], about.get("place"):
+            case str(dtype), int(file), None:
+                place = None
+            case str(dtype), int(file), [int(node), str(device)]:
+                place = node, device
+            case _:
+                raise ValueError(f"not a tensor: {str(about)[:80]}")
+        stride = about.get("stride")
+        return cls(
+            dtype, _integers(about["shape"]), file, None if stride is None else _integers(stride), place
+        )
+
+
+def _integers(value: Json) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
+    numbers = [n for n in value if isinstance(n, int)]
+    if len(numbers) != len(value):
+        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
+    return numbers

@@ -1,4 +1,7 @@
-"""The two phases of a save, driven by the workers' answers in whichever thread brings them, so that nobody needs to wait."""
+"""The two phases of a save: the workers write their files, then all make the checkpoint the current one.
+
+The workers' answers drive it, in whichever thread brings them, so that nobody needs to wait.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import NamedTuple
 
 from ..errors import CheckpointError, DistruntimeError, NodeFailed, SessionClosed, WaitTimeout
 from ..log.handle import Handle
@@ -23,39 +26,51 @@ from ..session.session import Session
 from ..session.timeouts import checked
 from ..wire.messages import CommitSave, RemoveFiles, SweepSaves
 from ..wire.shield import shield
+from .tree import Json
 
 log = logging.getLogger("distruntime")
 
-VERSION = 1  # of what is in a checkpoint's folder
+# The form of what is in a checkpoint's folder.
+VERSION = 1
 _LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
-_keys = count(-1, -1).__next__  # of failures that no instruction has: see Node.unread
+# Failures that no instruction has are filed under negative numbers: see Ledger.unread.
+_keys = count(-1, -1).__next__
+
+
+class Contents(NamedTuple):
+    """What the index of a checkpoint says besides its files: the tensors by their keys, and their tree."""
+
+    tensors: dict[str, dict[str, Json]]
+    tree: Json
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one worker writes."""
+class FileWrite:
+    """What one worker writes. `written` is answered with the file's size, which it reads from `report`."""
 
     node: Node
     file: str
-    written: Request  # answered with the file's size
-    report: Handle  # of what that fetch reads
+    written: Request
+    report: Handle
 
 
 class Saving:
     """A checkpoint that is being written. `wait()` for it; nothing else must be done."""
 
     def __init__(
-        self, session: Session, folder: str, save: str, index: dict[str, Any], line: Line, background: bool
+        self, session: Session, folder: str, save: str, contents: Contents, line: Line, background: bool
     ) -> None:
-        self._session, self.folder, self._save, self._index, self._line = session, folder, save, index, line
+        self._session, self.folder, self._save, self._line = session, folder, save, line
+        self._contents: Contents | None = contents
         self._background = background
-        self._parts: list[Part] = []
+        self._writes: list[FileWrite] = []
         self._looks: list[Request] = []
         self._abandoned = False
-        self._whole = Request(0, session.nodes[0])  # no message has it: it is answered when all is over
+        # No message has this request. It is answered when all is over.
+        self._whole = Request(0, session.nodes[0])
         self._failure: Callable[[], BaseException] | None = None
         self._filed: tuple[Node, tuple[int, int]] | None = None
-        self._settled: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         state = (
@@ -63,7 +78,7 @@ class Saving:
         )
         return f"<distruntime checkpoint in {self.folder}, {state}>"
 
-    # -- as users have it --------------------------------------------------------------------------------------------------------
+    # -- for users -------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """Return whether it is over, one way or the other. Asks nobody."""
@@ -76,13 +91,14 @@ class Saving:
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is the one that a load finds; raise what kept it from that.
 
-        Raises `WaitTimeout` after `timeout` seconds, and `NodeFailed` if a worker was lost meanwhile. After any failure the checkpoint
-        before it is as it was. Ctrl-C leaves all usable.
+        Raises `WaitTimeout` after `timeout` seconds, and `NodeFailed` if a worker was lost meanwhile. After
+        any failure the checkpoint before it is as it was. Ctrl-C leaves all usable.
         """
         timeout = checked(timeout)
         if not self._whole.done and not self._session.result(self._whole, timeout):
             raise WaitTimeout(
-                f"the checkpoint in {self.folder} is not complete within {timeout:g} s\n  saved at {line_text(self._line)}\n"
+                f"the checkpoint in {self.folder} is not complete within {timeout:g} s\n"
+                f"  saved at {line_text(self._line)}\n"
                 "  it goes on: wait again, or look at done()"
             )
         if self._filed is not None:
@@ -92,17 +108,22 @@ class Saving:
         if self._failure is not None:
             raise self._failure()
 
-    # -- the phases --------------------------------------------------------------------------------------------------------------
+    # -- the phases ------------------------------------------------------------------------------------------
 
-    def begin(self, parts: list[Part], looks: list[Request], settled: Callable[[], None]) -> None:
-        """Go on when every worker has written its file and said what is there already; call `settled` when all is over."""
-        with shield:  # Ctrl-C in the midst of it would leave a save that never ends, and for which the end of the session waits
-            self._parts, self._looks = parts, looks
-            self._settled.append(settled)
-            _when_all([*(part.written for part in parts), *looks], self._guarded(self._have_written))
+    def track(self, writes: list[FileWrite], looks: list[Request], on_end: Callable[[], None]) -> None:
+        """Go on when every worker has written its file and said what is there already.
+
+        `on_end` is called when all is over.
+        """
+        # Ctrl-C in the midst of it would leave a save that never ends, and the end of the session would wait
+        # for it.
+        with shield:
+            self._writes, self._looks = writes, looks
+            self._on_end.append(on_end)
+            _when_all([*(write.written for write in writes), *looks], self._guarded(self._have_written))
 
     def abandon(self) -> None:
-        """Do not make it the current one, unless that is under way already: who waited for it has gone."""
+        """Do not make it the current one, unless that is under way already: nobody waits for it any more."""
         self._abandoned = True
 
     def give_up(self) -> None:
@@ -125,13 +146,14 @@ class Saving:
         return True
 
     def _guarded(self, step: Callable[[], None]) -> Callable[[], None]:
-        return partial(self._take, step)
+        return partial(self._run_step, step)
 
-    def _take(self, step: Callable[[], None]) -> None:
-        """Take a step in a thread that reads the socket for somebody else, who must not meet its errors."""
+    def _run_step(self, step: Callable[[], None]) -> None:
+        """Run a step in a thread that reads the socket for somebody else, who must not meet its errors."""
         try:
             step()
-        except DistruntimeError as error:  # a worker, or the session, has gone just now
+        except DistruntimeError as error:
+            # A worker, or the session, has gone just now.
             self._end(partial(type(error), str(error)))
         except Exception as error:
             log.exception("a defect of distruntime: the checkpoint in %s", self.folder)
@@ -140,56 +162,64 @@ class Saving:
             )
 
     def _have_written(self) -> None:
-        failed = self._first_failure([*(part.written for part in self._parts), *self._looks])
+        failed = self._first_failure([*(write.written for write in self._writes), *self._looks])
         if failed is None and self._abandoned:
             failed = partial(CheckpointError, f"the checkpoint in {self.folder} was abandoned by Ctrl-C")
         numbers = [0]
         if failed is None:
-            for entry in (entry for look in self._looks for entry in look.value[0]):
-                numbers.append(entry[3])
-                if not entry[1] and entry[2] != VERSION:
+            for summary in (summary for look in self._looks for summary in look.value.indexes):
+                numbers.append(summary.number)
+                if not summary.problem and summary.version != VERSION:
                     failed = partial(
                         CheckpointError,
-                        other_version(self.folder, entry[2])
+                        other_version(self.folder, summary.version)
                         + ". Save into another folder, or empty this one",
                     )
         if failed is not None:
             there = [
-                part for part in self._parts if part.node.failed is None and self._session.closed is None
+                write for write in self._writes if write.node.failed is None and self._session.closed is None
             ]
-            removals = [self._session.ask(part.node, RemoveFiles, self.folder, [part.file]) for part in there]
+            removals = [
+                self._session.ask(write.node, RemoveFiles, self.folder, [write.file]) for write in there
+            ]
             _when_all(removals, self._guarded(partial(self._end, failed)))
             return
+        assert self._contents is not None
+        tensors, tree = self._contents
+        files = {
+            write.file: {"node": write.node.index, "host": write.node.host, "bytes": write.written.value}
+            for write in self._writes
+        }
         index = {
             "format": "distruntime",
             "version": VERSION,
             "number": max(numbers) + 1,
             "save": self._save,
-            **self._index,
+            "tensors": tensors,
+            "tree": tree,
+            "files": files,
         }
-        index["files"] = {
-            part.file: {"node": part.node.index, "host": part.node.host, "bytes": part.written.value}
-            for part in self._parts
-        }
-        names = list(index["files"])
+        # The k-th tensor file is the k-th in `files`: plans and writes have one order.
+        names: dict[Json, str] = dict(enumerate(files))
         weights = {
-            "metadata": {"total_size": sum(part.written.value for part in self._parts)},
-            "weight_map": {key: names[entry["file"]] for key, entry in self._index["tensors"].items()},
+            "metadata": {"total_size": sum(write.written.value for write in self._writes)},
+            "weight_map": {key: names[about["file"]] for key, about in tensors.items()},
         }
         texts = json.dumps(index, allow_nan=False), json.dumps(weights, indent=1)
         commits = [
-            self._session.ask(part.node, CommitSave, self.folder, self._save, *texts) for part in self._parts
+            self._session.ask(write.node, CommitSave, self.folder, self._save, *texts)
+            for write in self._writes
         ]
         _when_all(commits, self._guarded(partial(self._have_committed, commits)))
 
     def _have_committed(self, commits: list[Request]) -> None:
         failed = self._first_failure(commits)
-        if (
-            failed is not None
-        ):  # what was there before stays too: on another disk it may be the one that a load needs
+        if failed is not None:
+            # The files of the checkpoint before stay too: on another disk it may be the one that a load
+            # needs.
             self._end(failed)
             return
-        keep = [part.file for part in self._parts]
+        keep = [write.file for write in self._writes]
         sweeps = [
             self._session.ask(look.node, SweepSaves, self.folder, self._save, keep)
             for look in self._looks
@@ -213,7 +243,8 @@ class Saving:
             if request.cause is not None:
                 failure = request.cause.failure
                 cause = request.cause
-                if failure.seq == 0:  # of no instruction: what the worker's thread met
+                if failure.seq == 0:
+                    # The worker's thread met it, and no instruction did.
                     cause = Cause(
                         replace(failure, op="saving a checkpoint", operands=""), line_text(self._line)
                     )
@@ -226,8 +257,11 @@ class Saving:
                         SessionClosed,
                         f"the session was shut down before the checkpoint in {self.folder} was complete",
                     )
-                text = f"the checkpoint in {self.folder} was not completed, as {request.node} {request.lost}. The one before it is as it was"
-                return partial(NodeFailed, text)
+                return partial(
+                    NodeFailed,
+                    f"the checkpoint in {self.folder} was not completed, as {request.node} {request.lost}. "
+                    "The one before it is as it was",
+                )
         return None
 
     def _file(self, node: Node, cause: Cause) -> None:
@@ -243,9 +277,9 @@ class Saving:
         self._failure = failure
         if failure is not None and self._background and not silent:
             log.warning("a checkpoint failed: %s", str(failure()).partition("\n")[0])
-        self._parts, self._looks, self._index = [], [], {}
-        while self._settled:
-            self._settled.pop()()
+        self._writes, self._looks, self._contents = [], [], None
+        while self._on_end:
+            self._on_end.pop()()
         self._whole.finish()
 
 

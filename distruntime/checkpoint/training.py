@@ -15,7 +15,7 @@ from ..cluster.restart import restart
 from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError
 from ..log.handle import Place
 from ..session.session import Session, active_session
-from .load import find
+from .load import find_newest
 from .phases import Saving
 from .save import folder_of, save
 
@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class Checkpoint:
-    """What `run_with_restarts` gives to the function that it calls: the training's last checkpoint, and which attempt this is (from 0)."""
+    """What `run_with_restarts` gives to the function that it calls: the training's last checkpoint.
+
+    `attempt` counts the calls, from 0.
+    """
 
     def __init__(self, path: str, attempt: int) -> None:
         self.path, self.attempt = path, attempt
@@ -33,32 +36,32 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<distruntime checkpoint of a training, in {self.path}, attempt {self.attempt}>"
 
-    def save(self, tree: Any, *, async_op: bool = False) -> Saving | None:
-        """Save a tree as `dr.save` does, with the random states of all places and of torch's CPU generator in this process."""
+    def save(self, tree: object, *, async_op: bool = False) -> Saving | None:
+        """Save a tree as `dr.save` does, with the random states of all places and of this process."""
         session = active_session()
         states = {str(place): get_rng_state(session.places.residence(place)) for place in _places(session)}
         return save(
             {"tree": tree, "here": torch.get_rng_state(), "places": states}, self.path, async_op=async_op
         )
 
-    def load(self, *, place: Any = None) -> Any:
-        """Return the tree of the last complete checkpoint, as `dr.load` does, and go on with its random states; None if there is none.
+    def load(self, *, place: object = None) -> Any:  # type: ignore[explicit-any]  # as `dr.load`
+        """Return the tree of the last complete checkpoint, as `dr.load` does, and set its random states.
 
-        Call it after seeding, and after whatever else draws random numbers before the training goes on.
+        Return None if there is no checkpoint. Call it after seeding, and after whatever else draws random
+        numbers before the training goes on.
         """
         session = active_session()
-        found = find(session, self.path)
+        found = find_newest(session, self.path)
         if found is None:
             return None
-        if not isinstance(found.index["tree"], dict) or set(found.index["tree"]) != {
-            "tree",
-            "here",
-            "places",
-        }:
+        form = found.index["tree"]
+        if not isinstance(form, dict) or set(form) != {"tree", "here", "places"}:
             raise UsageError(
-                f"the checkpoint in {self.path} was not saved by a training of run_with_restarts: dr.load reads it"
+                f"the checkpoint in {self.path} was not saved by a training of run_with_restarts: dr.load "
+                "reads it"
             )
         whole = found.tree(place)
+        assert isinstance(whole, dict)
         torch.set_rng_state(whole["here"])
         for there in _places(session):
             state = whole["places"].get(str(there))
@@ -75,17 +78,19 @@ def _places(session: Session) -> list[Place]:
 def run_with_restarts(
     train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]
 ) -> T:
-    """Call `train` with a `Checkpoint` and return what it returns; when a worker is lost, start that again and call it anew.
+    """Call `train` with a `Checkpoint` and return its result; call it anew when a lost worker is back.
 
     Args:
-        train: makes its model and optimizer, takes up what `ckpt.load()` returns unless that is None, and calls `ckpt.save(tree)` from time
-            to time. Called again it must make its remote tensors anew: those of a lost worker are gone.
-        max_restarts: how often at most; then the last error is raised, with its causes. A lost worker that nobody replaces within the
-            session's own `timeout` counts as a restart, too.
-        checkpoint: the folder, which may have a checkpoint of an earlier run: the training goes on from that.
+        train: makes its model and optimizer, takes up what `ckpt.load()` returns unless that is None, and
+            calls `ckpt.save(tree)` from time to time. Called again it must make its remote tensors anew, as
+            those of a lost worker are gone.
+        max_restarts: how often at most. Then the last error is raised, with its causes. A lost worker that
+            nobody replaces within the session's own `timeout` counts as a restart, too.
+        checkpoint: the folder. It may have a checkpoint of an earlier run, and then the training goes on from
+            that.
 
-    Blocks for the whole training. Only `NodeFailed` and `ConnectionFailed`, and what has one of them among its causes, lead to a new
-    attempt; anything else is raised at once.
+    Blocks for the whole training. Only `NodeFailed` and `ConnectionFailed`, and what has one of them among
+    its causes, lead to a new attempt. Anything else is raised at once.
     """
     if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
         raise UsageError(f"max_restarts is a number of restarts, 0 or more, got {max_restarts!r:.80}")
@@ -111,13 +116,15 @@ def _start_again(session: Session, attempt: int) -> None:
         if node.failed is None:
             try:
                 session.synchronize(node)
-            except (
-                DistruntimeError
-            ) as error:  # of the attempt that has ended, and nobody's business in the next one
+            except DistruntimeError as error:
+                # It belongs to the attempt that has ended, and the next one does not want it.
                 log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
-        # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to keep it.
+        # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to
+        # keep it.
         if session.nodes[index].failed is not None:
-            where = f"at {node.address}" if session.starter is None else "that is started on this machine"
+            where = (
+                f"at {node.address}" if not session.workers.can_start else "that is started on this machine"
+            )
             log.warning(
                 "attempt %d waits for a worker %s to be node %d again, %g s at most",
                 attempt,

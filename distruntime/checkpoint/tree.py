@@ -1,6 +1,7 @@
-"""Trees of values as JSON and back, exactly: what JSON does not have, lists among it, is a list that starts with its tag.
+"""Trees of values as JSON and back, exactly. Nothing is pickled.
 
-["tensor", ...] is whatever `leaf` makes of a tensor; the others are below. Nothing is pickled.
+What JSON does not have is a list that starts with its tag, and so are lists themselves. ["tensor", ...] holds
+what `leaf` makes of a tensor. The other tags are below.
 """
 
 from __future__ import annotations
@@ -8,23 +9,27 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..errors import UsageError
 
-Pack = Callable[[torch.Tensor, str], list[Any]]  # a tensor and its path in the tree ("model.0.weight")
-Unpack = Callable[[list[Any]], Any]
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+# It gets a tensor and the tensor's path in the tree ("model.0.weight").
+Pack = Callable[[torch.Tensor, str], list[Json]]
+Unpack = Callable[[list[Json]], object]
 
 _HOLDS = (
-    "a checkpoint holds dicts whose keys are str or int, lists, tuples, tensors, numbers, strings, bytes, None, and objects with "
-    "state_dict() and load_state_dict()"
+    "a checkpoint holds dicts whose keys are str or int, lists, tuples, tensors, numbers, strings, bytes, "
+    "None, and objects with state_dict() and load_state_dict()"
 )
 
 
-def packed(tree: Any, leaf: Pack) -> Any:
-    """Return a tree as JSON values; of an object with `state_dict()`, that. Raise `UsageError` for what it cannot hold."""
+def packed(tree: object, leaf: Pack) -> Json:
+    """Return a tree as JSON values, with the state_dict of each object that has one.
+
+    Raises `UsageError` for what a tree cannot hold.
+    """
     try:
         return _packed(tree, leaf, "", ())
     except RecursionError:
@@ -33,7 +38,7 @@ def packed(tree: Any, leaf: Pack) -> Any:
         ) from None
 
 
-def _packed(value: Any, leaf: Pack, path: str, above: tuple[int, ...]) -> Any:
+def _packed(value: object, leaf: Pack, path: str, above: tuple[int, ...]) -> Json:
     if isinstance(value, torch.Tensor):
         return ["tensor", *leaf(value, path)]
     if value is None or isinstance(value, bool):
@@ -68,18 +73,19 @@ def _packed(value: Any, leaf: Pack, path: str, above: tuple[int, ...]) -> Any:
             "dict",
             *([key, _packed(item, leaf, _below(path, key), above)] for key, item in value.items()),
         ]
+    state_dict = getattr(value, "state_dict", None)
     if (
         not isinstance(value, type)
-        and callable(getattr(value, "state_dict", None))
+        and callable(state_dict)
         and callable(getattr(value, "load_state_dict", None))
     ):
-        return _packed(value.state_dict(), leaf, path, above)
+        return _packed(state_dict(), leaf, path, above)
     raise UsageError(
         f"{_named(path)} is of class {_class(value)}: {_HOLDS}. Leave it out, or save what it is made of"
     )
 
 
-def _below(path: str, key: Any) -> str:
+def _below(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
@@ -87,11 +93,11 @@ def _named(path: str) -> str:
     return f"tree {path!r}" if path else "the tree"
 
 
-def _class(value: Any) -> str:
+def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def unpacked(form: Any, leaf: Unpack) -> Any:
+def unpacked(form: Json, leaf: Unpack) -> object:
     """Return the tree that `packed` packed; raise `ValueError` for anything else."""
     if isinstance(form, dict):
         return {key: unpacked(item, leaf) for key, item in form.items()}
@@ -105,7 +111,7 @@ def unpacked(form: Any, leaf: Unpack) -> Any:
         case ["tuple", *items]:
             return tuple([unpacked(item, leaf) for item in items])
         case ["dict", *pairs]:
-            return {key: unpacked(item, leaf) for key, item in pairs}
+            return dict(_unpacked_pair(pair, leaf) for pair in pairs)
         case ["float", str(text)]:
             return float(text)
         case ["complex", str(real), str(imag)]:
@@ -113,3 +119,10 @@ def unpacked(form: Any, leaf: Unpack) -> Any:
         case ["bytes", str(text)]:
             return base64.b64decode(text, validate=True)
     raise ValueError(f"not a part of a tree: {str(form)[:80]}")
+
+
+def _unpacked_pair(pair: Json, leaf: Unpack) -> tuple[str | int, object]:
+    match pair:
+        case [(str() | int()) as key, item]:
+            return key, unpacked(item, leaf)
+    raise ValueError(f"not a key and a value: {str(pair)[:80]}")

@@ -1,36 +1,35 @@
-"""How a session's workers come together: started here, attached to, or dialling in; for the first time, or again for a later master."""
+"""How a session's workers come together: they are started, attached to, or dial in.
+
+The session may be a new one, or one that a later master resumes.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
-from ..log.node import Node
-from ..log.replies import devices_from
 from ..publishing.listing import published
+from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..session.session import Session
-from ..session.worker_process import WorkerProcess
-from ..wire.channel import HANG_UPS, Channel, PeerEvent
-from ..wire.keys import KeyPair, choose, warn_of_strangers
-from ..wire.messages import PROTOCOL, Join, Refused, Welcome
-from .keeper import Keeper, new_name, new_token, refuses, span
-from .local_workers import start_worker
-from .named_sessions import Entry, forget, now, read, write
+from ..wire.address import host_of
+from ..wire.channel import Channel
+from ..wire.deadlines import UNREACHABLE
+from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from .connection import Connection
+from .connector import Connector, refuses, span
+from .local_workers import LocalLauncher
+from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
-
-_ANSWER = 5.0  # seconds for a worker to answer on its first connection; each further one gets twice as long
-_PAUSE, _REFUSALS = (
-    0.1,
-    5,
-)  # seconds after the first handshake that fails, twice as many after each further one, and how many of them
 
 
 @dataclass(frozen=True)
@@ -45,24 +44,32 @@ class Plan:
     key: Path | None
     insecure: bool
     timeout: float
+    restart_workers: bool
+    simulate_cuda: int
+    launcher: Launcher | None
     say: Callable[[str], None]
 
 
-def _session(plan: Plan, channel: Channel) -> Session:
-    session = Session(channel, [], plan.name or new_name())
+def _connector(plan: Plan, channel: Channel, addresses: Sequence[str], modes: Sequence[str]) -> Connector:
+    """Return a new session's connector, which knows it."""
+    session = Session(channel, [], plan.name or f"{os.getpid()}-{secrets.token_hex(4)}")
     session.lasting = plan.name is not None
     session.patience = plan.timeout
-    session.keeper_to_be = Keeper(session, keep=plan.keep, grace=plan.grace, token=new_token(), made=node_of)
-    return session
+    return Connector(
+        session, addresses, modes, keep=plan.keep, grace=plan.grace, restart_workers=plan.restart_workers
+    )
 
 
-def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
+def start(plan: Plan, count: int) -> Session:
     """Start workers on this machine; in a directory that only this user can enter.
 
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
     """
     if plan.name is None:
-        return _start_own(plan, count, simulate_cuda, scratch_folder())
+        directory = scratch_folder()
+        # Nobody else can enter the directory, so no key is needed.
+        return _start_and_wait(plan, f"ipc://{directory}/master", None, count, directory)
+    simulate_cuda = plan.simulate_cuda
     before = read(plan.name)
     there = (
         [k for k, address in enumerate(before.workers) if not refuses(address)]
@@ -72,13 +79,16 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
     if before is not None and there:
         if plan.mode == "new":
             raise ConnectionFailed(
-                f"there is a session {plan.name!r} already, with {len(there)} worker{'s' if len(there) > 1 else ''} on this machine: "
+                f"there is a session {plan.name!r} already, with {len(there)} "
+                f"worker{'s' if len(there) > 1 else ''} on this machine: "
                 "resume=True attaches to it, force=True begins it anew"
             )
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
             raise ConfigurationError(
-                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} simulated GPUs: give the same "
-                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, then shutdown()"
+                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} "
+                "simulated GPUs: give the same "
+                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, "
+                "then shutdown()"
             )
         return _attach_local(plan, before, [k for k in range(count) if k not in there])
     directory = scratch_folder()
@@ -87,24 +97,23 @@ def start(plan: Plan, count: int, simulate_cuda: int) -> Session:
     return _attach_local(plan, entry, range(count))
 
 
-def _start_own(plan: Plan, count: int, simulate_cuda: int, directory: Path) -> Session:
-    address = f"ipc://{directory}/master"
-    session = _session(plan, Channel(listen=address, silence=plan.unreachable))
+def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, directory: Path) -> Session:
+    """Start workers that dial this process at an address, and wait for them."""
+    channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
+    connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
+    session = connector.session
     session.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    session.starter = lambda k: start_worker(
-        k,
-        master=address,
-        threads=_threads(count),
-        simulate_cuda=simulate_cuda,
-        directory=directory,
-        unreachable=plan.unreachable,
-    )
+    spec = _spec(plan, directory, count, address, has_key=keys is not None)
+    master, launcher = _dialled_at(channel.address), plan.launcher or LocalLauncher()
+    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
     plan.say(f"starting {count} worker{'s' if count > 1 else ''} ")
     try:
         for k in range(count):
-            session.local_workers.append(session.starter(k))
-        _gather(plan, session, count, "start")
+            session.workers.start(k)
+        _meet(plan, connector, "start")
+        if plan.name is not None:
+            _note_listening(plan, session)
     except BaseException:
         _abandon(session)
         raise
@@ -115,22 +124,22 @@ def _start_own(plan: Plan, count: int, simulate_cuda: int, directory: Path) -> S
 def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
     """Attach to the workers of a named session on this machine, after starting those in `fresh`."""
     directory, count = Path(entry.directory), len(entry.workers)
-    session = _session(plan, Channel(silence=plan.unreachable))
-    session.starter = lambda k: start_worker(
-        k,
-        listen=entry.workers[k],
-        threads=_threads(count),
-        simulate_cuda=entry.simulate_cuda,
-        directory=directory,
-        unreachable=plan.unreachable,
+    modes = ["force new" if k in fresh else plan.mode for k in range(count)]
+    connector = _connector(plan, Channel(silence=plan.unreachable), entry.workers, modes)
+    session = connector.session
+    spec = replace(
+        _spec(plan, directory, count, entry.workers[0], has_key=False), simulate_cuda=entry.simulate_cuda
     )
+    launcher = plan.launcher or LocalLauncher()
+    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, listen=entry.workers[k]))
     started = time.monotonic()
     if fresh:
         plan.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
     try:
-        session.local_workers = [session.starter(k) if k in fresh else None for k in range(count)]
-        modes = ["force new" if k in fresh else plan.mode for k in range(count)]
-        _connect(plan, session, list(entry.workers), modes)
+        session.workers += [None] * count
+        for k in fresh:
+            session.workers.start(k)
+        _meet(plan, connector)
         _note(session, entry)
         session.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     except BaseException:
@@ -143,37 +152,60 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
     return session
 
 
+def _spec(plan: Plan, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
+    """Return what all workers of a session are started with."""
+    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower
+    # (seen on 2 cores).
+    threads = max(1, ((os.cpu_count() or 1) - 1) // count) if is_local(address) else 0
+    environment = {UNREACHABLE.variable: str(plan.unreachable), "PYTHONFAULTHANDLER": "1"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return LaunchSpec(
+        node=0,
+        master="",
+        listen="",
+        key=(plan.key or default_path()) if has_key else None,
+        insecure=plan.insecure,
+        threads=threads,
+        simulate_cuda=plan.simulate_cuda,
+        environment=environment,
+        directory=directory,
+    )
+
+
+def _dialled_at(address: str) -> str:
+    """Return where others dial what listens at an address: a wildcard stands for this machine's name."""
+    port = address.rpartition(":")[2]
+    return f"tcp://{socket.gethostname()}:{port}" if host_of(address) in ("*", "0.0.0.0", "::") else address
+
+
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
-    session.on_end.append(lambda: forget(entry.name))
+    session.on_end.append(lambda: delete(entry.name))
 
 
-def _threads(count: int) -> int:
-    # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower (seen on 2 cores).
-    return max(1, ((os.cpu_count() or 1) - 1) // count)
+def _note_listening(plan: Plan, session: Session) -> None:
+    hosts, listening = tuple(node.host for node in session.nodes), session.channel.address
+    _note(session, Entry(session.name, hosts, "", str(plan.key or ""), plan.insecure, listening, 0, now()))
 
 
 def gather_at(plan: Plan, address: str, count: int) -> Session:
-    """Wait for workers that dial this process."""
+    """Wait for workers that dial this process; start them, where the user has said how."""
     if plan.insecure:
         warn_of_strangers([address])
-    session = _session(
-        plan,
-        Channel(
-            listen=address,
-            keys=choose(address, path=plan.key, insecure=plan.insecure),
-            silence=plan.unreachable,
-        ),
-    )
+    keys = choose(address, path=plan.key, insecure=plan.insecure)
+    # Those of a session that is resumed have been started, and dial in again.
+    if plan.launcher is not None and "resume" not in plan.mode:
+        return _start_and_wait(plan, address, keys, count, scratch_folder())
+    channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
+    connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
+    session = connector.session
     listening = session.channel.address
     plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
     try:
-        _gather(plan, session, count, f"dial {listening}")
+        _meet(plan, connector, f"dial {listening}")
         if plan.name is not None:
-            names = tuple(node.host for node in session.nodes)
-            _note(
-                session, Entry(plan.name, names, "", str(plan.key or ""), plan.insecure, listening, 0, now())
-            )
+            _note_listening(plan, session)
     except BaseException:
         _abandon(session)
         raise
@@ -183,10 +215,12 @@ def gather_at(plan: Plan, address: str, count: int) -> Session:
 
 def attach(plan: Plan, addresses: list[str]) -> Session:
     """Attach to running daemons."""
-    session = _session(plan, Channel(keys=_keys(plan, addresses), silence=plan.unreachable))
+    channel = Channel(keys=_keys(plan, addresses), silence=plan.unreachable)
+    connector = _connector(plan, channel, addresses, [plan.mode] * len(addresses))
+    session = connector.session
     plan.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
     try:
-        _connect(plan, session, addresses, [plan.mode] * len(addresses))
+        _meet(plan, connector)
         if plan.name is not None:
             _note(
                 session,
@@ -200,7 +234,10 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
 
 
 def resume_entry(plan: Plan, entry: Entry) -> Session:
-    """Attach to the workers of a session that was noted here. Those of this machine that have died are started again."""
+    """Attach to the workers of a session that was noted here.
+
+    Workers of this machine that have died are started again.
+    """
     plan = replace(
         plan,
         key=plan.key or (Path(entry.key) if entry.key else None),
@@ -214,10 +251,11 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
     while True:
         before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
         if len(dead) == len(entry.workers):
-            forget(entry.name)
+            delete(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
             raise ConnectionFailed(
-                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time without a master was over, "
+                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "
+                "without a master was over, "
                 "or they died). Begin it anew, without resume=True"
             )
         for k in dead:
@@ -246,233 +284,45 @@ def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
     return keys.pop()
 
 
-def _ended(session: Session, welcomed: dict[int, Node]) -> None:
-    """Raise `ConnectionFailed` where a worker that was started has ended before it was ready."""
-    for index, worker in enumerate(session.local_workers):
-        if worker is not None and index not in welcomed and (ended := worker.poll()) is not None:
-            raise ConnectionFailed(
-                f"worker {index} ended before it was ready ({ended}){_last_words([worker])}"
-            )
+def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
+    """Read the socket until each node has a worker; raise `ConnectionFailed` where that will not be.
 
-
-def _gather(plan: Plan, session: Session, count: int, verb: str) -> None:
-    """Wait until `count` workers have joined and welcomed the session; node numbers as they ask for, else in order of arrival."""
-    deadline, tick = time.monotonic() + plan.timeout, time.monotonic()
-    joined: dict[int, tuple[bytes, float]] = {}
-    welcomed: dict[int, Node] = {}
-    while len(welcomed) < count:
-        if time.monotonic() > deadline:
-            missing = count - len(welcomed)
-            raise ConnectionFailed(
-                f"{missing} of {count} workers did not {verb} within {plan.timeout:.0f} s{_last_words(session.local_workers)}"
-            )
-        _ended(session, welcomed)
-        if time.monotonic() > tick:
-            plan.say(".")
-            tick += 0.25
-        session.strangers.look()
-        for event in session.channel.events():
-            if event.kind == "disconnected" and event.peer is not None:
-                session.parted.add(event.peer)
-                for index in [
-                    index
-                    for index, (peer, _) in joined.items()
-                    if peer == event.peer and index not in welcomed
-                ]:
-                    del joined[index]
-            elif event.kind in ("auth_failed", "handshake_failed"):
-                session.strangers.note(
-                    f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
-                )
-        for peer, frames in session.channel.receive(0.05):
-            session.take(peer, frames)
-        for peer, message in session.greetings:
-            if isinstance(message, Join) and any(_is(node, message) for node in welcomed.values()):
-                session.early.append((peer, message))
-            elif isinstance(message, Join):
-                wish = message.node
-                if wish is not None and not 0 <= wish < count:
-                    raise ConnectionFailed(
-                        f"a worker on {message.host} asks to be node {wish}; this session has nodes 0 to {count - 1}"
-                    )
-                index = (
-                    wish
-                    if wish is not None and wish not in joined
-                    else next(k for k in range(count + 1) if k not in joined)
-                )
-                if index < count:
-                    joined[index] = peer, time.monotonic()
-                    session.greet(peer, session.keeper_to_be.hello(plan.mode))
-            elif isinstance(message, Refused):
-                raise ConnectionFailed(f"a worker refused: {message.reason}")
-            else:
-                for index, (known, at) in joined.items():
-                    if known == peer:
-                        welcomed[index] = node_of(
-                            session, index, peer, session.channel.address, message, time.monotonic() - at
-                        )
-        session.greetings.clear()
-    for index in sorted(welcomed):
-        session.add_node(welcomed[index])
-
-
-def _is(node: Node, join: Join) -> bool:
-    return node.welcome is not None and node.welcome.incarnation == join.incarnation
-
-
-class _Dialled:
-    """A worker that is dialled until it has welcomed the session, on one connection after the other."""
-
-    def __init__(self, number: int, address: str, mode: str) -> None:
-        self.number, self.address, self.mode = number, address, mode
-        self.peer = b""  # its connection now
-        self.seen: list[PeerEvent] = []
-        self.greeted_at = 0.0
-        self.patience = _ANSWER  # on the connection now
-        self.anew_at = 0.0  # when it is dialled again
-        self._refusals, self._hang_ups, self._dials = 0, 0, 0
-
-    def dial(self, session: Session) -> None:
-        """Give the connection up that there is, and make another."""
-        self.give_up(session)
-        # Not as the keeper calls those that it makes later.
-        self.peer = f"node-{self.number}-{self._dials}".encode()
-        self._dials += 1
-        self.anew_at = time.monotonic() + self.patience
-        self.patience *= 2
-        session.channel.connect(self.address, self.peer)
-
-    def give_up(self, session: Session) -> None:
-        """Let nothing count any more that comes on the connection that there is."""
-        if self.peer:
-            session.retired.append(self.peer)
-            session.channel.hang_up(self.peer)
-            self.peer = b""
-
-    def refused(self, session: Session) -> bool:
-        """Note a handshake that failed, and dial again in a moment; return False if that has happened too often."""
-        self.give_up(session)
-        self.anew_at = time.monotonic() + _PAUSE * 2**self._refusals
-        self._refusals += 1
-        return self._refusals <= _REFUSALS
-
-    def hung_up(self) -> bool:
-        """Note that the other side hung up in the handshake, after which libzmq dials again by itself; return False if too often."""
-        self._hang_ups += 1
-        return self._hang_ups < HANG_UPS
-
-    def ended(self) -> bool:
-        """Whether this is a worker of this machine that was there, and is no more."""
-        return self._refusals > 0 and self.address.startswith("ipc://") and refuses(self.address)
-
-
-def _connect(plan: Plan, session: Session, addresses: list[str], modes: list[str]) -> None:
-    """Dial workers, and wait until each has welcomed the session; `modes` are those of its greetings.
-
-    A greeting may be lost with its connection, or on one that seems to live: what has changed the length of a message on the way has left
-    the worker waiting for the rest of it. So who does not answer is dialled again, and greeted there.
+    `verb` says what workers do that are waited for: "start", or "dial" and where; "" where they are dialled.
     """
-    channel = session.channel
-    deadline, started = time.monotonic() + plan.timeout, time.monotonic()
-    tick = started + 0.5
-    dialled = [_Dialled(k, address, mode) for k, (address, mode) in enumerate(zip(addresses, modes))]
-    welcomed: dict[int, Node] = {}
-    for one in dialled:
-        one.dial(session)
-    while len(welcomed) < len(addresses):
-        for event in channel.events():
-            found = next(
-                (
-                    one
-                    for one in dialled
-                    if event.peer == one.peer or (event.peer is None and event.address == one.address)
-                ),
-                None,
-            )
-            if found is None:
-                continue
-            found.seen.append(event)
-            there = found.number in welcomed
-            if event.kind == "connected" and not there:
-                found.greeted_at = time.monotonic()
-                session.greet(found.peer, session.keeper_to_be.hello(found.mode))
-            elif event.kind == "disconnected" and there:
-                session.parted.add(found.peer)
-            elif event.kind in ("auth_failed", "handshake_failed") and not there:
-                # Another key fails in the same way as a connection that is reset in its first moments, or as one at a flooded worker.
-                if event.kind == "auth_failed" or not (
-                    found.refused(session) if event.final else found.hung_up()
-                ):
-                    raise ConnectionFailed(_unanswered(found.address, found.seen, time.monotonic() - started))
-        _ended(session, welcomed)
-        late = [one for one in dialled if one.number not in welcomed]
-        if time.monotonic() > deadline:
-            raise ConnectionFailed(
-                "\n".join(_unanswered(one.address, one.seen, plan.timeout) for one in late)
-            )
-        for one in late:
-            if time.monotonic() > one.anew_at:
-                if one.ended():
-                    raise ConnectionFailed(_unanswered(one.address, one.seen, time.monotonic() - started))
-                one.dial(session)
+    session, started = connector.session, time.monotonic()
+    tick, said = started + (0.0 if verb else 0.5), set[int]()
+    while late := connector.late():
+        if time.monotonic() > started + plan.timeout:
+            raise ConnectionFailed(_too_late(plan, connector, late, verb))
+        for connection in late:
+            _require_running(session, connection)
         if time.monotonic() > tick:
             plan.say(".")
             tick += 0.25
-        for peer, frames in channel.receive(0.02):
-            session.take(peer, frames)
-        for peer, message in session.greetings:
-            answered = next((one for one in late if one.peer == peer), None)
-            if answered is None:  # on a connection that has been given up
-                continue
-            if isinstance(message, Refused):
-                raise ConnectionFailed(f"the worker at {answered.address} refused: {message.reason}")
-            if isinstance(message, Welcome):
-                round_trip = time.monotonic() - answered.greeted_at
-                welcomed[answered.number] = node_of(
-                    session, answered.number, peer, answered.address, message, round_trip
-                )
-                if not session.local_workers:
-                    plan.say(f"{message.host} ({time.monotonic() - started:.1f} s) ")
-        session.greetings.clear()
-    for number in range(len(addresses)):
-        session.add_node(welcomed[number])
+        session.receiver.read(0.02)
+        for node in [] if verb or session.workers else list(connector.nodes.values()):
+            if node.index not in said:
+                said.add(node.index)
+                plan.say(f"{node.host} ({time.monotonic() - started:.1f} s) ")
+    connector.all_met()
+    session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
 
 
-def _unanswered(address: str, seen: list[PeerEvent], seconds: float) -> str:
-    kinds = {event.kind for event in seen}
-    if kinds & {"auth_failed", "handshake_failed"}:
-        return (
-            f"{address} closed the connection during the handshake: it has another key, or needs one where none was given "
-            "(or needs none where one was), or has no descriptors left. Expected: the same key file on both sides "
-            "(distruntime-worker keygen; key=...)"
-        )
-    if "connected" in kinds:
-        return (
-            f"something at {address} accepts connections but did not answer as a worker within {seconds:.0f} s: "
-            "is it a distruntime-worker, and not stopped?"
-        )
+def _too_late(plan: Plan, connector: Connector, late: list[Connection], verb: str) -> str:
+    if not verb:
+        return "\n".join(connection.unanswered(plan.timeout) for connection in late)
     return (
-        f"nothing answers at {address} within {seconds:.0f} s: is the worker running there (distruntime-worker --listen {address}), "
-        "and the port open?"
+        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {plan.timeout:.0f} s"
+        f"{_last_words(connector.session.workers)}"
     )
 
 
-def node_of(
-    session: Session, index: int, peer: bytes, address: str, welcome: Welcome, round_trip: float
-) -> Node:
-    """Return the node of a worker that has welcomed the session."""
-    if welcome.protocol != PROTOCOL:
-        raise ConnectionFailed(
-            f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
-            "install the same distruntime on both"
-        )
-    devices = devices_from(welcome.devices)
-    if devices is None:
-        raise ConnectionFailed(
-            f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: is it a distruntime-worker?"
-        )
-    shared = session.challenge.answered(welcome.shared, welcome.nonce)
-    return Node(session, index, peer, address, replace(welcome, devices=devices), round_trip, shared)
+def _require_running(session: Session, connection: Connection) -> None:
+    """Raise `ConnectionFailed` where a worker that was started has ended before it was ready."""
+    number = connection.number
+    worker = session.workers[number] if number < len(session.workers) else None
+    if worker is not None and (ended := worker.poll()) is not None:
+        raise ConnectionFailed(f"worker {number} ended before it was ready ({ended}){_last_words([worker])}")
 
 
 def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
@@ -483,7 +333,7 @@ def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
 def _abandon(session: Session) -> None:
     """Undo a session that did not come about."""
     session.closed = "it did not come about"
-    for worker in session.local_workers:
+    for worker in session.workers:
         if worker is not None:
             worker.stop(1.0)
     session.channel.close()

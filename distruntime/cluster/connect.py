@@ -1,4 +1,4 @@
-"""`init_master_worker` and its opposites: what a user says about a session, checked, and what becomes of it in the end."""
+"""How a session begins and ends: `init_master_worker`, `detach` and `shutdown`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from ..backend.install import install
 from ..collectives.group import Choice, Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
+from ..session.launcher import Launcher
 from ..session.session import Session, active, active_session
 from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
 from .assemble import Plan, attach, attached, gather_at, resume_entry, start
-from .named_sessions import Entry, checked_name, known, read
+from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
 
 
@@ -33,6 +34,7 @@ def init_master_worker(
     keep: float | timedelta | None = None,
     restart_workers: bool = False,
     simulate_cuda: int = 0,
+    launcher: Launcher | None = None,
     data_channel: Choice = "auto",
     key: str | os.PathLike[str] | None = None,
     insecure: bool = False,
@@ -41,22 +43,28 @@ def init_master_worker(
     grace: float | timedelta | None = None,
     quiet: bool | None = None,
 ) -> Session:
-    """Open the session of this process. Block until every worker is there; print where new tensors go, if at a terminal.
+    """Open the session of this process. Block until every worker is there.
+
+    At a terminal, print the nodes and where new tensors go.
 
     Args:
         backend: the command channel; "zmq" is the one there is.
         world_size: how many workers: to start on this machine (2), or to wait for with `listen`.
         workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"].
         listen: the address that workers dial: "tcp://0.0.0.0:29400".
-        session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep its values, and a later master
-            gets back what was published.
+        session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep
+            its values, and a later master gets back what was published.
         resume: attach to the session of that name, on the workers that it has.
-        force: take the session over from a master that is using it; without `resume`, drop the one that has this name.
-        keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12 hours.
-        restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node number is not.
+        force: take the session over from a master that is using it; without `resume`, drop the one that has
+            this name.
+        keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12
+            hours.
+        restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node
+            number is not.
+        launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
         simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
-        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered name, or one for each type of
-            device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
+        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered
+            name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
         timeout: seconds to wait for workers (30).
@@ -66,11 +74,11 @@ def init_master_worker(
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: there is a session already.
-        ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late; there is no session to resume, or
-            it is in use.
+        ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late; there is
+            no session to resume, or it is in use.
     """
     name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
-    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers)
+    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers, launcher)
     if name is not None:
         checked_name(name)
     elif resume or force or keep is not None:
@@ -88,11 +96,15 @@ def init_master_worker(
         Path(key) if key is not None else None,
         insecure,
         wait,
+        restart_workers,
+        simulate_cuda,
+        launcher,
         _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
     )
     if active and active[0].closed is None and not active[0].foreign:
         raise UsageError(
-            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use it, or call "
+            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use "
+            "it, or call "
             "distruntime.shutdown() first"
         )
     found = _resumed(name, workers, listen) if resume and name is not None else None
@@ -108,17 +120,17 @@ def init_master_worker(
             assert world_size is not None
             opened = gather_at(plan, listen, world_size)
         else:
-            opened = start(plan, 2 if world_size is None else world_size, simulate_cuda)
+            opened = start(plan, 2 if world_size is None else world_size)
     except (ConnectionFailed, KeyboardInterrupt) as error:
-        say("\n")  # else the traceback would begin in the line that says what is waited for
+        # A traceback must not begin in the line that says what is waited for.
+        say("\n")
         raise error.with_traceback(None) from error.__cause__
     opened.groups = Groups(opened, data_channel)
-    opened.keeper = opened.keeper_to_be  # before anyone reads the socket
     opened.start()
-    opened.keeper_to_be.begin(restart_workers)
-    opened.groups.meeting.begin()
+    opened.groups.meeting.start()
     active[:] = [opened]
-    atexit.unregister(_at_exit)  # once: what it is registered with stays as long as the process
+    # Registering once is enough, as it stays as long as the process.
+    atexit.unregister(_at_exit)
     atexit.register(_at_exit)
     opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
@@ -139,7 +151,7 @@ def _resumed(name: str, workers: Sequence[str] | None, listen: str | None) -> En
         return None
     entry = read(name)
     if entry is None:
-        have = ", ".join(map(repr, known()))
+        have = ", ".join(map(repr, names()))
         raise ConnectionFailed(
             f"there is no session {name!r} to resume: "
             + (f"there are {have}" if have else "none is noted here")
@@ -156,15 +168,18 @@ def _check(
     simulate_cuda: int,
     data_channel: Choice,
     restart_workers: bool,
+    launcher: Launcher | None,
 ) -> None:
     if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
-            f"backend={backend!r} is how workers would talk to each other; the command channel is always ZeroMQ: use "
+            f"backend={backend!r} is how workers would talk to each other; the command channel is always "
+            "ZeroMQ: use "
             f'backend="zmq", data_channel={backend!r}'
         )
     if backend != "zmq":
         raise ConfigurationError(
-            f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", ...]'
+            f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", '
+            "...]"
         )
     if not isinstance(data_channel, str) and not (
         isinstance(data_channel, Mapping)
@@ -196,15 +211,25 @@ def _check(
         raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
     if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
         raise ConfigurationError(
-            f"simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell apart; got {simulate_cuda!r}"
+            "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "
+            f"apart; got {simulate_cuda!r}"
         )
-    if restart_workers and (workers is not None or listen is not None):
+    if launcher is not None and not isinstance(launcher, Launcher):
+        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
+    if launcher is not None and workers is not None:
         raise ConfigurationError(
-            "restart_workers is for workers that are started here; daemons are their own supervisor's to restart"
+            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
         )
-    if simulate_cuda and (workers is not None or listen is not None):
+    starts = workers is None and (listen is None or launcher is not None)
+    if restart_workers and not starts:
         raise ConfigurationError(
-            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda themselves"
+            "restart_workers is for workers that are started here; daemons are their own supervisor's to "
+            "restart"
+        )
+    if simulate_cuda and not starts:
+        raise ConfigurationError(
+            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
+            "themselves"
         )
 
 
@@ -217,7 +242,9 @@ def _silent(text: str) -> None:
 
 
 def shutdown(timeout: float | None = None) -> None:
-    """End the session, a named one too. Workers drop its values; raise the first failure that nobody has read.
+    """End the session, a named one too; workers drop its values.
+
+    Raise the first failure that nobody has read.
 
     What is in flight gets `timeout` seconds (10) to finish.
     """
@@ -234,21 +261,24 @@ def _at_exit() -> None:
     for session in list(active):
         if session.foreign or session.closed is not None:
             continue
-        if session.lasting:  # whoever has given it a name wants it to stay: shutdown() ends it
+        # A session that has a name is to stay: shutdown() ends it.
+        if session.lasting:
             session.detach()
         else:
             session.shutdown(raise_unread=False)
 
 
 def detach(timeout: float | None = None) -> None:
-    """Leave a named session: its workers keep its values, and finish what was issued. Block until that has arrived there.
+    """Leave a named session: its workers keep its values, and finish what was issued.
+
+    Block until everything that was issued has arrived there.
 
     Args:
         timeout: seconds to wait for that (10).
 
     Raises:
-        UsageError: the session has no name, so nobody could come back to it. WaitTimeout: a worker could not be reached in time; the
-            session is left all the same, without what had not arrived there.
+        UsageError: the session has no name, so nobody could come back to it. WaitTimeout: a worker could not
+            be reached in time; the session is left all the same, without what had not arrived there.
     """
     active_session().detach(timeout)
 

@@ -12,11 +12,11 @@ import sysconfig
 from pathlib import Path
 from typing import final
 
+from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
 from .nursery import NOBODY_KNOWS, ForkedWorker, fork_worker
 
-_MOST_WORDS = 12  # lines of a crash
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
 # with the three together.
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
@@ -27,7 +27,7 @@ _left: list[_Process] = []
 
 
 @final
-class LocalWorker:
+class LocalWorker(WorkerProcess):
     """A worker process that this process started. Its output goes to `log`."""
 
     def __init__(self, node: int, process: _Process, log: Path) -> None:
@@ -51,7 +51,8 @@ class LocalWorker:
             return f"exited with code {code}"
         try:
             return f"killed by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:  # a real-time signal
+        except ValueError:
+            # Real-time signals have no name.
             return f"killed by signal {-code}"
 
     def last_lines(self, count: int = 20) -> str:
@@ -63,16 +64,6 @@ class LocalWorker:
         except OSError as error:
             return f"({self.log} cannot be read: {error.strerror})"
         return "\n".join(lines[-count:])
-
-    def last_words(self) -> list[str]:
-        """Return what the worker wrote in the end that says why it ended.
-
-        These are the lines from where Python says that an error is fatal, or else the last lines. What a
-        library in C++ says before it ends the process stands in front of them.
-        """
-        lines = [line for line in self.last_lines(80).splitlines() if " INFO " not in line]
-        fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
 
     def terminate(self) -> None:
         """Ask the process to end. Return at once.
@@ -87,7 +78,8 @@ class LocalWorker:
     def leave(self) -> None:
         """Let the process run on, with the session that it is for."""
         _left[:] = [process for process in _left if process.poll() is None]
-        _left.append(self._process)  # else Python would warn that nobody waits for it
+        # Python warns if nobody waits for a process.
+        _left.append(self._process)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
@@ -101,6 +93,27 @@ class LocalWorker:
     def __repr__(self) -> str:
         ended = "" if self._process.returncode is None else ", ended"
         return f"<LocalWorker node {self.node}, pid {self.pid}{ended}>"
+
+
+@final
+class LocalLauncher(Launcher):
+    """Starts workers as processes of this machine.
+
+    A worker that dials this process ends with it, in any case.
+    """
+
+    def start(self, spec: LaunchSpec) -> LocalWorker:
+        """Start a worker."""
+        return start_worker(
+            spec.node,
+            master=spec.master,
+            listen=spec.listen,
+            key=None if spec.key is None else KeyPair.load(spec.key),
+            threads=spec.threads,
+            simulate_cuda=spec.simulate_cuda,
+            directory=spec.directory,
+            unreachable=float(spec.environment[UNREACHABLE.variable]),
+        )
 
 
 def start_worker(
@@ -149,7 +162,8 @@ def start_worker(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in the master's terminal is the master's alone
+                # Ctrl-C in the master's terminal is the master's alone.
+                start_new_session=True,
             )
     worker = LocalWorker(node, process, log)
     if not listen:
@@ -162,21 +176,22 @@ def _hand_over(key: KeyPair | None, process: _Process) -> None:
     try:
         process.stdin.write((key.public + b" " + key.secret if key else b"") + b"\n")
     except BrokenPipeError:
-        pass  # it ended already: poll() and last_lines() tell why
+        # The process has ended already: poll() and last_lines() tell why.
+        pass
 
 
 def worker_environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker of this machine that has so many threads for its kernels."""
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = str(threads)
-    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in a kernel leaves its Python stack in the log
+    # A crash in a kernel then leaves its Python stack in the log.
+    environment["PYTHONFAULTHANDLER"] = "1"
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     paths = [path for path in _import_paths() if path not in installed]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     tunables = environment.get("GLIBC_TUNABLES", "")
-    if (
-        platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables
-    ):  # who has set malloc up already knows better
+    # Settings of the user's stay as they are.
+    if platform.libc_ver()[0] == "glibc" and "glibc.malloc." not in tunables:
         environment["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC}" if tunables else _MALLOC
     return environment
 
@@ -184,9 +199,8 @@ def worker_environment(threads: int) -> dict[str, str]:
 def _import_paths() -> list[str]:
     """Return where both packages are found, so that workers run from a checkout as well."""
     here = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec(
-        "distruntime_worker"
-    )  # found, not imported: the master's side never runs the worker's
+    # The package is found and not imported: the master's side never runs the worker's.
+    spec = importlib.util.find_spec("distruntime_worker")
     found = (
         [Path(folder).parent for folder in spec.submodule_search_locations or ()]
         if spec

@@ -15,9 +15,10 @@ from .nodes import node_info
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device in bytes; `held` bytes of it are the values, so many, that this process has there.
+    """The memory of one device in bytes. This process has `values` values there, of `held` bytes.
 
-    `allocated` and `reserved` are what torch's caching allocator has given out on a GPU and holds in all, 0 elsewhere.
+    `allocated` and `reserved` are what torch's caching allocator has given out on a GPU and holds in all, 0
+    elsewhere.
     """
 
     place: Place
@@ -31,7 +32,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What `dr.memory` found; prints as two tables: the devices, and the lines of this process that hold most, `left_out` others apart."""
+    """What `dr.memory` found. It prints as two tables: the devices, and the lines that hold most.
+
+    `left_out` counts the lines that the second table leaves out.
+    """
 
     devices: tuple[DeviceMemory, ...]
     lines: tuple[Holder, ...]
@@ -75,11 +79,13 @@ class Memory:
 
 
 def memory(node: int | None = None, *, top: int = 10) -> Memory:
-    """Return who holds the memory of a node's devices, or of every node's. Block for two round trips, at most 2 s a node.
+    """Return who holds the memory of a node's devices, or of every node's.
 
-    Values are counted as this process knows them, those included that are issued and not computed yet: each storage once, views with
-    their base, under the line that made the oldest value in it. What a worker keeps for the backward of attention and recurrent layers
-    is not among them.
+    Block for two round trips, at most 2 s a node.
+
+    Values are counted as this process knows them, those included that are issued and not computed yet: each
+    storage once, views with their base, under the line that made the oldest value in it. What a worker keeps
+    for the backward of attention and recurrent layers is not among them.
 
     Args:
         node: a node's number; all nodes if left out, but for lost ones.

@@ -1,4 +1,4 @@
-"""Where this user's named sessions are: which workers each has, for a master that comes after the one that opened it."""
+"""Notes of this user's named sessions: a later master learns there which workers a session has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from ..errors import ConfigurationError
 from ..wire.keys import require_own
 
 _FORMAT = 1
-_LONGEST = 100  # characters of a name, which is a file's too
+# A name has at most so many characters, as it is a file's name too.
+_LONGEST = 100
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named session: its workers' addresses, the directory of those that were started on this machine (or nothing), and when it began."""
+    """A named session: its workers' addresses, and when it began.
+
+    `directory` belongs to workers that were started on this machine; it is empty if there are none.
+    """
 
     name: str
     workers: tuple[str, ...]
@@ -27,7 +31,8 @@ class Entry:
     insecure: bool
     listen: str
     simulate_cuda: int
-    began: float  # time.time(), to be shown only
+    # This is a time of time.time(), only to be shown.
+    began: float
 
 
 def folder() -> Path:
@@ -47,7 +52,8 @@ def checked_name(name: object) -> str:
     )
     if not good:
         raise ConfigurationError(
-            f"a session's name is made of letters, digits, '.', '_' and '-', {_LONGEST} at most, and begins with none of '.-'; got {name!r}"
+            f"a session's name is made of letters, digits, '.', '_' and '-', {_LONGEST} at most, and begins "
+            f"with none of '.-'; got {name!r}"
         )
     assert isinstance(name, str)
     return name
@@ -58,7 +64,7 @@ def _path(name: str) -> Path:
 
 
 def write(entry: Entry) -> None:
-    """Note a session, in place of an earlier one of its name; raise `ConfigurationError` where that cannot be written."""
+    """Note a session, in place of an earlier one of its name; raise `ConfigurationError` if that fails."""
     path = _path(entry.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -89,18 +95,19 @@ def read(name: str) -> Entry | None:
         ) from error
     if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
         raise ConfigurationError(
-            f"{_path(name)} is of another version of distruntime. Delete it, and name the workers: workers=[...]"
+            f"{_path(name)} is of another version of distruntime. Delete it, and name the workers: "
+            "workers=[...]"
         )
     fields["workers"] = tuple(fields["workers"])
     return Entry(**fields)
 
 
-def forget(name: str) -> None:
+def delete(name: str) -> None:
     """Drop the entry of a session, if there is one."""
     _path(name).unlink(missing_ok=True)
 
 
-def known() -> list[str]:
+def names() -> list[str]:
     """Return the names of the sessions that are noted here."""
     return sorted(path.stem for path in (folder() / "sessions").glob("*.json"))
 

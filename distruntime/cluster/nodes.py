@@ -17,9 +17,10 @@ from ..wire.units import size_text
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a node: its name, its number as `remote:k` (0 until a tensor lives there), what it is, memory in bytes.
+    """A device of a node. `number` is that of `remote:k`, 0 until a tensor lives there; memory is in bytes.
 
-    Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and holds in all.
+    Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and
+    holds in all.
     """
 
     name: str
@@ -36,8 +37,9 @@ class Device:
 class NodeInfo:
     """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
 
-    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting" (lost, and another worker has been
-    started or asked for in its place); `why` says how it came to the last four.
+    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting"
+    (lost, and another worker has been started or asked for in its place); `why` says how it came to the last
+    four.
     """
 
     index: int
@@ -88,7 +90,8 @@ class Nodes(tuple[NodeInfo, ...]):
                 ]
             )
         cards = [_cards(node) for node in self]
-        if any(cards):  # a column that only clusters with GPUs have
+        # Only clusters with GPUs have this column.
+        if any(cards):
             for row, text in zip(rows, ["GPUs", *cards]):
                 row.insert(5, text)
         return rows
@@ -111,7 +114,7 @@ def _cards(node: NodeInfo) -> str:
 
 
 def nodes() -> Nodes:
-    """Return the session's nodes with fresh memory figures and round trips. Block for one round trip, at most 1 s."""
+    """Return the session's nodes with fresh figures. Block for one round trip, at most 1 s."""
     session = active_session()
     return Nodes(node_info(session, node) for node in session.nodes)
 
@@ -122,7 +125,10 @@ def nodes_table(session: Session) -> str:
 
 
 def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
-    """Return what is known of one node, with figures asked for now or from when it joined. Block for one round trip, at most 1 s."""
+    """Return what is known of one node. Block for one round trip, at most 1 s, for `fresh` figures.
+
+    Otherwise they are those from when the worker joined.
+    """
     welcome = node.welcome
     assert welcome is not None
     devices = welcome.devices
@@ -133,7 +139,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             node.round_trip = time.perf_counter() - started
             devices = asked.value
         else:
-            session.requests.forget(asked)
+            session.requests.discard(asked)
     rows = tuple(
         Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:]) for row in devices
     )

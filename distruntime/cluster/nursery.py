@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, final
 
 from ..wire.identity import has_died, process
 
 # A nursery that was started with other values of these variables serves as well: they are read when they are
 # needed, or set in the forked worker. Libraries may have read any other variable while torch was imported.
-# pytest writes its variable anew for each test.
-_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
+# pytest writes its own variable anew for each test, and torch writes its own in the first session.
+_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 # Bytes of the largest request that is hoped for. A worker with a larger environment is not forked.
 _BUFFER = 1 << 20
 _REPORT = 4096  # bytes
@@ -201,7 +201,7 @@ class Nursery:
             number, pid, code = json.loads(report)
             worker = self._workers.get(number)
             if worker is not None and code is None:
-                worker.process = process(pid)
+                worker.process = [*process(pid)]
             elif worker is not None:
                 worker.returncode = code
                 del self._workers[number]
@@ -241,14 +241,14 @@ class ForkedWorker:
     def __init__(self, nursery: Nursery, stdin: IO[bytes] | None) -> None:
         self.stdin = stdin
         self.returncode: int | None = None
-        self.process: list[Any] = []  # as [machine, pid, start]; empty until it is forked
+        self.process: list[object] = []  # as [machine, pid, start]; empty until it is forked
         self._nursery = nursery
 
     @property
     def pid(self) -> int:
         """The process id; 0 if the nursery ended before. Block until the nursery has forked the worker."""
         self._nursery.wait(lambda: self.poll() is not None or bool(self.process), None)
-        return int(self.process[1]) if self.process else 0
+        return int(str(self.process[1])) if self.process else 0
 
     def poll(self) -> int | None:
         """Return the exit code, None while the worker runs. A signal has the code -number."""

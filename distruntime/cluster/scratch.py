@@ -1,7 +1,7 @@
 """Folders for workers on this machine: their sockets and logs, in a directory that only this user can enter.
 
-A master removes its folder when its session ends. One that was killed cannot, so the next one that makes a folder removes what is left:
-folders of this user's whose master has died, where nobody listens any more.
+A master removes its folder when its session ends. One that was killed cannot, so the next one that makes a
+folder removes what is left: folders of this user's whose master has died, where nobody listens any more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..wire.identity import has_died, process
 
 _PREFIX = "distruntime-"
 _OWNER = "owner.json"
-_LEAST_AGE = (
-    600.0  # seconds in which nothing has changed there: workers that are just starting listen nowhere yet
-)
+# A folder counts as left when nothing has changed there for so many seconds: workers that are just starting
+# do not listen yet.
+_LEAST_AGE = 600.0
 
 
 def scratch_folder() -> Path:
@@ -30,7 +30,8 @@ def scratch_folder() -> Path:
     (made / _OWNER).write_text(json.dumps(process()), encoding="ascii")
     for folder in made.parent.glob(f"{_PREFIX}*"):
         if folder != made and _is_left(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # another master of this user's may be removing it, too
+            # Another master of this user's may be removing it at the same time.
+            shutil.rmtree(folder, ignore_errors=True)
     return made
 
 
@@ -46,12 +47,13 @@ def _is_left(folder: Path) -> bool:
             and has_died(owner)
             and not any(_listens(path) for path in folder.iterdir() if path.is_socket())
         )
-    except (OSError, ValueError):  # no folder of a master's, or one that is just going
+    except (OSError, ValueError):
+        # This is no folder of a master's, or one that is just going.
         return False
 
 
 def _listens(path: Path) -> bool:
-    """Whether somebody accepts connections at a socket: a worker of a named session, whose master has gone."""
+    """Whether a worker of a named session, whose master has gone, accepts connections at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         with suppress(ConnectionRefusedError, FileNotFoundError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.node import Node
@@ -52,26 +51,32 @@ def config(
 ) -> dict[int, Settings] | None:
     """Set torch's settings on a node, or on all; with no setting named, return those of each, by its number.
 
-    Setting returns at once: operations issued afterwards see it, those before do not. What a worker refuses is raised by the next
-    `synchronize`. Reading blocks until the nodes have run everything issued so far. Settings are the whole worker's, whatever its
-    device, and last as long as the session. They are torch's own, under torch's names without what stands before them:
+    Setting returns at once: operations issued afterwards see it, those before do not. What a worker refuses
+    is raised by the next `synchronize`. Reading blocks until the nodes have run everything issued so far.
+    Settings are the whole worker's, whatever its device, and last as long as the session. They are torch's
+    own, under torch's names without what stands before them:
 
     Args:
         node: a node's number; all nodes if left out, but for lost ones.
-        num_threads: threads that one operation on a CPU may use, as `torch.set_num_threads`; at most 16 per core.
+        num_threads: threads that one operation on a CPU may use, as `torch.set_num_threads`; at most 16 per
+            core.
         flush_denormal: as `torch.set_flush_denormal`.
-        float32_matmul_precision: "highest", "high" or "medium", as `torch.set_float32_matmul_precision`; sets TF32 of matmul as well.
-        cuda_matmul_allow_tf32: as `torch.backends.cuda.matmul.allow_tf32`; so on for the other names with `cuda_matmul`.
+        float32_matmul_precision: "highest", "high" or "medium", as `torch.set_float32_matmul_precision`; sets
+            TF32 of matmul as well.
+        cuda_matmul_allow_tf32: as `torch.backends.cuda.matmul.allow_tf32`; so on for the other names with
+            `cuda_matmul`.
         cudnn_allow_tf32: as `torch.backends.cudnn.allow_tf32`; so on for `benchmark` and `deterministic`.
         mkldnn_enabled: as `torch.backends.mkldnn.enabled`.
-        use_deterministic_algorithms: as the function of that name. On a GPU some of them need CUBLAS_WORKSPACE_CONFIG=:4096:8 in the
-            environment that the worker is started with; torch's error says so.
+        use_deterministic_algorithms: as the function of that name. On a GPU some of them need
+            CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment that the worker is started with; torch's error
+            says so.
         warn_only: goes with it: warn in the worker's log instead of failing; False if left out.
 
     Raises:
-        ConfigurationError: a value that cannot be. PlacementError: there is no such node. NodeFailed: it is lost.
+        ConfigurationError: a value that cannot be. PlacementError: there is no such node. NodeFailed: it is
+            lost.
     """
-    wanted: dict[str, Any] = {
+    wanted: dict[str, object] = {
         name: value for name, value in locals().items() if name != "node" and value is not None
     }
     _check(wanted)
@@ -97,7 +102,7 @@ def _settings(node: Node) -> Settings:
         raise ProtocolError(f"{node} describes its settings as {rows!r:.80}: {error}") from None
 
 
-def _check(wanted: dict[str, Any]) -> None:
+def _check(wanted: dict[str, object]) -> None:
     for name, value in wanted.items():
         if name == "num_threads":
             if type(value) is not int or value < 1:
@@ -111,9 +116,11 @@ def _check(wanted: dict[str, Any]) -> None:
             raise ConfigurationError(f"{name} is True or False, got {value!r}")
     if "float32_matmul_precision" in wanted and "cuda_matmul_allow_tf32" in wanted:
         raise ConfigurationError(
-            'float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the two'
+            'float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the '
+            "two"
         )
     if "warn_only" in wanted and "use_deterministic_algorithms" not in wanted:
         raise ConfigurationError(
-            "warn_only goes with use_deterministic_algorithms: give both, as torch.use_deterministic_algorithms takes them"
+            "warn_only goes with use_deterministic_algorithms: give both, as "
+            "torch.use_deterministic_algorithms takes them"
         )

@@ -1,7 +1,7 @@
-"""Collectives that autograd knows. Each one's backward is its adjoint, for groups and for the lines of a mesh.
+"""Collectives that autograd knows: the backward of each is its adjoint, for groups and for lines of a mesh.
 
-The members of a group have a tensor each. The members of a mesh have one tensor for all of them. `Members` hides
-which it is, so that this module can say once what follows from what.
+The members of a group have a tensor each. The members of a mesh have one tensor for all of them. `Members`
+hides which it is, so that this module can say once what follows from what.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
     splits: Splits = ()
 
     def adjoint(self) -> Collective:
-        """Return the collective of the gradients. It sums where this one copies, and copies where this one sums."""
+        """Return the collective of the gradients: it sums where this one copies, and the other way round."""
         name = _ADJOINTS[self.name]
         return Collective(name, SUM if name in _REDUCING else None, self.root, transposed(self.splits))
 
@@ -90,7 +90,8 @@ class _Collective(torch.autograd.Function):
 
 def differentiable(members: Members, collective: Collective, tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """Issue a collective and return its results. They are part of the autograd graph. Return at once."""
-    results: tuple[torch.Tensor, ...] = _Collective.apply(members, collective, *tensors)  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...]
+    results = _Collective.apply(members, collective, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -111,7 +112,8 @@ def _all_reduce_backward(
         return [g * rows.prod(0) for g, rows in zip(totals, members.others(gathered))]
     if name not in ("MIN", "MAX"):
         raise NotSupportedError(
-            f"the gradient of all_reduce by ReduceOp.{name} is not defined; SUM, AVG, PREMUL_SUM, PRODUCT, MIN and MAX have one"
+            f"the gradient of all_reduce by ReduceOp.{name} is not defined; "
+            "SUM, AVG, PREMUL_SUM, PRODUCT, MIN and MAX have one"
         )
     # Members that are equal share the gradient, as in the gradient of torch.amax.
     chosen = [(x == y).to(g.dtype) for x, y, g in zip(tensors, results, totals)]

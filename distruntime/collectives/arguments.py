@@ -1,4 +1,7 @@
-"""What users say about members, checked: which group, which tensors, which rank, which reduction. Nothing is sent from here."""
+"""The arguments that users give collectives, checked: a group, tensors of its members, a root.
+
+Nothing is sent here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ..log.handle import Handle, Place
 from ..log.spec import Spec
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
-from .group import ProcessGroup, groups_of, homes_of
+from .group import ProcessGroup, groups_of
 
 
 def _group(value: Any) -> ProcessGroup:
@@ -33,7 +36,8 @@ def tensor(value: Any, what: str) -> DistributedTensor:
         return value
     if isinstance(value, torch.Tensor):
         raise PlacementError(
-            f'{what} is a local tensor; send it to its member first: x.to("remote"), x.to(device=other.device)'
+            f"{what} is a local tensor; send it to its member first: "
+            'x.to("remote"), x.to(device=other.device)'
         )
     raise UsageError(f"{what} must be a remote tensor, got {type(value).__name__}")
 
@@ -49,14 +53,13 @@ def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) 
     if group is None:
         session = tensors[0]._handle.place.node.session
         session.require_open()
-        homes = homes_of(session, [t.place for t in tensors])
-        return groups_of(session).of(homes)
+        return groups_of(session).of_places(tuple([t._handle.place.place for t in tensors]))
     _group(group).require()
     return group
 
 
 def one_each(
-    group: ProcessGroup | None, value: Any, name: str
+    group: ProcessGroup | None, value: object, name: str
 ) -> tuple[ProcessGroup, list[DistributedTensor]]:
     """Return the group and one tensor per member, by rank; raise what a list that is none raises."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
@@ -67,31 +70,42 @@ def one_each(
         raise UsageError(
             f"{name} must be a list with one tensor for each member of the group, got an empty list"
         )
-    tensors = [tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
+    tensors = [
+        t if isinstance(t, DistributedTensor) else tensor(t, f"{name}[{k}]") for k, t in enumerate(value)
+    ]
     found = group_for(group, tensors)
     if len(tensors) != found.size():
         raise UsageError(
-            f"{name} must have one tensor for each of the {found.size()} members of {found!r}, got {len(tensors)}"
+            f"{name} must have one tensor for each of the {found.size()} members of {found!r}, "
+            f"got {len(tensors)}"
         )
-    for rank, t in enumerate(tensors):
-        at(found, rank, t, f"{name}[{rank}]")
+    for rank, (t, place) in enumerate(zip(tensors, found.places)):
+        # Tensors share the object of their place, so that few of them need the check.
+        if t._handle.place.place is not place:
+            at(found, rank, t, f"{name}[{rank}]")
     return found, tensors
 
 
 def lists_each(
     group: ProcessGroup | None, value: Any, name: str, like: Sequence[DistributedTensor]
 ) -> list[list[DistributedTensor]]:
-    """Return one list of tensors per member, each on its member's place, which `like` shows where no group is given."""
+    """Return one list of tensors per member, each at its member.
+
+    Without a group, `like` shows the members' places.
+    """
     found = group_for(group, like)
     if not isinstance(value, Sequence) or isinstance(value, torch.Tensor) or len(value) != found.size():
         raise UsageError(
-            f"{name} must be a list with one list of tensors for each of the {found.size()} members of {found!r}, got {_described(value)}"
+            f"{name} must be a list with one list of tensors for each of the {found.size()} members "
+            f"of {found!r}, "
+            f"got {_described(value)}"
         )
     lists = []
     for rank, row in enumerate(value):
         if not isinstance(row, Sequence) or isinstance(row, torch.Tensor) or len(row) != found.size():
             raise UsageError(
-                f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, got {_described(row)}"
+                f"{name}[{rank}] must be a list of {found.size()} tensors, one for each member, "
+                f"got {_described(row)}"
             )
         lists.append(
             [
@@ -104,13 +118,17 @@ def lists_each(
 
 def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> DistributedTensor:
     """Return `t`; raise `PlacementError` unless it lives at the member of that rank."""
-    place = t.place
-    if place != group.places[rank]:
+    place, wanted = t.place, group.places[rank]
+    if place is wanted:
+        return t
+    if t._handle.place.node.session is not group.session:
+        raise UsageError(f"{what} is of another session than {group!r}")
+    if place != wanted:
         where = f"is rank {group.rank(place)} of it" if place in group.ranks else "is not in it"
         raise PlacementError(
-            f"{what} is on {place}, which {where}, where {group!r} has {group.places[rank]}: "
+            f"{what} is on {place}, which {where}, where {group!r} has {wanted}: "
             "give the tensors in the order of the ranks, or move it: "
-            f"x.to(dr.place({group.places[rank].node}, {group.places[rank].device!r}))"
+            f"x.to(dr.place({wanted.node}, {wanted.device!r}))"
         )
     return t
 
@@ -146,7 +164,10 @@ def rows_of(value: Any, name: str) -> list[DistributedTensor]:
 
 
 def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, str]) -> int:
-    """Return the rank of a root: given as a node number or place (torch's global rank), or as a rank of the group; the first by default."""
+    """Return the rank of a root.
+
+    Users name it by a node number or place, or by its rank; the default is 0.
+    """
     plain, ranked = names
     if node is not None and rank is not None:
         raise UsageError(
@@ -169,7 +190,8 @@ def root_of(group: ProcessGroup, node: Any, rank: int | None, names: tuple[str, 
         raise PlacementError(f"{plain}={node}: no member of {group!r} is on node {node}")
     if len(found) > 1:
         raise UsageError(
-            f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: give the place, or {ranked}="
+            f"{plain}={node}: {len(found)} members of {group!r} are on node {node}: "
+            f"give the place, or {ranked}="
         )
     return found[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import PlacementError
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
 from ..operators.new_calls import call
@@ -22,7 +22,10 @@ from .operation import Part, issue_operation, require_operation
 
 
 def move(proxy: Any, place: Residence) -> Any:
-    """Return a copy of a proxy at another place: by the worker within a node, else from worker to worker. Return at once."""
+    """Return a copy of a proxy at another place. Return at once.
+
+    Within a node the worker makes it. Between nodes it goes from worker to worker.
+    """
     handle = proxy._handle
     cls = type(proxy)
     if handle.place.node.members or place.node.members:
@@ -33,13 +36,13 @@ def move(proxy: Any, place: Residence) -> Any:
         handle.place.node.require_alive()
         return call(cls, func, [proxy], {"device": place.lazy}, place, None)
     spec = spec_of(torch.empty_like(handle.spec.meta()))
-    copy = Handle(next_ref(), spec, place, Storage(spec))
+    copy = new_value(spec, place)
     _across(handle, copy)
     return wrap(cls, copy)
 
 
 def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
-    """Return a copy of what a mesh has on another of as many members, or of one tensor on every member of a mesh."""
+    """Return a copy of a mesh's tensor on another mesh, or of one tensor on every member of a mesh."""
     team: Any = place.node
     if not team.members or (
         handle.place.node.members and len(handle.place.node.members) != len(team.members)
@@ -92,7 +95,7 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if k != "layout"
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
-    # A bare "remote" is the current place; of what is on a mesh already, DTensor means by it that it stays there.
+    # A bare "remote" is the current place. For a tensor on a mesh, DTensor means by it that the tensor stays.
     stays = target is None or (target.index is None and bool(here.node.members))
     there = here if stays else active_session().places.numbered(target.index)  # type: ignore[union-attr]
     if there is here:
@@ -136,11 +139,12 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 def _owns_whole(proxy: Any) -> bool:
-    """Whether nobody else can see a proxy's storage, so that its slot may take a new tensor instead of new bytes."""
+    """Whether nobody else sees a proxy's storage, so that its slot may take a new tensor."""
     handle = proxy._handle
-    if handle.storage.parts or handle.storage.whole:  # a mesh's tensor and its members' are one memory
+    # A mesh's tensor and its members' tensors are one memory.
+    if handle.storage.parts or handle.storage.whole:
         return False
-    # Of a storage with one handle: the handle's slot and getrefcount's argument.
+    # The storage has one handle, so its references are the handle's slot and getrefcount's argument.
     return (
         handle.spec.bits == 0
         and handle.spec.offset == 0
@@ -149,5 +153,5 @@ def _owns_whole(proxy: Any) -> bool:
     )
 
 
-# What `operators/special.py` has of these: copies between nodes are operations of groups, which are built on operators.
+# `operators/special.py` takes these: copies between nodes are operations of groups, which stand on operators.
 COPIES: dict[str, Special] = {"aten::_to_copy": _to_copy, "aten::copy_": _copy}

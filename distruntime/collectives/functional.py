@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import UsageError
-from ..log.handle import Handle, Storage, next_ref
+from ..log.handle import Handle, new_value
 from ..log.spec import Spec, contiguous
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
@@ -78,10 +78,7 @@ def _issue(
 ) -> Tensors:
     """Issue a collective with new results of these specs, and return them, by rank."""
     homes = group.homes
-    made = [
-        [Handle(next_ref(), spec, homes[rank], Storage(spec)) for spec in row]
-        for rank, row in enumerate(specs)
-    ]
+    made = [[new_value(spec, homes[rank]) for spec in row] for rank, row in enumerate(specs)]
     issue_operation(
         group,
         collective.name,
@@ -97,9 +94,6 @@ def _apply(group: ProcessGroup, collective: Collective, tensors: Tensors) -> lis
     return list(differentiable(GroupMembers(group), collective, tensors))
 
 
-# -- what users call -------------------------------------------------------------------------------------------------------------
-
-
 def all_reduce(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
@@ -113,7 +107,10 @@ def all_reduce(
 def broadcast(
     value: torch.Tensor, group: ProcessGroup, src: Where | None = None, group_src: int | None = None
 ) -> list[torch.Tensor]:
-    """Return a copy of `value`, a tensor of one member, for each member. `src` need not be said: it is where `value` lives."""
+    """Return a copy of `value`, a tensor of one member, for each member.
+
+    `src` need not be given, since `value` lives there.
+    """
     given = tensor(value, "value")
     found = group_for(group, [given])
     root = (
@@ -172,7 +169,8 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
     found = group_for(group, given)
     if len(given) != found.size():
         raise UsageError(
-            f"parts must have one tensor for each of the {found.size()} members of {found!r}, got {len(given)}"
+            f"parts must have one tensor for each of the {found.size()} members of {found!r}, "
+            f"got {len(given)}"
         )
     root = found.rank(given[0].place)
     for k, t in enumerate(given):
@@ -185,7 +183,7 @@ def scatter(parts: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Te
 def reduce_scatter(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Return, for each member, its part of the reduction of all members' tensors, cut along the first dimension."""
+    """Return, for each member, its part of the reduction, cut along the first dimension."""
     found, given = one_each(group, tensors, "tensors")
     require_operation(found, "reduce_scatter")
     spec = same(given, "tensors")
@@ -221,7 +219,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[Sequence[int]] | None = None,
     group: ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
-    """Return, for each member, the parts that the members have for it, one after the other along the first dimension.
+    """Return, for each member, the parts that the members have for it, in one tensor.
 
     `input_split_sizes[i][j]` rows go from member i to member j; without them, equal parts.
     """

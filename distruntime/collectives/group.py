@@ -1,6 +1,9 @@
-"""Groups: places whose tensors take part in collectives together. How workers are brought together, and what breaks a group.
+"""Groups: places whose tensors take part in collectives together.
 
-The master hands out groups' numbers and has each worker join; how members find each other, and their bytes, never pass through here.
+How workers are brought together, and what breaks a group.
+
+The master hands out groups' numbers and has each worker join; how members find each other, and their
+bytes, never pass through here.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ Choice = str | Mapping[str, str]
 class ProcessGroup:
     """Places, in the order of their ranks, that take part in collectives together: what `new_group` returns.
 
-    `places` has each member's, `backend` the name of its data channel. Closed by `close()` or with the session.
+    `places` has each member's, `backend` the name of its data channel. Closed by `close()` or with the
+    session.
     """
 
     def __init__(
@@ -62,11 +66,14 @@ class ProcessGroup:
         self.places: tuple[Place, ...] = tuple(home.place for home in homes)
         self.ranks: dict[Place, int] = {place: rank for rank, place in enumerate(self.places)}
         self.sequence = count(1).__next__
-        self.mail: Any = None  # what has been sent in it and not received, two layers up
+        # point_to_point.py keeps here what has been sent and not received.
+        self.mail: Any = None
         self.broken = ""
         self.closed = False
-        self.templates: dict[Any, Any] = {}  # what joint.py has compiled
-        self.streams: dict[Place, Any] = {}  # of operations that the caller does not wait for
+        # operation.py keeps here what it has compiled, by what makes operations differ.
+        self.templates: dict[Any, Any] = {}
+        # Operations that the caller does not wait for run on these streams.
+        self.streams: dict[Place, Any] = {}
         # By node, its own ranks in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
@@ -94,7 +101,10 @@ class ProcessGroup:
         return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
 
     def close(self) -> None:
-        """Close the group, after what has been issued to it. Return at once; `dr.destroy_process_group(group)` does the same."""
+        """Close the group, after what has been issued to it.
+
+        Return at once; `dr.destroy_process_group(group)` does the same.
+        """
         self.session.groups.close(self)
 
     def require(self) -> None:
@@ -108,7 +118,8 @@ class ProcessGroup:
             shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
-                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: dr.new_group([{members}])"
+                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
+                f"dr.new_group([{members}])"
             )
 
 
@@ -120,15 +131,16 @@ class Groups:
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
-        self._closing: dict[
-            ProcessGroup, dict[Node, int]
-        ] = {}  # those whose members may still be at work, and until where
+        # Members of these groups may still be at work, until these positions in the nodes' logs.
+        self._closing: dict[ProcessGroup, dict[Node, int]] = {}
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
-        self._links: dict[tuple[Place, ...], ProcessGroup] = {}  # pairs between which something was copied
+        # Copies have gone between these pairs of places.
+        self._links: dict[tuple[Place, ...], ProcessGroup] = {}
         self._offers: dict[tuple[Node, str], Capabilities] = {}
         self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
-        self.mail: Any = None  # as a group's, of what was sent without one
+        # This is the mail of what was sent without a group.
+        self.mail: Any = None
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 
@@ -138,7 +150,10 @@ class Groups:
                 self.end(group, f"{node} {node.failed}")
 
     def require_choice(self) -> None:
-        """Raise `ConfigurationError` where a worker does not have the data channel that the user has named. Block for a round trip."""
+        """Raise `ConfigurationError` where a worker does not have the data channel that the user has named.
+
+        Block for a round trip.
+        """
         named = (
             {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
         )
@@ -167,7 +182,8 @@ class Groups:
         for home in homes:
             if home.node.members:
                 raise PlacementError(
-                    f"{home.place} are a mesh, which is no member of a group: what its members do together runs along its lines, "
+                    f"{home.place} are a mesh, which is no member of a group: what its members do "
+                    "together runs along its lines, "
                     "dr.lines.all_reduce(mesh.lines(), x)"
                 )
             home.node.require_alive()
@@ -176,7 +192,8 @@ class Groups:
         for home in homes:
             if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
                 raise NotSupportedError(
-                    f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not of {home.place}"
+                    f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not "
+                    f"of {home.place}"
                 )
         self.meeting.require()
         with self._opening:
@@ -208,13 +225,16 @@ class Groups:
                 self._answer(request, f"join {group!r}", 0.0)
         finally:
             for request in requests:
-                session.requests.forget(request)
+                session.requests.discard(request)
 
     def _answer(self, request: Request, what: str, limit: float | None = None) -> Any:
-        """Return the answer of a worker that is asked to do something now; raise `ConnectionFailed`, saying what it said."""
+        """Return the answer of a worker that is asked to do something now.
+
+        Raise `ConnectionFailed`, saying what it said.
+        """
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
-            session.requests.forget(request)
+            session.requests.discard(request)
             raise ConnectionFailed(
                 f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"
             )
@@ -227,7 +247,10 @@ class Groups:
         return request.value
 
     def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
-        """Return what all of some workers can do with a data channel; raise `ConfigurationError` where one does not have it."""
+        """Return what all of some workers can do with a data channel.
+
+        Raise `ConfigurationError` where one does not have it.
+        """
         found = registered(name)
         asked = {
             node: self.session.ask(node, AskChannel, name)
@@ -239,8 +262,10 @@ class Groups:
             if found is not None:
                 if tuple(python) != sys.version_info[:2]:
                     raise ConfigurationError(
-                        f"the data channel {name!r} was registered here, in Python {sys.version_info[0]}.{sys.version_info[1]}, and cannot "
-                        f"travel to {node}, which runs {python[0]}.{python[1]}: offer it there as an entry point (see docs/data_channel.md)"
+                        f"the data channel {name!r} was registered here, in Python "
+                        f"{sys.version_info[0]}.{sys.version_info[1]}, and cannot "
+                        f"travel to {node}, which runs {python[0]}.{python[1]}: offer it there as "
+                        "an entry point (see docs/data_channel.md)"
                     )
                 self._offers[node, name] = found.capabilities  # type: ignore[attr-defined]
             elif why:
@@ -277,8 +302,21 @@ class Groups:
         return self._kept(self._links, (here, there))
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
-        """Return the group that is used where none is named: of just these places, made at the first use, again after it has broken."""
+        """Return the group of just these places.
+
+        The first use makes it, and so does the next one after it has broken.
+
+        An operation without `group=` uses it.
+        """
         return self._kept(self._by_places, homes)
+
+    def of_places(self, places: tuple[Place, ...]) -> ProcessGroup:
+        """As `of`, for the places of tensors. While the group works, this is one look-up."""
+        found = self._by_places.get(places)
+        if found is None or found.closed or found.broken:
+            # Whoever made a group has shown that its places exist and differ. A new one has yet to show it.
+            found = self.of(homes_of(self.session, places))
+        return found
 
     def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
         places = tuple(home.place for home in homes)
@@ -310,11 +348,17 @@ class Groups:
                     self.session.post(node, BreakGroup(group.number, reason))
 
     def launches(self, node: Log) -> Storage:
-        """Return what keeps a node's operations in one order, for data channels where two groups must not begin in different orders."""
+        """Return what keeps a node's operations in one order.
+
+        Some data channels hang where two groups begin in different orders.
+        """
         return self._launches.setdefault(node, Storage(NO_TENSOR))
 
     def close(self, group: ProcessGroup) -> None:
-        """Close a group after what has been issued to it, and forget it. What is broken or closed is only forgotten."""
+        """Close a group after what has been issued to it, and forget it.
+
+        What is broken or closed is only forgotten.
+        """
         ends: dict[Node, int] = {}
 
         def issue() -> None:
@@ -328,8 +372,10 @@ class Groups:
                         )
                         ends[node] = node.base + len(node.words)
                 group.closed = True
-                group.mail = None  # whoever keeps the closed group need not keep what nobody received
-            except BaseException as error:  # a signal's handler that raises: see joint.py
+                # Whoever keeps the closed group need not keep what nobody received.
+                group.mail = None
+            # A signal's handler may raise here: see operation.py.
+            except BaseException as error:
                 self.end(
                     group,
                     f"it was closed for some of its members only, as {type(error).__name__} came between",
@@ -348,7 +394,10 @@ class Groups:
 
 
 def _pickled(name: str) -> bytes:
-    """Return a data channel that was registered here, for workers that do not have its module; nothing if it was not."""
+    """Return a data channel that was registered here, for workers that do not have its module.
+
+    Nothing if it was not.
+    """
     found = registered(name)
     if found is None:
         return b""
@@ -381,13 +430,17 @@ Where = int | Place
 def homes_of(
     session: Session, nodes_or_places: Sequence[Where] | None, what: str = "a group"
 ) -> list[Residence]:
-    """Return the places of a new group, or of `what` is made of places like one; raise `UsageError` or `PlacementError`."""
+    """Return the places of a new group, or of `what` is made of places like one.
+
+    Raise `UsageError` or `PlacementError`.
+    """
     if nodes_or_places is None:
         nodes_or_places = [node.index for node in session.nodes]
     listed = isinstance(nodes_or_places, Iterable) and not isinstance(nodes_or_places, str)
     if not listed or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
         raise UsageError(
-            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), ...], got {nodes_or_places!r}"
+            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), "
+            f"...], got {nodes_or_places!r}"
             + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
         )
     homes = [
@@ -405,17 +458,22 @@ def homes_of(
 def new_group(
     nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
 ) -> ProcessGroup:
-    """Make a group whose members' tensors take part in collectives together. Block until all have joined, at most half a minute.
+    """Make a group whose members' tensors take part in collectives together.
+
+    Block until all have joined, at most half a minute.
 
     Args:
-        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the order of ranks; None: all nodes.
+        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the
+            order of ranks; None: all nodes.
         backend: the data channel, "gloo", "nccl", "tcp", "tcp+tls", "mpi" or a registered one; None: as
             `init_master_worker(data_channel=)` says.
-        timeout: seconds that one operation may take, waiting for late members included; None: half an hour, as in torch.
+        timeout: seconds that one operation may take, waiting for late members included; None: half an
+            hour, as in torch.
 
     Raises:
-        UsageError: a member given twice, or none. PlacementError: no such place. NodeFailed: a member is lost.
-        ConfigurationError: a worker does not have the data channel, or a port is in use. ConnectionFailed: members do not find each other.
+        UsageError: a member given twice, or none. PlacementError: no such place. NodeFailed: a member is
+        lost. ConfigurationError: a worker does not have the data channel, or a port is in use.
+        ConnectionFailed: members do not find each other.
     """
     session = active_session()
     if timeout is not None and not (is_timeout(timeout) and timeout > 0):

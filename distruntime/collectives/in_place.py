@@ -1,8 +1,9 @@
-"""Collectives with torch.distributed's names, arguments and meaning, given one tensor for each member of a group.
+"""Collectives with torch.distributed's names and meaning, for one tensor of each member of a group.
 
-The tensors are written, as in torch.distributed. Where a gradient is wanted, the functional form does the work, and is copied over them.
-Each returns at once: None, or with `async_op` a `Work`, and runs on the members' current streams, or with `async_op` beside them. Roots
-are node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `group_dst=`).
+The tensors are written, as in torch.distributed. Where a gradient is wanted, the functional form does the
+work, and its results are copied over them. Each function returns None at once, and runs on the members'
+current streams. With `async_op` it runs beside them, and the function returns a `Work` at once. Roots are
+node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `group_dst=`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 from ..errors import UsageError, WaitTimeout
 from ..log.line import line_text, user_line
 from ..session.timeouts import checked
-from ..streams.event import Event
-from ..streams.stream import current_stream
+from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
 from ..wire.messages import AskStatus
@@ -61,7 +61,10 @@ def _write(
 
 
 def _wanted(outputs: Sequence[Sequence[Any]], inputs: Sequence[Sequence[Any]]) -> bool:
-    """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then, before anything is issued."""
+    """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then.
+
+    Nothing has been issued when it raises.
+    """
     if not torch.is_grad_enabled():
         return False
     written = [t for row in outputs for t in row if t.requires_grad]
@@ -179,7 +182,7 @@ def all_gather(
 def all_gather_into_tensor(
     output_tensors: Tensors, input_tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Fill each member's output with all members' inputs: one after the other along the first dimension, or stacked along a new one."""
+    """Fill each member's output with all members' inputs, joined along the first or a new dimension."""
     found, given = one_each(group, input_tensors, "input_tensors")
     require_operation(found, "all_gather")
     spec = same(given, "input_tensors")
@@ -302,7 +305,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the members' inputs, and give each member its part: cut along the first dimension, or along a new one that is stacked."""
+    """Reduce the members' inputs, and give each member its part, along the first or a new dimension."""
     found, outs = one_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
     spec = same(outs, "outputs")
@@ -332,7 +335,10 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Give member j the j-th tensor of every member's list: `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`."""
+    """Give member j the j-th tensor of every member's list.
+
+    `output_tensor_lists[j][i]` becomes `input_tensor_lists[i][j]`.
+    """
     first = rows_of(input_tensor_lists, "input_tensor_lists")
     ins = lists_each(group, input_tensor_lists, "input_tensor_lists", first)
     found, _ = one_each(group, first, "input_tensor_lists")
@@ -365,7 +371,8 @@ def all_to_all_single(
 ) -> Work | None:
     """Give member j its part of every member's input, one after the other along the first dimension.
 
-    The split sizes have a row for each member: `input_split_sizes[i][j]` rows go from i to j, `output_split_sizes[j][i]` are the same;
+    The split sizes have a row for each member: `input_split_sizes[i][j]` rows go from i to j, and
+    `output_split_sizes[j][i]` says the same;
     one of the two is enough, and without them the parts are equal.
     """
     found, given = one_each(group, inputs, "inputs")
@@ -399,10 +406,11 @@ def all_to_all_single(
 def barrier(
     group: ProcessGroup | None = None, async_op: bool = False, timeout: float | None = None
 ) -> Work | None:
-    """Block until every member has got to this point of the program: its current stream, and the streams with it.
+    """Block until every member has got to this point of the program on its current stream.
 
-    Raises `WaitTimeout` after `timeout` seconds (default: the group's), naming the members that are late and what they are doing. With
-    `async_op` return at once: what follows on each member's current stream waits for all members when the `Work` says so.
+    Raises `WaitTimeout` after `timeout` seconds (default: the group's). It names the late members and
+    their work. With `async_op` return at once. A current stream then waits for all members when
+    `Work.wait` is called.
     """
     session, timeout = session_of(group), checked(timeout)
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
@@ -426,17 +434,18 @@ def barrier(
     raise WaitTimeout(
         f"barrier of {found!r}: not all have come within {limit:g} s\n"
         + "".join(f"  {text}\n" for text in late or ["all have come, but not left yet"])
-        + f"  waited for at {line_text(user_line())}\n  it goes on; wait again with another barrier, or see dr.nodes()"
+        + f"  waited for at {line_text(user_line())}\n"
+        "  it goes on; wait again with another barrier, or see dr.nodes()"
     )
 
 
 def _late(group: ProcessGroup, rank: int, event: Event) -> str:
-    """Return what a member is doing that has not come to a barrier, where `event` is; nothing of one that has."""
+    """Return what a member does that has not come to a barrier. Return "" if it has come to `event`."""
     home = group.homes[rank]
     node, session = home.worker, group.session
     asked = session.ask(node, AskStatus)
     if not session.result(asked, ASK.get()) or asked.lost is not None:
-        session.requests.forget(asked)
+        session.requests.discard(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"
     if event.query():
         return ""
@@ -460,7 +469,7 @@ def _all_expect(
 
 
 def _expect_whole(tensors: Sequence[DistributedTensor], part: Any, size: int, name: str) -> None:
-    """Raise `UsageError` unless each is what `size` tensors like `part` give, put one after the other or stacked."""
+    """Raise `UsageError` unless each is what `size` tensors like `part` give, joined or stacked."""
     stacked = (size, *part.size)
     joined = (part.size[0] * size, *part.size[1:]) if part.size else (size,)
     for k, t in enumerate(tensors):

@@ -1,13 +1,13 @@
-"""Issuing one operation of a group: an instruction in the log of each node that has members, at one moment of the program.
+"""Issuing one operation of a group: an instruction for each node that has members, all at one moment.
 
-Program order is the same in every log, so members cannot disagree about what comes next, and the earliest operation that has not run can
-always run: no two wait for each other, whatever groups and streams are used.
+Every log has the order of the program, so the members cannot disagree about what comes next. The earliest
+operation that has not run can always run. So no two operations wait for each other, whatever groups and
+streams are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgpack
 
@@ -17,6 +17,7 @@ from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
+from ..log.node import Node
 from ..log.read_only import require_writable
 from ..log.spec import layout
 from ..wire.data_channel import Reduction
@@ -40,15 +41,20 @@ def issue_operation(
     reduction: Reduction | None = None,
     splits: ByteSplits = NO_SPLITS,
 ) -> None:
-    """Issue an operation; `parts` are the members', by rank. Block only while a window is full.
+    """Issue an operation with these parts, by rank. Block only while a window is full.
 
-    The caller has checked what it can check; members of lost nodes are not issued to, and fail with their node.
+    The caller has checked what it can check. Nothing is sent to members on lost nodes. They fail with
+    their node.
     """
     group.require()
     line = user_line()
     op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
     if inplace:
         require_writable([h.storage for _, outs in parts for h in outs], line)
+    # Only a copy may have its operands elsewhere than the group has its members: see `Groups.between`.
+    homes = (
+        [_home(group, rank, part) for rank, part in enumerate(parts)] if operation == "copy" else group.homes
+    )
     key = (
         operation,
         inplace,
@@ -56,10 +62,8 @@ def issue_operation(
         op,
         factor,
         splits,
-        tuple((tuple(h.spec for h in ins), tuple(h.spec for h in outs)) for ins, outs in parts),
-        None
-        if operation != "copy"
-        else tuple(_home(group, rank, part).place.device for rank, part in enumerate(parts)),
+        *[(tuple([h.spec for h in ins]), tuple([h.spec for h in outs])) for ins, outs in parts],
+        *([home.place.device for home in homes] if operation == "copy" else ()),
     )
     compiled = group.templates.get(key)
     if compiled is None:
@@ -67,47 +71,45 @@ def issue_operation(
             _require_written(operation, parts)
         if len(group.templates) >= _MOST:
             group.templates.clear()
-        compiled = group.templates[key] = _compile(
-            group, operation, parts, [root, op, factor, inplace, *splits]
-        )
+        options: list[object] = [root, op, factor, inplace, *splits]
+        compiled = group.templates[key] = _compile(group, operation, parts, homes, options)
 
     def issue() -> None:
-        group.require()  # again: another thread may have closed it, and after that no worker knows it
+        # Another thread may have closed the group meanwhile, and then no worker knows it.
+        group.require()
         sequence, begun = group.sequence() & 0x3FFFFFFF, False
+        groups, capabilities = groups_of(group.session), group.capabilities
         try:
             for node, ranks in group.own.items():
-                words: list[Any] = [0, sequence]
-                operands: list[Handle] = []
-                outputs: list[Handle] = []
-                for rank in ranks:
-                    ins, outs = parts[rank]
-                    words += [h.ref for h in ins]
-                    words += [h.ref for h in outs]
-                    operands += ins
-                    outputs += outs
-                written = [h.storage for h in outputs] if inplace else []
-                homes = [_home(group, rank, parts[rank]) for rank in ranks]
-                # What has tags of its own may overtake; what has not keeps the group's order, whatever streams it is on.
-                serial = group.serial[node] if operation != "copy" or not group.capabilities.tags else None
-                if not group.capabilities.concurrent:
-                    serial = groups_of(group.session).launches(node)
-                words[0], begun = node.template(*compiled[node]), True
+                operands = [h for rank in ranks for h in parts[rank][0]]
+                outputs = [h for rank in ranks for h in parts[rank][1]]
+                if not capabilities.concurrent:
+                    serial = groups.launches(node)
+                elif operation != "copy" or not capabilities.tags:
+                    # The group's operations keep their order, whatever streams they are on.
+                    serial = group.serial[node]
+                else:
+                    # A copy has a tag of its own, so it may overtake.
+                    serial = None
+                words = [node.template(*compiled[node]), sequence]
+                words += [h.ref for rank in ranks for handles in parts[rank] for h in handles]
+                begun = True
                 issue_joint(
                     words,
                     [] if inplace else outputs,
                     [*operands, *outputs] if inplace else operands,
-                    written,
-                    homes,
+                    [h.storage for h in outputs] if inplace else [],
+                    [homes[rank] for rank in ranks],
                     serial,
                     line,
                 )
-        except (
-            BaseException
-        ) as error:  # a signal's handler that raises: some members would wait for the others for half an hour
+        except BaseException as error:
+            # A signal's handler may raise here. Some members would wait for the others for half an hour.
             if begun:
-                groups_of(group.session).end(
+                groups.end(
                     group,
-                    f"{operation} was issued to some of its members only, as {type(error).__name__} came between",
+                    f"{operation} was issued to some of its members only, "
+                    f"as {type(error).__name__} came between",
                 )
             raise
 
@@ -117,26 +119,31 @@ def issue_operation(
 
 
 def _require_written(operation: str, parts: Sequence[Part]) -> None:
-    """Raise `UsageError` for an output that cannot be written: found out on its worker, it would break the group."""
+    """Raise `UsageError` for an output that cannot be written: its worker would break the group."""
     for _, outs in parts:
         for handle in outs:
             if handle.spec.expanded:
                 raise UsageError(
-                    "unsupported operation: more than one element of the written-to tensor refers to a single memory location: "
+                    "unsupported operation: more than one element of the written-to tensor refers to "
+                    "a single memory location: "
                     f"{operation} into {handle.spec} with strides {handle.spec.stride}. Clone it first"
                 )
 
 
 def _compile(
-    group: ProcessGroup, operation: str, parts: Sequence[Part], options: list[Any]
-) -> dict[Any, tuple[bytes, list[Any]]]:
+    group: ProcessGroup,
+    operation: str,
+    parts: Sequence[Part],
+    homes: Sequence[Residence],
+    options: list[object],
+) -> dict[Node, tuple[bytes, list[object]]]:
     """Return, by node, what `Node.template` takes."""
     compiled = {}
     for node, ranks in group.own.items():
         members = [
             [
                 rank,
-                _home(group, rank, parts[rank]).place.device,
+                homes[rank].place.device,
                 [layout(h.spec) for h in parts[rank][0]],
                 [layout(h.spec) for h in parts[rank][1]],
             ]
@@ -148,7 +155,7 @@ def _compile(
 
 
 def _home(group: ProcessGroup, rank: int, part: Part) -> Residence:
-    """Return where a member's tensors are: its place, but for copies, whose group stands for all devices of two nodes."""
+    """Return where a member of a copy has its tensor: the group may stand for all devices of two nodes."""
     ins, outs = part
     return ins[0].place if ins else outs[0].place if outs else group.homes[rank]
 
@@ -158,5 +165,6 @@ def require_operation(group: ProcessGroup, operation: str) -> None:
     if operation not in group.capabilities.operations:
         have = ", ".join(sorted(group.capabilities.operations)) or "nothing"
         raise NotSupportedError(
-            f"the data channel {group.backend!r} has no {operation}, only {have}: make a group with another, dr.new_group(..., backend=...)"
+            f"the data channel {group.backend!r} has no {operation}, only {have}: "
+            "make a group with another, dr.new_group(..., backend=...)"
         )

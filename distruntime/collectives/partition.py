@@ -1,4 +1,7 @@
-"""`Partition`: places in a Cartesian shape, over which a tensor is cut up. A partitioned tensor is a plain list, a shard for each place."""
+"""`Partition`: places in a Cartesian shape, over which a tensor is cut up.
+
+A partitioned tensor is a plain list, a shard for each place.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,21 @@ from .plans import Cuts, coordinates, cuts_of, measured, sizes_of, slices_of
 
 
 class Partition:
-    """Distinct places in a Cartesian shape, row by row: the last dimension varies fastest. Equal where places and shape are.
+    """Distinct places in a Cartesian shape, row by row: the last dimension varies fastest.
 
-    Dimension d of a tensor is cut into `shape[d]` parts, the first ones longer by one where they cannot be equal; dimensions that the
-    partition does not have are not cut. Shards may be empty.
+    Equal where places and shape are.
+
+    Dimension d of a tensor is cut into `shape[d]` parts, the first ones longer by one where they cannot
+    be equal; dimensions that the partition does not have are not cut. Shards may be empty.
 
     Args:
-        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places; None: all nodes.
+        nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places; None: all
+            nodes.
         shape: how many parts along each dimension; a number stands for one dimension.
 
     Raises:
-        UsageError: a place given twice, or as many places as the shape does not have. PlacementError: no such place.
+        UsageError: a place given twice, or as many places as the shape does not have. PlacementError: no
+        such place.
     """
 
     def __init__(self, nodes_or_places: Sequence[Where] | None, shape: int | Sequence[int]) -> None:
@@ -94,16 +101,22 @@ class Partition:
         return shards
 
     def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor, here. Block until all shards are. Differentiable: the gradient is scattered.
+        """Return the whole tensor, here.
 
-        Raises `UsageError` where the sizes of the shards do not fit each other, `PlacementError` for one on another place.
+        Block until all shards are. Differentiable: the gradient is scattered.
+
+        Raises `UsageError` where the sizes of the shards do not fit each other, `PlacementError` for one
+        on another place.
         """
         given = self.check(shards, "shards")
         whole: torch.Tensor = _Gather.apply(self, self.cuts(given), *given)  # type: ignore[no-untyped-call]
         return whole
 
     def check(self, value: Any, name: str) -> list[DistributedTensor]:
-        """Return the shards in a list that a caller gave; raise what a list raises that is not one of this partition's."""
+        """Return the shards in a list that a caller gave.
+
+        Raise what a list raises that is not one of this partition's.
+        """
         if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
             raise UsageError(
                 f"{name} must be a list with one shard for each place of {self!r}, got {type(value).__name__}"
@@ -119,17 +132,22 @@ class Partition:
                 raise UsageError(f"{name}[{k}] is of another session than {self!r}")
             if shard.place != place:
                 raise PlacementError(
-                    f"{name}[{k}] is on {shard.place}, where {self!r} has {place}: give the shards in the order of the places, or move it: "
+                    f"{name}[{k}] is on {shard.place}, where {self!r} has {place}: give the shards "
+                    "in the order of the places, or move it: "
                     f"x.to(dr.place({place.node}, {place.device!r}))"
                 )
             if shard.dtype != shards[0].dtype:
                 raise UsageError(
-                    f"{name} must be of one dtype: [0] is {shards[0]._handle.spec}, [{k}] is {shard._handle.spec}"
+                    f"{name} must be of one dtype: [0] is {shards[0]._handle.spec}, [{k}] is "
+                    f"{shard._handle.spec}"
                 )
         return shards
 
     def cuts(self, shards: Sequence[torch.Tensor]) -> Cuts:
-        """Return how shards cut up the whole that they are; raise `UsageError` where they do not fit each other."""
+        """Return how shards cut up the whole that they are.
+
+        Raise `UsageError` where they do not fit each other.
+        """
         return measured(tuple(tuple(t.shape) for t in shards), self.shape)
 
 

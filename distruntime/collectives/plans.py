@@ -1,6 +1,9 @@
-"""Who sends which part of a tensor to whom: arithmetic on sizes, done once for a structure and remembered. No tensor and no session here.
+"""Who sends which part of a tensor to whom: arithmetic on sizes, done once for a structure and remembered.
 
-A plan is a linear map as steps, with its adjoint: the steps of the way back. What the steps do is in primitives.py.
+No tensor and no session here.
+
+A plan is a linear map as steps, with its adjoint: the steps of the way back. What the steps do is in
+primitives.py.
 """
 
 from __future__ import annotations
@@ -16,18 +19,19 @@ from ..errors import UsageError
 from ..log.handle import Place
 
 Size = tuple[int, ...]
-Cuts = tuple[Size, ...]  # by dimension, how long the parts along it are
-Box = tuple[
-    tuple[int, int, int], ...
-]  # dimension, start, length: of those dimensions only of which it is not all
-Widths = tuple[
-    tuple[tuple[int, int], ...], ...
-]  # by dimension and part along it: the halo to the left and to the right
+# For each dimension, the lengths of the parts along it.
+Cuts = tuple[Size, ...]
+# Dimension, start and length, for each dimension that the box does not have as a whole.
+Box = tuple[tuple[int, int, int], ...]
+# For each dimension and each part along it, the widths of the halo to the left and to the right.
+Widths = tuple[tuple[tuple[int, int], ...], ...]
 
-_REMEMBERED = 512  # plans of each kind
+# So many plans of each kind are remembered.
+_REMEMBERED = 512
 
 _Planner = TypeVar("_Planner", bound=Callable[..., Any])
-CACHED: list[Any] = []  # each with `cache_info()`
+# Each of these functions has `cache_info()`.
+CACHED: list[Any] = []
 
 
 def _planned(function: _Planner) -> _Planner:
@@ -65,7 +69,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Moves:
-    """Pieces, by target, that cover each target. With `sums` each target's first is all of it, and the others are added."""
+    """Pieces, by target, that cover each target.
+
+    With `sums` each target's first is all of it, and the others are added.
+    """
 
     sizes: tuple[Size, ...]
     arriving: tuple[tuple[Piece, ...], ...]
@@ -75,7 +82,10 @@ class Moves:
 
 @dataclass(frozen=True)
 class Spread:
-    """From each source to its targets; `sums`: from each one's targets to it. Rows: the one, the many, who of them lives with the one."""
+    """From each source to its targets; `sums`: from each one's targets to it.
+
+    Rows: the one, the many, who of them lives with the one.
+    """
 
     rows: tuple[tuple[int, Size, int], ...]
     sums: bool = False
@@ -90,7 +100,10 @@ class AllSum:
 
 @dataclass(frozen=True)
 class Join:
-    """One after the other along a dimension, for all of a row; `sums`: cut up so, and each part summed. Rows: who, and how long."""
+    """One after the other along a dimension, for all of a row; `sums`: cut up so, and each part summed.
+
+    Rows: who, and how long.
+    """
 
     axis: int
     rows: tuple[tuple[Size, Size], ...]
@@ -113,11 +126,8 @@ class Plan:
         return Plan(self.back, self.steps)
 
 
-# -- how a tensor is cut ---------------------------------------------------------------------------------------------------------
-
-
 def balanced(size: int, parts: int) -> Size:
-    """Return how long the parts of a dimension are: the first `size % parts` are one longer than the others."""
+    """Return the lengths of the parts of a dimension: the first `size % parts` are longer by one."""
     each, longer = divmod(size, parts)
     return tuple(each + (k < longer) for k in range(parts))
 
@@ -137,10 +147,14 @@ def number(index: Size, shape: Size) -> int:
 
 @_planned
 def cuts_of(size: Size, shape: Size) -> Cuts:
-    """Return the balanced cuts of a tensor; raise `UsageError` where it has fewer dimensions than the partition."""
+    """Return the balanced cuts of a tensor.
+
+    Raise `UsageError` where it has fewer dimensions than the partition.
+    """
     if len(size) < len(shape):
         raise UsageError(
-            f"a tensor of {len(size)} dimensions, {size}, cannot be cut along the {len(shape)} of a partition of shape {shape}: "
+            f"a tensor of {len(size)} dimensions, {size}, cannot be cut along the {len(shape)} of a "
+            f"partition of shape {shape}: "
             f"use a partition of at most {len(size)}, or x.reshape(...)"
         )
     return tuple(balanced(n, parts) for n, parts in zip(size, shape + (1,) * (len(size) - len(shape))))
@@ -148,11 +162,12 @@ def cuts_of(size: Size, shape: Size) -> Cuts:
 
 @_planned
 def measured(sizes: tuple[Size, ...], shape: Size) -> Cuts:
-    """Return the cuts that shards of these sizes have; raise `UsageError` where they do not fit each other."""
+    """Return the cuts that shards of these sizes have; raise `UsageError` where they do not fit."""
     dims = len(sizes[0])
     if dims < len(shape):
         raise UsageError(
-            f"shard 0 has {dims} dimensions, {sizes[0]}, and the partition {len(shape)}, {shape}: it cannot be a part of it"
+            f"shard 0 has {dims} dimensions, {sizes[0]}, and the partition {len(shape)}, {shape}: "
+            "it cannot be a part of it"
         )
     cuts = []
     for k, size in enumerate(sizes):
@@ -167,7 +182,8 @@ def measured(sizes: tuple[Size, ...], shape: Size) -> Cuts:
             same = first[index[d] if d < len(shape) else 0]
             if sizes[k][d] != sizes[same][d]:
                 raise UsageError(
-                    f"shards do not fit each other: along dimension {d} shard {same} of {sizes[same]} is {sizes[same][d]} long and "
+                    f"shards do not fit each other: along dimension {d} shard {same} of "
+                    f"{sizes[same]} is {sizes[same][d]} long and "
                     f"shard {k} of {sizes[k]} is {sizes[k][d]}, expected the same, as both are "
                     f"{f'part {index[d]} of {parts}' if d < len(shape) else 'whole'} there"
                 )
@@ -198,9 +214,6 @@ def _rows(shape: Size, axes: Sequence[int]) -> list[list[int]]:
     return list(rows.values())
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------------------
-
-
 @_planned
 def spread(
     from_places: tuple[Place, ...], from_shape: Size, to_places: tuple[Place, ...], to_shape: Size
@@ -210,7 +223,8 @@ def spread(
     padded = (1,) * missing + from_shape
     if missing < 0 or any(a not in (1, b) for a, b in zip(padded, to_shape)):
         raise UsageError(
-            f"a partition of shape {from_shape} cannot be broadcast to one of shape {to_shape}: it must not have more dimensions, and "
+            f"a partition of shape {from_shape} cannot be broadcast to one of shape {to_shape}: it "
+            "must not have more dimensions, and "
             "each, counted from the last, must be as long or 1"
         )
     targets: dict[int, list[int]] = {}
@@ -262,7 +276,8 @@ def _alike(sizes: tuple[Size, ...], row: Sequence[int], but: int) -> None:
         ):
             where = "in all dimensions" if but < 0 else f"in all dimensions but {but}"
             raise UsageError(
-                f"shards do not fit each other: shard {first} is {sizes[first]}, shard {k} is {sizes[k]}, expected alike {where}"
+                f"shards do not fit each other: shard {first} is {sizes[first]}, shard {k} is "
+                f"{sizes[k]}, expected alike {where}"
             )
 
 
@@ -321,16 +336,18 @@ def _moves(
 def _exchange(
     pieces: Sequence[Piece], from_places: tuple[Place, ...], to_places: tuple[Place, ...], item: int
 ) -> Exchange | None:
-    """Return the pieces as one all_to_all, if that is quicker than copies: as soon as there are more of them than places.
+    """Return the pieces as one all_to_all, or None where copies are quicker.
 
-    Four workers on one machine, each sending to k others 4 KiB: copies 2.1, 3.6 and 5.5 ms for k = 1, 2 and 3, all_to_all 2.1 ms.
+    The all_to_all is quicker as soon as there are more pieces than places.
+
+    Four workers on one machine, each sending to k others 4 KiB: copies 2.1, 3.6 and 5.5 ms for k = 1, 2
+    and 3, all_to_all 2.1 ms.
     """
     used = {from_places[p.source] for p in pieces} | {to_places[p.target] for p in pieces}
     if sum(from_places[p.source] != to_places[p.target] for p in pieces) <= len(used):
         return None
-    places = sorted(
-        used, key=lambda place: (place.node, place.device)
-    )  # of one group, whatever the order and the direction
+    # The group is one, whatever the order and the direction are.
+    places = sorted(used, key=lambda place: (place.node, place.device))
     rank = {place: k for k, place in enumerate(places)}
     splits = [[0] * len(places) for _ in places]
     leaving: list[list[Piece]] = [[] for _ in places]
@@ -350,7 +367,7 @@ def _exchange(
 
 @_planned
 def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
-    """Plan the exchange of halos: a step for each dimension, so that the later ones carry the corners of the earlier."""
+    """Plan the exchange of halos: a step for each dimension. Later steps carry corners of earlier ones."""
     cuts = measured(sizes, shape)
     steps: list[Step] = []
     back: list[Step] = []
@@ -375,7 +392,8 @@ def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
                 have = lengths[c + step]
                 if width > have:
                     raise UsageError(
-                        f"a halo must not be wider than what the neighbour has: along dimension {d} shard {k} wants {width} from shard "
+                        f"a halo must not be wider than what the neighbour has: along dimension {d} "
+                        f"shard {k} wants {width} from shard "
                         f"{near}, which is {have} long there"
                     )
                 taken = _part(d, have - width if step < 0 else 0, width, have)

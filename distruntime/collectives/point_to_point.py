@@ -1,7 +1,10 @@
-"""`send`, `recv`, `isend`, `irecv` with torch.distributed's names and meaning. One program holds both ends: the tensor says the other.
+"""`send`, `recv`, `isend`, `irecv` with torch.distributed's names and meaning.
 
-A send copies to the receiver's place at once, so that the sender may write its tensor again; the matching receive writes the copy into
-its own tensor there. Sends and receives of one pair and tag match in the order in which they are issued. The copy is part of the autograd
+One program holds both ends: the tensor says the other.
+
+A send copies to the receiver's place at once, so that the sender may write its tensor again; the matching
+receive writes the copy into its own tensor there. Sends and receives of one pair and tag match in the
+order in which they are issued. The copy is part of the autograd
 graph: gradients travel back to the sender.
 """
 
@@ -27,7 +30,7 @@ from .work import Work, aside
 
 @dataclass(eq=False)
 class _Sent:
-    """A tensor on its way: from where, to which place (or with `anywhere` to which node), and the copy that is there."""
+    """A tensor on its way: its sender, its target place (or node, with `anywhere`), and the copy there."""
 
     source: Place
     target: Place
@@ -51,11 +54,15 @@ class _Wanted:
 
 @dataclass(eq=False)
 class _Mail:
-    """What has been sent and not received, and wanted and not sent, in one group, or outside of groups; the oldest first."""
+    """What has been sent and not received, and wanted and not sent, in one group, or outside of groups.
+
+    The oldest first.
+    """
 
     sent: list[_Sent] = field(default_factory=list)
     wanted: list[_Wanted] = field(default_factory=list)
-    streams: dict[Place, Any] = field(default_factory=dict)  # of what nobody waits for
+    # Operations that nobody waits for run on these streams.
+    streams: dict[Place, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -66,10 +73,13 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send a copy of `tensor`, from where it lives to a node (a number or a place), or a rank of the group. Return at once.
+    """Send a copy of `tensor`, from where it lives to a node (a number or a place), or a rank of the group.
 
-    The tensor may be written at once: what is issued afterwards does not reach the copy. Without a group, a node's number means the place
-    of its that `tensor.to(node=dst)` chooses. Raises `PlacementError` for what is no member, `UsageError` for a send to itself.
+    Return at once.
+
+    The tensor may be written at once: what is issued afterwards does not reach the copy. Without a group,
+    a node's number means the place of its that `tensor.to(node=dst)` chooses. Raises `PlacementError` for
+    what is no member, `UsageError` for a send to itself.
     """
     session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
     _deliver(
@@ -89,7 +99,10 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """As `send`, beside the current streams: leave the tensor as it is until the `Work` has been waited for. Return at once."""
+    """As `send`, beside the current streams: leave the tensor as it is until the `Work` has been waited for.
+
+    Return at once.
+    """
     session, mail, source, target = _ends(tensor, dst, group, tag, group_dst)
     moved: list[Any] = []
     homes = _homes(session, source, target.place)
@@ -110,7 +123,9 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Write into `tensor` the oldest tensor sent to where it lives, from `src` or from anywhere. Return the sender's node, at once.
+    """Write into `tensor` the oldest tensor sent to where it lives, from `src` or from anywhere.
+
+    Return the sender's node, at once.
 
     Raises `UsageError` where nothing has been sent: a receive that comes before its send is an `irecv`.
     """
@@ -118,7 +133,8 @@ def recv(
     found = _take(mail, place, source, tag, tensor)
     if found is None:
         raise UsageError(
-            f"nothing has been sent to {place}{_from(source)} with tag {tag}: waiting for it would never end, as this program sends it "
+            f"nothing has been sent to {place}{_from(source)} with tag {tag}: waiting for it would "
+            "never end, as this program sends it "
             "too. Call send() before recv(), or irecv(), which may come first"
         )
     _write(mail, found, tensor)
@@ -132,7 +148,9 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """As `recv`, beside the current streams, and also before the send: the next one that matches is written into `tensor`.
+    """As `recv`, beside the current streams, and also before the send.
+
+    The next send that matches is written into `tensor`.
 
     Return at once. The `Work` raises `UsageError` when it is waited for and nothing has been sent.
     """
@@ -161,7 +179,8 @@ def _ends(
         target = session.places.residence(_place(session, dst, group_dst, ("dst", "group_dst"), source))
     if target.place == source:
         raise UsageError(
-            f"a tensor on {source} cannot be sent to {source}: a place does not send to itself, as in torch; use copy_"
+            f"a tensor on {source} cannot be sent to {source}: a place does not send to itself, as "
+            "in torch; use copy_"
         )
     target.node.require_alive()
     return session, mail, source, target
@@ -183,16 +202,18 @@ def _receiver(
         source = named.node if is_node(src) else named
     if source == place:
         raise UsageError(
-            f"a tensor on {place} cannot be received from {place}: a place does not send to itself, as in torch; use copy_"
+            f"a tensor on {place} cannot be received from {place}: a place does not send to itself, "
+            "as in torch; use copy_"
         )
     return session, mail, place, source
 
 
 def _place(session: Session, where: Any, rank: int | None, names: tuple[str, str], like: Place) -> Place:
-    """Return a place that is named without a group: a node's is the one of the same device as `like`, as of `.to(node=)`."""
+    """Return a place that is named without a group. A node stands for its place with the device of `like`."""
     if rank is not None:
         raise UsageError(
-            f"{names[1]}= is a rank of a group, and none was given: say {names[0]}=, a node number or a place, or group="
+            f"{names[1]}= is a rank of a group, and none was given: say {names[0]}=, a node number "
+            "or a place, or group="
         )
     if isinstance(where, Place):
         return session.places.residence(where).place
@@ -270,15 +291,18 @@ def _match(sent: _Sent, place: Place, source: Place | int | None, tag: int) -> b
 def _require_alike(sent: _Sent, into: Any, line: Line) -> None:
     if sent.value.shape != into.shape or sent.value.dtype != into.dtype:
         raise UsageError(
-            f"the tensors of a send and its recv must be of one shape and dtype: sent {sent.value._handle.spec}, "
-            f"received into {into._handle.spec}\n  sent at {line_text(sent.line)}\n  received at {line_text(line)}"
+            "the tensors of a send and its recv must be of one shape and dtype: sent "
+            f"{sent.value._handle.spec}, "
+            f"received into {into._handle.spec}\n  sent at {line_text(sent.line)}\n  received at "
+            f"{line_text(line)}"
         )
 
 
 def _write(mail: _Mail, sent: _Sent, into: Any) -> None:
     try:
         into.copy_(sent.value)
-    except BaseException:  # a tensor that must not be written: another may be
+    # This tensor must not be written, but another one may be.
+    except BaseException:
         with mail.lock:
             mail.sent.insert(0, sent)
         raise

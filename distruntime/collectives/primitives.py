@@ -6,9 +6,9 @@ Layers that span several workers are made of them. Each adjoint stands on the ri
     all_sum_reduce  all_sum_reduce          repartition     repartition, the other way
     halo_exchange   halos are sent back and added to where they came from
 
-A partitioned tensor is a list of shards, in the order of its partition's places. All return at once, but for the first time that places
-have to do with each other, which waits until their workers are connected. The results are new tensors, except where nothing moves at all.
-docs/primitives.md has pictures.
+A partitioned tensor is a list of shards, in the order of its partition's places. All return at once, but
+for the first time that places have to do with each other, which waits until their workers are connected.
+The results are new tensors, except where nothing moves at all. docs/primitives.md has pictures.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from .plans import AllSum, Box, Exchange, Join, Moves, Plan, Size, Spread, Step,
 Shards = Sequence[torch.Tensor]
 Tensors = list[Any]
 Width = int | tuple[int, int] | Sequence[tuple[int, int]]
-
-
-# -- steps: shards in, new shards out, below autograd -----------------------------------------------------------------------------
 
 
 def _home(t: Any) -> Residence:
@@ -163,7 +160,10 @@ def _move(step: Moves, xs: Tensors, to: Partition) -> Tensors:
 
 
 def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> bool:
-    """Issue one all_to_all, from parts of the shards right into parts of the new ones; return False if the data channel has none."""
+    """Issue one all_to_all, from parts of the shards right into parts of the new ones.
+
+    Return False if the data channel has none.
+    """
     rows = [
         ([_cut(xs[p.source], p.taken) for p in m.leaving], [_cut(outs[p.target], p.put) for p in m.arriving])
         for m in plan.members
@@ -207,10 +207,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _applied(plan: Plan, source: Partition, target: Partition, xs: Sequence[Any]) -> list[torch.Tensor]:
-    return list(_Linear.apply(plan, source, target, *xs)) if plan.steps else list(xs)  # type: ignore[no-untyped-call]
-
-
-# -- what users say, checked -----------------------------------------------------------------------------------------------------
+    if not plan.steps:
+        return list(xs)
+    return list(_Linear.apply(plan, source, target, *xs))  # type: ignore[no-untyped-call]
 
 
 def _partition(value: Any, name: str) -> Partition:
@@ -236,7 +235,8 @@ def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) 
     found = axis + least if type(axis) is int and axis < 0 else axis
     if type(found) is not int or not 0 <= found < min(partition.dim, least):
         raise UsageError(
-            f"axis must be a dimension along which {partition!r} and the shards, of {least} dimensions, are cut, got {axis!r}"
+            f"axis must be a dimension along which {partition!r} and the shards, of {least} "
+            f"dimensions, are cut, got {axis!r}"
         )
     return found
 
@@ -244,7 +244,8 @@ def _axis(axis: Any, partition: Partition, shards: Sequence[DistributedTensor]) 
 def _widths(widths: Any, partition: Partition) -> Widths:
     if not isinstance(widths, Sequence) or len(widths) != partition.dim:
         raise UsageError(
-            f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, got {widths!r}"
+            f"halo must have an entry for each of the {partition.dim} dimensions of {partition!r}, "
+            f"got {widths!r}"
         )
     found = []
     for d, (entry, parts) in enumerate(zip(widths, partition.shape)):
@@ -260,21 +261,20 @@ def _widths(widths: Any, partition: Partition) -> Widths:
             )
         ):
             raise UsageError(
-                f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the {parts} parts along dimension {d}, none "
+                f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the "
+                f"{parts} parts along dimension {d}, none "
                 f"below 0, got {entry!r}"
             )
         found.append(tuple((left, right) for left, right in pairs))
     return tuple(found)
 
 
-# -- the primitives --------------------------------------------------------------------------------------------------------------
-
-
 def broadcast(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
     """Return a copy of each shard for all places of `P_y` that stand behind it. Its adjoint is `sum_reduce`.
 
-    The dimensions of `P_x`, counted from the last, must be as long as those of `P_y`, or 1, which is repeated. Shards may have any size.
-    Raises `UsageError` for partitions that do not fit, `PlacementError` for a shard on another place.
+    The dimensions of `P_x`, counted from the last, must be as long as those of `P_y`, or 1, which is
+    repeated. Shards may have any size. Raises `UsageError` for partitions that do not fit,
+    `PlacementError` for a shard on another place.
     """
     source, target = _two(P_x, P_y, ("P_x", "P_y"))
     plan = plans.spread(source.places, source.shape, target.places, target.shape)
@@ -282,9 +282,12 @@ def broadcast(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
 
 
 def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]:
-    """Return, for each place of `P_x`, the sum over the places of `P_y` that `broadcast(…, P_x, P_y)` copies its shard to: its adjoint.
+    """Return, for each place of `P_x`, the sum of the shards whose places `broadcast` would copy it to.
 
-    Raises `UsageError` for partitions that do not fit and for summands of unequal sizes, `PlacementError` for a shard on another place.
+    It is the adjoint of `broadcast(…, P_x, P_y)`.
+
+    Raises `UsageError` for partitions that do not fit and for summands of unequal sizes, `PlacementError`
+    for a shard on another place.
     """
     source, target = _two(P_y, P_x, ("P_y", "P_x"))
     plan = plans.spread(target.places, target.shape, source.places, source.shape).adjoint
@@ -297,10 +300,12 @@ def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]
 
 
 def all_sum_reduce(xs: Shards, P: Partition, axes: int | Sequence[int]) -> list[torch.Tensor]:
-    """Return, for each place, the sum over the places that differ from it in the coordinates of `axes` only. Its own adjoint.
+    """Return, for each place, the sum over the places that differ from it in the coordinates of `axes` only.
 
-    Raises `UsageError` for axes that the partition does not have and for summands of unequal sizes, `PlacementError` for a shard on
-    another place.
+    Its own adjoint.
+
+    Raises `UsageError` for axes that the partition does not have and for summands of unequal sizes,
+    `PlacementError` for a shard on another place.
     """
     partition = _partition(P, "P")
     given = partition.check(xs, "xs")
@@ -325,9 +330,12 @@ def _summands(given: Sequence[DistributedTensor], row: Size, name: str) -> None:
 
 
 def all_gather(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
-    """Return, for each place, the shards of those that differ from it in coordinate `axis` only, one after the other along that dimension.
+    """Return, for each place, the joined shards of those that differ from it in coordinate `axis` only.
 
-    Their lengths there may differ. Its adjoint is `reduce_scatter`, into those lengths. Raises as the others do.
+    They are joined along that dimension.
+
+    Their lengths there may differ. Its adjoint is `reduce_scatter`, into those lengths. Raises as the
+    others do.
     """
     partition = _partition(P, "P")
     given = partition.check(xs, "xs")
@@ -336,7 +344,9 @@ def all_gather(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
 
 
 def reduce_scatter(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
-    """Return, for each place, its balanced part along `axis` of the sum over those that differ from it in that coordinate only.
+    """Return, for each place, its part of the sum over those that differ in coordinate `axis` only.
+
+    The parts are balanced, along that dimension.
 
     Its adjoint is `all_gather`. Raises as the others do.
     """
@@ -347,11 +357,13 @@ def reduce_scatter(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
 
 
 def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
-    """Return the shards that `P_y` cuts the same tensor into, balanced, however `P_x` has cut it. Its adjoint is the way back.
+    """Return the shards that `P_y` cuts the same tensor into, balanced, however `P_x` has cut it.
 
-    From one place it scatters, to one place it gathers: `Partition([0], (1, 1))`. Where all is in its place, the shards themselves are
-    returned. Raises `UsageError` for partitions of unlike dimensions and shards that do not fit each other, `PlacementError` for one on
-    another place.
+    Its adjoint is the way back.
+
+    From one place it scatters, to one place it gathers: `Partition([0], (1, 1))`. Where all is in its
+    place, the shards themselves are returned. Raises `UsageError` for partitions of unlike dimensions and
+    shards that do not fit each other, `PlacementError` for one on another place.
     """
     source, target = _two(P_x, P_y, ("P_x", "P_y"))
     if source.dim != target.dim:
@@ -375,16 +387,19 @@ def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor
 
 
 def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch.Tensor]:
-    """Return each shard grown by the rims of its neighbours: to the left and right of each dimension, corners included.
+    """Return each shard grown by the rims of its neighbours, in each dimension, corners included.
 
-    The adjoint sends the gradients of the halos back and adds them to where the halos came from. At the edges of the whole nothing is
+
+    The adjoint sends the gradients of the halos back and adds them to where the halos came from. At the
+    edges of the whole nothing is
     added: padding there is `torch.nn.functional.pad`, on the places that have an edge.
 
     Args:
-        halo: for each dimension of the partition a number, a pair (left, right), or such a pair for each part along it; what they say
-            beyond an edge does not count.
+        halo: for each dimension of the partition a number, a pair (left, right), or such a pair for each
+            part along it; what they say beyond an edge does not count.
 
-    Raises `UsageError` for a halo that is wider than the neighbour, `PlacementError` for a shard on another place.
+    Raises `UsageError` for a halo that is wider than the neighbour, `PlacementError` for a shard on
+    another place.
     """
     partition = _partition(P, "P")
     given = partition.check(xs, "xs")

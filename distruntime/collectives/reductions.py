@@ -1,4 +1,4 @@
-"""Reductions: `ReduceOp` as users and torch give it, as groups send it, and what a data channel can reduce."""
+"""Reductions: `ReduceOp` as users give it, as groups send it, and what a data channel can reduce."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reduction(op: object) -> Reduction:
 
 
 def reduction_for(group: ProcessGroup, op: object, dtype: torch.dtype) -> Reduction:
-    """Return what a `ReduceOp` stands for; raise `NotSupportedError` where the group cannot reduce this dtype by it."""
+    """Return what a `ReduceOp` stands for; raise `NotSupportedError` where the group cannot reduce by it."""
     found = reduction(op)
     require_reduction(group, found, dtype)
     return found

@@ -24,7 +24,7 @@ def transposed(splits: Splits) -> Splits:
 
 
 def byte_splits(splits: Splits, spec: Spec) -> ByteSplits:
-    """Return, by rank, the bytes that go to each member, and that come from each, for rows of tensors like `spec`."""
+    """Return, by rank, the bytes to each member and from each member, for rows like those of `spec`."""
     row = spec.dtype.itemsize * torch.Size(spec.size[1:]).numel()
     sent = tuple(tuple(n * row for n in rows) for rows in splits)
     return sent, transposed(sent)
@@ -55,7 +55,8 @@ def splits_of(
     for rank, (t, row) in enumerate(zip(tensors, splits)):
         if any(type(n) is not int or n < 0 for n in row) or sum(row) != t.shape[0]:
             raise UsageError(
-                f"{name}[{rank}] must be {size} numbers that sum to the {t.shape[0]} rows of the tensor, got {row!r}"
+                f"{name}[{rank}] must be {size} numbers that sum to the {t.shape[0]} rows of the tensor, "
+                f"got {row!r}"
             )
     return tuple(map(tuple, splits))
 

@@ -13,15 +13,17 @@ from ..log.current import current_streams
 from ..log.handle import Place, Residence
 from ..operators.transfer import read
 from ..session.timeouts import checked
-from ..streams.event import Event
-from ..streams.stream import Stream, current_stream
+from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
 Tensors = Sequence[DistributedTensor]
 
 
 class Work:
-    """An operation that may still run, on all places that take part. `wait` makes streams wait, not this process."""
+    """An operation that may still run, on all places that take part.
+
+    `wait` makes streams wait, not the program.
+    """
 
     def __init__(
         self, text: str, events: Mapping[Place, Event] | None, outputs: Any, source: int = -1
@@ -35,7 +37,8 @@ class Work:
     def _begun(self) -> Mapping[Place, Event]:
         if self._events is None:
             raise UsageError(
-                f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. Send first"
+                f"{self!r} waits for a send, and none has been issued: waiting for it now would never end. "
+                "Send first"
             )
         return self._events
 
@@ -45,9 +48,12 @@ class Work:
             self._settled.pop()()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Make what is issued from now on to the places' current streams wait for the operation. Return True, at once.
+        """Make the places' current streams wait for the operation, before what is issued later.
 
-        Past `timeout` seconds of its waiting a stream goes on, and the next read or `synchronize` raises `WaitTimeout`.
+        Return True at once.
+
+        A stream that has waited for `timeout` seconds goes on. The next read or `synchronize` then raises
+        `WaitTimeout`.
         """
         for place, event in self._begun().items():
             event.wait(current_stream(place.node, place.device), timeout)
@@ -58,7 +64,10 @@ class Work:
         self.wait()
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block until every member has done the operation; raise what failed. Raises `WaitTimeout` after `timeout` seconds."""
+        """Block until every member has done the operation; raise what failed.
+
+        Raises `WaitTimeout` after `timeout` seconds.
+        """
         timeout = checked(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for event in self._begun().values():
@@ -69,7 +78,10 @@ class Work:
         return self._events is not None and all(map(_over, self._events.values()))
 
     def exception(self) -> BaseException | None:
-        """Return what the operation failed with, once it has completed; None while it runs or if it has not failed."""
+        """Return what the operation failed with, once it has completed.
+
+        Return None while it runs, or after success.
+        """
         if not self.is_completed():
             return None
         for tensor in _tensors(self._outputs):
@@ -84,7 +96,10 @@ class Work:
         return self.is_completed() and self.exception() is None
 
     def result(self) -> list[Any]:
-        """Return the operation's tensors, one of each member (or a list of them); they may still be on their way."""
+        """Return the operation's tensors, one of each member, or a list of them.
+
+        They may still be on their way.
+        """
         return list(self._outputs)
 
     def source_rank(self) -> int:
@@ -120,9 +135,10 @@ class Work:
 def aside(
     streams: dict[Place, Stream], homes: Sequence[Residence], everything: bool, run: Callable[[], None]
 ) -> dict[Place, Event]:
-    """Call `run` with other streams current at these places, `streams`, made at the first use; return an event there for each.
+    """Call `run` while other streams are current at these places. Return an event there for each.
 
-    They come after what the current streams have been given until now: with `everything`, or where nothing else would wait for that.
+    `streams` has these streams; the first use makes them. With `everything` they come after what the current
+    streams have been given until now. Otherwise they do so where nothing else would wait for that.
     """
     current = current_streams.get()
     own = {}
@@ -131,7 +147,9 @@ def aside(
         if place not in streams:
             streams[place] = Stream(place)
         own[place.node, place.device] = streams[place]
-        if everything or not home.node.order.implicit:  # as torch's
+        # torch's streams come after what has been issued, too.
+        order = home.node.order
+        if everything or (order is not None and not order.implicit):
             streams[place].wait_stream(current_stream(place.node, place.device))
     token = current_streams.set({**current, **own})
     try:
@@ -145,7 +163,8 @@ def _over(event: Event) -> bool:
     try:
         return event.query()
     except NodeFailed:
-        return True  # nothing more happens there
+        # Nothing more happens there.
+        return True
 
 
 def _tensors(value: Any) -> list[Any]:

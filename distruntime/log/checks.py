@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# It is called with the number of the result and the fields of its real spec where a prediction was wrong, and then with
-# None and no fields.
+# It is called with the number of the result and the fields of its real spec where a prediction was wrong, and
+# then with None and no fields.
 Correct = Callable[[int | None, list[object]], None]
 
 

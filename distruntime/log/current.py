@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from types import TracebackType
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Protocol
 
 import torch
 
 from ..errors import PlacementError
+from .handle import Place, Residence
 
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
-current_mesh: ContextVar[Any] = ContextVar(
-    "distruntime_mesh", default=None
-)  # the Residence of the mesh that was entered last
+# The mesh's place that was entered last.
+current_mesh: ContextVar[Residence | None] = ContextVar("distruntime_mesh", default=None)
 
-current_member: ContextVar[Any] = ContextVar(
-    "distruntime_member", default=None
-)  # the Residence of the member that torch's code runs for
+# The place of the member that torch's code runs for.
+current_member: ContextVar[Residence | None] = ContextVar("distruntime_member", default=None)
 
 # Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see dtensor.py.
 asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
 
-# The stream that each device's instructions go to, by (node, device); the default stream where none stands here.
-current_streams: ContextVar[dict[tuple[int, str], Any]] = ContextVar("distruntime_streams", default={})  # noqa: B039  # never changed
+
+class StreamOfPlace(Protocol):
+    """A stream, as it is seen from here."""
+
+    number: int
+    residence: Residence
+
+    @property
+    def place(self) -> Place:
+        """The node and device that it belongs to."""
+
+
+# The stream that each device's instructions go to, by (node, device). Where none stands here, it is the
+# default stream.
+current_streams: ContextVar[Mapping[tuple[int, str], StreamOfPlace]] = ContextVar(
+    "distruntime_streams", default=MappingProxyType({})
+)
 
 DeviceLike = str | int | torch.device
 
 
 def device_name(device: DeviceLike) -> str:
-    """Return "cpu" or "cuda:k" for a device as users spell it: -1 is the CPU, k is `cuda:k`, "cuda" the current GPU."""
+    """Return "cpu" or "cuda:k" for a device as users spell it.
+
+    -1 is the CPU, k is `cuda:k`, and "cuda" is the current GPU.
+    """
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise PlacementError(
             f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}'
@@ -55,14 +74,51 @@ def current_gpu() -> str:
     return device if device is not None and device.startswith("cuda") else "cuda:0"
 
 
-Entered = tuple[Any, "Token[int | None] | None", "Token[str | None] | None", Any]
+@dataclass(frozen=True)
+class Entered:
+    """What one context has set, and how to set it back."""
 
-# What each thread and task has entered, the innermost last: a context object may be shared, and be entered again.
+    context: object
+    mode: torch.device | None = None
+    node: Token[int | None] | None = None
+    device: Token[str | None] | None = None
+    mesh: Token[Residence | None] | None = None
+    streams: Token[Mapping[tuple[int, str], StreamOfPlace]] | None = None
+
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Set all back."""
+        if self.streams is not None:
+            current_streams.reset(self.streams)
+        if self.mode is not None:
+            self.mode.__exit__(kind, error, trace)
+        if self.mesh is not None:
+            current_mesh.reset(self.mesh)
+        if self.device is not None:
+            current_device.reset(self.device)
+        if self.node is not None:
+            current_node.reset(self.node)
+
+
+# What each thread and task has entered, the innermost last. A context object may be shared, and be entered
+# again.
 _entered: ContextVar[tuple[Entered, ...]] = ContextVar("distruntime_entered", default=())
 
 
+def _last_entered(context: object) -> Entered:
+    """Take back the last entry of a context."""
+    stack = _entered.get()
+    last = max(k for k, entry in enumerate(stack) if entry.context is context)
+    _entered.set((*stack[:last], *stack[last + 1 :]))
+    return stack[last]
+
+
 class _Set:
-    """Sets context variables for the length of a `with` block. May be entered again, also by several threads."""
+    """Sets context variables for the length of a `with` block.
+
+    May be entered again, also by several threads.
+    """
 
     def __init__(self, node: int | None, device: str | None, default: bool) -> None:
         self._node, self._device, self._default = node, device, default
@@ -84,27 +140,19 @@ class _Set:
         device = current_device.set(self._device) if self._device is not None else None
         if mode is not None:
             mode.__enter__()
-        _entered.set((*_entered.get(), (self, node, device, (mode, mesh))))
+        _entered.set((*_entered.get(), Entered(self, mode, node, device, mesh)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack = _entered.get()
-        last = max(k for k, entry in enumerate(stack) if entry[0] is self)
-        _, node, device, (mode, mesh) = stack[last]
-        _entered.set((*stack[:last], *stack[last + 1 :]))
-        if mode is not None:
-            mode.__exit__(kind, error, trace)
-        if mesh is not None:
-            current_mesh.reset(mesh)
-        if device is not None:
-            current_device.reset(device)
-        if node is not None:
-            current_node.reset(node)
+        _last_entered(self).leave(kind, error, trace)
 
 
 def node_context(node: int, device: str | None, default: bool = False) -> _Set:
-    """Return the context that makes `node` (and `device`, and with `default` torch's default device) current."""
+    """Return the context that makes `node` current, and `device` where one is given.
+
+    With `default` the current place becomes torch's default device, too.
+    """
     return _Set(node, device, default)
 
 
@@ -114,48 +162,36 @@ def device_context(device: str) -> _Set:
 
 
 class MeshContext:
-    """Makes a mesh's place, and with `default` torch's default device too, current for the length of a `with` block."""
+    """Makes a mesh's place current for the length of a `with` block.
 
-    def __init__(self, residence: Any, default: bool = True) -> None:
+    With `default` it makes the mesh torch's default device, too.
+    """
+
+    def __init__(self, residence: Residence, default: bool = True) -> None:
         self._residence, self._default = residence, default
 
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
         if mode is not None:
             mode.__enter__()
-        _entered.set((*_entered.get(), (self, None, None, (mode, current_mesh.set(self._residence)))))
+        _entered.set((*_entered.get(), Entered(self, mode, mesh=current_mesh.set(self._residence))))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack = _entered.get()
-        last = max(k for k, entry in enumerate(stack) if entry[0] is self)
-        mode, mesh = stack[last][3]
-        _entered.set((*stack[:last], *stack[last + 1 :]))
-        if mode is not None:
-            mode.__exit__(kind, error, trace)
-        current_mesh.reset(mesh)
+        _last_entered(self).leave(kind, error, trace)
 
 
-def enter_stream(stream: Any) -> None:
+def enter_stream(stream: StreamOfPlace) -> None:
     """Make a stream current, and with it its node and device, or its mesh, until `leave_stream`."""
     place, whole = stream.place, bool(stream.residence.node.members)
     mesh = current_mesh.set(stream.residence if whole else None)
     node = None if whole else current_node.set(place.node)
     device = None if whole else current_device.set(place.device)
     token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
-    _entered.set((*_entered.get(), (stream, node, device, (token, mesh))))
+    _entered.set((*_entered.get(), Entered(stream, None, node, device, mesh, token)))
 
 
-def leave_stream(stream: Any) -> None:
+def leave_stream(stream: StreamOfPlace) -> None:
     """Undo the last `enter_stream` of this stream."""
-    stack = _entered.get()
-    last = max(k for k, entry in enumerate(stack) if entry[0] is stream)
-    _, node, device, (token, mesh) = stack[last]
-    _entered.set((*stack[:last], *stack[last + 1 :]))
-    current_streams.reset(token)
-    if device is not None:
-        current_device.reset(device)
-    if node is not None:
-        current_node.reset(node)
-    current_mesh.reset(mesh)
+    _last_entered(stream).leave(None, None, None)

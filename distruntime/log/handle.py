@@ -1,4 +1,7 @@
-"""What a proxy owns: the ref of a value, the place where it lives, and its storage as the log knows it."""
+"""A handle: the ref of a value, the place where it lives, and its storage as the log knows it.
+
+Proxies own handles.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from ..errors import InternalError
 from .line import Line
 from .log import Log
 from .node import Node
+from .order import Use
 from .spec import Spec
 
-next_ref = count(1).__next__  # atomic; the master alone hands out refs, so creating a value needs no reply
+# It is atomic. The master alone hands out refs, so creating a value needs no reply.
+next_ref = count(1).__next__
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,11 @@ class Place:
 class Residence:
     """A place that is in use: its number as a torch device, and the signatures that have run there.
 
-    Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's signature to its
-    template and result metadata; it is emptied when the session or the node ends, which sends every call down the slow path. On a node
-    with several streams it stays empty, and the slow path looks into `known`, which elsewhere is the same dictionary.
-    A signature whose metadata the worker has not confirmed yet is in `unproven`: the slow path has each such call checked.
+    Whoever lives there holds it, so the number is free again as soon as nobody does. `cache` maps a call's
+    signature to its template and result metadata; it is emptied when the session or the node ends, which
+    sends every call down the slow path. On a node with several streams it stays empty, and the slow path
+    looks into `signatures`, which elsewhere is the same dictionary. A signature whose metadata the worker has
+    not confirmed yet is in `unproven`: the slow path has each such call checked.
     """
 
     __slots__ = (
@@ -45,26 +51,26 @@ class Residence:
         "cache",
         "device",
         "free",
-        "known",
         "lazy",
         "node",
         "number",
         "numbers",
         "place",
+        "signatures",
         "unproven",
     )
 
     def __init__(self, place: Place, node: Log, number: int, released: Callable[[int], None]) -> None:
         self.place, self.node, self.number = place, node, number
-        self.lazy = torch.device("lazy", number)  # what the wrapper's C++ side claims: see docs/design.md
+        # The wrapper's C++ side claims this device: see docs/design.md.
+        self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.known: dict[tuple[Any, ...], Any] = {}
-        self.cache = self.known if node.order is None else {}
+        self.signatures: dict[tuple[Any, ...], Any] = {}
+        self.cache = self.signatures if node.order is None else {}
         self.unproven: dict[tuple[Any, ...], Any] = {}
-        self.numbers: dict[
-            tuple[int, ...], Any
-        ] = {}  # tensors here that a mesh keeps, of a number for each member: see lines.py
+        # A mesh keeps tensors here of a number for each member: see lines.py.
+        self.numbers: dict[tuple[int, ...], Any] = {}
         self._released = released
 
     @property
@@ -82,17 +88,14 @@ class Residence:
     @property
     def has_cpu_kernels(self) -> bool:
         """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
-        node: Any = self.node
-        return self.on_cpu or all(
-            worker.welcome.simulated for worker in (node.ranks if node.members else [node])
-        )
+        return self.on_cpu or self.node.simulated
 
-    def forget(self) -> None:
-        """Send every call down the slow path."""
-        self.known.clear()
+    def clear_signatures(self) -> None:
+        """Send every call down the slow path, which does not know it either."""
+        self.signatures.clear()
         self.unproven.clear()
 
-    def hide(self) -> None:
+    def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""
         self.cache = {}
 
@@ -104,10 +107,11 @@ class Residence:
 
 
 class Storage:
-    """The memory that a tensor and its views share: what it was made for, which says how large it is when only a view is left, and the
-    position in its node's log of the last instruction that changes it.
+    """The memory that a tensor and its views share.
 
-    `order` says which streams used it, once there are several: see order.py.
+    `spec` is what it was made for; it tells how large the memory is when only a view is left. `written` is
+    the position in the log of the last instruction that changes it. `order` says which streams used it, once
+    there are several: see order.py.
     """
 
     __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
@@ -115,28 +119,28 @@ class Storage:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.written = 0
-        self.order: Any = None
-        self.parts: dict[int, Storage] | None = (
-            None  # of a mesh's: those of its members that somebody has named
-        )
-        # Of a member's: those of the meshes' tensors that it is a shard of, by the mesh's log.
-        self.whole: dict[Any, weakref.ref[Storage]] | None = None
-        self.given: dict[Node, Storage] | None = (
-            None  # of a mesh's that was put together: what keeps its names' order on each worker
-        )
-        self.resized: int | None = None  # bytes, once somebody has changed them: see storage.py
+        self.order: Use | None = None
+        # A mesh's storage has here those of its members that somebody has named.
+        self.parts: dict[int, Storage] | None = None
+        # A member's storage has here those of the meshes' tensors that it is a shard of, by the mesh's log.
+        self.whole: dict[Log, weakref.ref[Storage]] | None = None
+        # A mesh's storage that was put together has here what keeps its names' order on each worker.
+        self.given: dict[Node, Storage] | None = None
+        # Bytes, once somebody has changed them: see mesh_storage.py.
+        self.resized: int | None = None
 
 
 class Handle:
     """Owns a ref: when the last holder lets go, the value is freed in the log's order.
 
-    A proxy's own `__del__` would not do: autograd may resurrect the tensor. And the collector may run this inside any lock, so it
-    only appends.
+    A proxy's own `__del__` would not do: autograd may resurrect the tensor. And the collector may run this
+    inside any lock, so it only appends.
     """
 
     __slots__ = ("born", "place", "ref", "spec", "storage")
 
-    born: Line  # the position in the node's log after the instruction that creates the value, and the line that issued it
+    # The position in the log after the instruction that creates the value, and the line that issued it.
+    born: Line
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
         self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
@@ -148,3 +152,8 @@ class Handle:
 
     def __del__(self) -> None:
         self.place.free(self.ref)
+
+
+def new_value(spec: Spec, place: Residence) -> Handle:
+    """Return the handle of a value that is still to be made, with a memory of its own."""
+    return Handle(next_ref(), spec, place, Storage(spec))

@@ -1,21 +1,34 @@
-"""Putting one instruction into a node's log, on the stream that is current: what every way of calling the worker ends in."""
+"""Putting one instruction into a log, on the stream that is current.
+
+Every way of calling a worker ends here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from ..wire.codec import Buffer
+from ..wire.link import Delivery
 from .current import current_streams
 from .handle import Handle, Residence, Storage
 from .line import Line
 from .log import Log
+from .order import Memory, Use
 from .read_only import require_writable
 from .spec import NO_TENSOR
 
 _DRAWS = torch.Tag.nondeterministic_seeded
+
+
+class Tagged(Protocol):
+    """An operator as it is seen from here."""
+
+    @property
+    def tags(self) -> Sequence[torch.Tag]:
+        """What torch says about it."""
 
 
 def stream_at(place: Residence) -> int:
@@ -25,17 +38,20 @@ def stream_at(place: Residence) -> int:
 
 
 def issue(
-    words: list[Any],
+    words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
     written: Sequence[Storage],
     place: Residence,
     line: Line,
-    random: Any = False,
+    random: Tagged | bool = False,
 ) -> None:
-    """Append one instruction and note which values it makes and which storages it changes. Never waits: its caller may hold the lock.
+    """Append one instruction and note which values it makes and which storages it changes.
 
-    `random` is whether it draws random numbers, or the operator, whose tags say so: the generator counts as a storage that it writes.
+    Never waits: its caller may hold the lock.
+
+    `random` is whether it draws random numbers, or the operator, whose tags say so: the generator counts as a
+    storage that it writes.
     """
     node = place.node
     if written:
@@ -43,16 +59,22 @@ def issue(
     with node.lock:
         if node.order is None:
             _append(words, fresh, written, node, line)
-        else:  # here, under the lock, as another thread may just have opened the node's first stream
+        else:
+            # The order is looked up under the lock, as another thread may just have opened the node's first
+            # stream.
+            changed: Sequence[Memory] = written
             if random and (random is True or _DRAWS in random.tags):
-                written = (*written, node.order.generator)
-            node.order.issue(stream_at(place), words, fresh, operands, written, line)
+                changed = (*written, node.order.generator)
+            node.order.issue(stream_at(place), words, fresh, operands, changed, line)
 
 
 def issue_default(
-    words: list[Any], fresh: Sequence[Handle], operands: Sequence[Handle], node: Log, line: Line
+    words: Sequence[object], fresh: Sequence[Handle], operands: Sequence[Handle], node: Log, line: Line
 ) -> None:
-    """As `issue`, for what concerns a whole worker, its generators or settings: after all before it, and before all after it."""
+    """Issue what concerns a whole worker, its generators or settings.
+
+    It runs after all that was issued before, and before all that is issued later. See `issue`.
+    """
     with node.lock:
         if node.order is None:
             _append(words, fresh, (), node, line)
@@ -63,14 +85,17 @@ def issue_default(
 
 
 def issue_bytes(
-    words: list[Any],
+    words: Sequence[object],
     data: Buffer,
     fresh: Sequence[Handle],
     written: Sequence[Handle],
     place: Residence,
     line: Line,
-) -> Any:
-    """Issue an instruction whose last word is the number of a payload frame; return what tells when the bytes have been read."""
+) -> Delivery | None:
+    """Issue an instruction whose last word is the number of a payload frame.
+
+    Return what tells when the bytes have been read.
+    """
     node = place.node
     with node.lock:
         issue([*words, node.attach(data)], fresh, written, [h.storage for h in written], place, line)
@@ -79,7 +104,7 @@ def issue_bytes(
 
 
 def issue_shared(
-    words: list[Any],
+    words: Sequence[object],
     release: Callable[[], None],
     fresh: Sequence[Handle],
     written: Sequence[Handle],
@@ -95,7 +120,7 @@ def issue_shared(
 
 
 def _append(
-    words: list[Any], fresh: Sequence[Handle], written: Sequence[Storage], node: Log, line: Line
+    words: Sequence[object], fresh: Sequence[Handle], written: Sequence[Storage], node: Log, line: Line
 ) -> None:
     born = node.append(words, line)
     for handle in fresh:
@@ -107,7 +132,7 @@ def _append(
 
 
 def issue_joint(
-    words: list[Any],
+    words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
     written: Sequence[Storage],
@@ -115,14 +140,16 @@ def issue_joint(
     serial: Storage | None,
     line: Line,
 ) -> None:
-    """As `issue`, for several places of one node at once: on the first one's current stream, in the order of the others' too.
+    """Issue an instruction for several places of one node at once. Call under the lock. See `issue`.
 
-    What has the same `serial` keeps the order of the program, whatever streams it is on and whatever rules are off. Call under the lock.
+    It is on the current stream of the first place, and in the order of the others' too. What has the same
+    `serial` keeps the order of the program, whatever streams it is on and whatever rules are off.
     """
     node = homes[0].node
     order = node.order
     if not fresh and not written:
-        # Else every later read on this stream would wait for the other members. If it fails, their results say so.
+        # Else every later read on this stream would wait for the other members. If it fails, their results
+        # say so.
         written = (Storage(NO_TENSOR),)
     if order is None:
         _append(words, fresh, written, node, line)
@@ -134,9 +161,9 @@ def issue_joint(
     for other in others:
         order.wait(stream, other, order.last[other])
     if serial is not None:
-        order.wait(stream, 0 if serial.order is None else serial.order, serial.written)
+        order.wait(stream, 0 if serial.order is None else serial.order.writer, serial.written)
     order.issue(stream, words, fresh, operands, written, line)
     if serial is not None:
-        serial.order, serial.written = stream, order.last[stream]
+        serial.order, serial.written = Use(stream, {}), order.last[stream]
     for other in others:
         order.wait(other, stream, order.last[stream])

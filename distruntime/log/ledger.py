@@ -27,7 +27,10 @@ class Cause:
 
 
 class Ledger:
-    """First causes by segment and position. Those that were read stay, for whoever reads the same value again."""
+    """First causes by segment and position.
+
+    Those that were read stay, for whoever reads the same value again.
+    """
 
     def __init__(self) -> None:
         self._causes: dict[Key, Cause] = {}

@@ -1,4 +1,7 @@
-"""Which line of the user's issued an instruction: a code object and an offset in it, resolved to text only when a failure names it."""
+"""Which line of the user's issued an instruction.
+
+It is a code object and an offset in it, resolved to text only when a failure names it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,16 @@ _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-USERS: set[CodeType] = set()  # code seen to be neither torch's nor this package's
+# Code that was seen to be neither torch's nor this package's.
+USERS: set[CodeType] = set()
 _skipped: set[CodeType] = set()
 
 
 def user_line() -> Line:
-    """Return the code and offset of the first frame outside torch and this package: 0.2 us, against 20 us for `extract_stack`."""
+    """Return the code and offset of the first frame outside torch and this package.
+
+    It takes 0.2 us, against 20 us for `extract_stack`.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

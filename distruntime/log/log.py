@@ -1,4 +1,6 @@
-"""A command log on the master: the words that gather, the segments in flight, and the window. Knows no socket.
+"""A command log on the master: the words that gather, the segments in flight, and the window.
+
+Knows no socket.
 
 A worker has one (`node.Node`), and so has a mesh (`mesh_log.MeshLog`). Both are issued to in the same way.
 """
@@ -19,14 +21,16 @@ from ..wire.link import Delivery
 from ..wire.messages import FORGET, MeshBody, Segment
 from .checks import Checks, Correct
 from .line import Line, line_text
+from .order import Order
+from .stretches import StretchedLog
 from .templates import Templates
 
-# A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the wire; this many
-# keep acknowledgements rare.
+# A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the
+# wire; this many keep acknowledgements rare.
 BATCH = 4000
-# So many words gather behind one segment in flight, twice as many behind two, and so on. A worker that is nearly idle gets
-# work soon, and a busy one in large pieces. Without this a training step that reads its loss each time took 2.2 times as
-# long as a local one.
+# So many words gather behind one segment in flight, twice as many behind two, and so on. A worker that is
+# nearly idle gets work soon, and a busy one in large pieces. Without this a training step that reads its loss
+# each time took 2.2 times as long as a local one.
 FIRST_BATCH = 160
 # Words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second.
 WINDOW = 1 << 18
@@ -41,7 +45,8 @@ class Send(Protocol):
         """Return what tells when the frames' memory may be written again, if it is not copied."""
 
 
-# It makes the message of a segment from its number, the position of its first word, new templates, words and stretches.
+# It makes the message of a segment from its number, the position of its first word, new templates, words and
+# stretches.
 Compose = Callable[[int, int, list[Any], list[Any], list[Any]], Segment | MeshBody]
 
 
@@ -54,7 +59,8 @@ class Flight:
     """A segment that is sent and not acknowledged."""
 
     seq: int
-    # The log that the words are of. A worker's part of a mesh's segment has no words itself, and the mesh's line table.
+    # The log that the words are of. A worker's part of a mesh's segment has no words itself, and the mesh's
+    # line table.
     log: Log
     line_table: list[Line]
     words: int
@@ -99,9 +105,10 @@ class Outlet:
 class Log(ABC):
     """The words for one worker, or for the workers of a mesh, and what has become of them.
 
-    Invariants, all under `lock`: `base + len(words)` is the position of the next word. A segment is in `flights` exactly from
-    the moment its words leave `words` until it has run. Of the logs that go to one worker at most one is `active` and holds
-    words that are not sent, so what they hold arrives in the order of the program.
+    Invariants, all under `lock`: `base + len(words)` is the position of the next word. A segment is in
+    `flights` exactly from the moment its words leave `words` until it has run. Of the logs that go to one
+    worker at most one is `active` and holds words that are not sent, so what they hold arrives in the order
+    of the program.
     """
 
     # The places of a mesh's members; a worker has none.
@@ -114,8 +121,8 @@ class Log(ABC):
         self.index = index
         self.session = session
         self.lock = session.lock
-        self.words: list[Any] = []
-        # Which line of the user's issued what, by the position after each instruction.
+        self.words: list[object] = []
+        # The lines of the user's that issued the instructions, by the position after each.
         self.line_table: list[Line] = []
         # Refs whose handles died. Anyone may append at any time.
         self.freed: list[int] = []
@@ -123,8 +130,8 @@ class Log(ABC):
         # The position up to which everything has run, or on a GPU has been issued, as far as is known.
         self.acknowledged = 0
         self.flights: deque[Flight] = deque()
-        # The log is sent when it has more words than this: any word will do while nothing is in flight, and while the log is
-        # not active, so that whoever issues comes through `flush`, which activates it.
+        # The log is sent when it has more words than this: any word will do while nothing is in flight, and
+        # while the log is not active, so that whoever issues comes through `flush`, which activates it.
         self.enough = 0
         # Whether the window is full, so that whoever issues must wait.
         self.busy = False
@@ -137,16 +144,18 @@ class Log(ABC):
         self.failed: str | None = None
         # Whether nobody is left who would run it.
         self.deserted = False
-        # Reads wait for this position, the one after the last instruction that only checks: such a failure poisons no value.
+        # Reads wait for this position, the one after the last instruction that only checks: such a failure
+        # poisons no value.
         self.checked = 0
-        # Whether words of another log have been sent to the same worker since reads last waited for such words.
+        # Whether words of another log have been sent to the same worker since reads last waited for such
+        # words.
         self.overtaken = False
         self.templates = Templates()
         self.checks = Checks(checks)
         self.attached = Attached()
         self.outlet = Outlet(compose, send)
         # The Order among its streams, once there are several; `words` is a StretchedLog then.
-        self.order: Any = None
+        self.order: Order | None = None
         # Whether an acknowledgement only says that everything has been issued to a GPU.
         self.asynchronous = False
         # The position up to which everything is known to have run.
@@ -154,12 +163,17 @@ class Log(ABC):
         # Bytes of uploads in flight.
         self._nbytes = 0
 
-    # -- what a worker and a mesh do differently -------------------------------------------------------------------------------
+    # -- what a worker and a mesh do differently -------------------------------------------------------------
 
     @property
     @abstractmethod
     def host(self) -> str:
         """Where it runs, for people."""
+
+    @property
+    @abstractmethod
+    def simulated(self) -> bool:
+        """Whether its GPUs are simulated ones."""
 
     @abstractmethod
     def workers(self) -> list[Any]:
@@ -179,7 +193,10 @@ class Log(ABC):
 
     @abstractmethod
     def fail(self, why: str) -> None:
-        """Mark it as lost, or as short of a member. What cannot run any more fails with `why`, now or later."""
+        """Mark it as lost, or as short of a member.
+
+        What cannot run any more fails with `why`, now or later.
+        """
 
     @abstractmethod
     def lost_error(self) -> NodeFailed:
@@ -190,10 +207,13 @@ class Log(ABC):
         if self.failed is not None:
             raise self.lost_error()
 
-    # -- issuing -----------------------------------------------------------------------------------------------------------------
+    # -- issuing ---------------------------------------------------------------------------------------------
 
-    def template(self, key: bytes, fields: Sequence[Any]) -> int:
-        """Return the number of the template of `key`; the workers learn it with the next segment. Call under `lock`."""
+    def template(self, key: bytes, fields: Sequence[object]) -> int:
+        """Return the number of the template of `key`; the workers learn it with the next segment.
+
+        Call under `lock`.
+        """
         number = self.templates.find(key)
         if number is None:
             if self.templates.full:
@@ -213,8 +233,11 @@ class Log(ABC):
         """Return the number of a new prediction for the word CHECK; `correct` is called as `Checks` says."""
         return self.checks.add(correct)
 
-    def append(self, words: list[Any], line: Line) -> Line:
-        """Append one instruction; send the log if there is nothing to do. Return its entry in the line table, at once."""
+    def append(self, words: Sequence[object], line: Line) -> Line:
+        """Append one instruction; send the log if there is nothing to do.
+
+        Return its entry in the line table, at once.
+        """
         with self.lock:
             freed = self.freed
             while freed:
@@ -227,7 +250,10 @@ class Log(ABC):
             return entry
 
     def attach(self, payload: Buffer) -> int:
-        """Return the number of a payload frame of the next segment. Call under `lock`, and flush before it is let go."""
+        """Return the number of a payload frame of the next segment.
+
+        Call under `lock`, and flush before it is let go.
+        """
         self.attached.frames.append(payload)
         self.attached.nbytes += len(payload)
         return len(self.attached.frames) - 1
@@ -236,7 +262,7 @@ class Log(ABC):
         """Call `release` when the next segment has run. Call under `lock`."""
         self.attached.releases.append(release)
 
-    # -- sending -----------------------------------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, upto: int | None = None) -> None:
         """Send what has gathered, or what of it stands before position `upto`, as one segment. Never blocks.
@@ -244,7 +270,8 @@ class Log(ABC):
         A log that nobody runs any more drops it.
         """
         with self.lock:
-            # A finalizer ran inside the encoder and issued something: the flush under way or the next one takes it.
+            # A finalizer ran inside the encoder and issued something: the flush under way or the next one
+            # takes it.
             if self.flushing:
                 return
             if not self.active and not self._activate():
@@ -259,7 +286,8 @@ class Log(ABC):
                 freed = self.freed
                 while freed:
                     self.words.append(-freed.pop())
-                words: Any = self.words
+                words = self.words
+                stretched = words if isinstance(words, StretchedLog) else None
                 if not words:
                     return
                 if self.deserted:
@@ -271,7 +299,7 @@ class Log(ABC):
                 if upto is not None and not attached.frames:
                     taken = min(taken, upto - self.base)
                     lines = bisect.bisect_right([line[0] for line in self.line_table], self.base + taken)
-                stretches = [] if order is None else words.stretched(taken)
+                stretches = [] if stretched is None else stretched.stretched(taken)
                 seq, end, templates = outlet.seq + 1, self.base + taken, self.templates
                 message = outlet.compose(seq, self.base, templates.untold, words[:taken], stretches)
                 frames = [encode(message), *attached.frames]
@@ -285,11 +313,12 @@ class Log(ABC):
                     self.checks.last,
                     attached.releases,
                 )
-                rest = words[taken:] if order is None else words.rest(taken)
+                rest = words[taken:] if stretched is None else stretched.rest(taken)
                 # A finalizer may run in there and issue something.
-                while order is not None and len(rest) + taken != len(words):
-                    rest = words.rest(taken)
-                # No call from here on, so that Ctrl-C cannot come between: the words leave and become the unsent segment.
+                while stretched is not None and len(rest) + taken != len(words):
+                    rest = stretched.rest(taken)
+                # No call from here on, so that Ctrl-C cannot come between: the words leave and become the
+                # unsent segment.
                 outlet.seq = seq
                 self.base = end
                 self.words, self.line_table = rest, self.line_table[lines:]
@@ -313,7 +342,10 @@ class Log(ABC):
                 self._flush_deferred()
 
     def _activate(self) -> bool:
-        """Have the other logs that go to the same workers send what they hold. Return False if that must wait."""
+        """Have the other logs that go to the same workers send what they hold.
+
+        Return False if that must wait.
+        """
         for sibling in self.siblings():
             if sibling.active:
                 # A finalizer that runs inside the sibling's sending has come here.
@@ -331,7 +363,10 @@ class Log(ABC):
         deferred.flush()
 
     def _resend(self) -> None:
-        """Send the segment that Ctrl-C kept from going, or from being known to have gone. A worker drops one that comes twice."""
+        """Send the segment that Ctrl-C kept from going, or from being known to have gone.
+
+        A worker drops one that comes twice.
+        """
         outlet = self.outlet
         assert outlet.unsent is not None
         outlet.last = outlet.send(outlet.unsent, copy=len(outlet.unsent) == 1)
@@ -342,10 +377,13 @@ class Log(ABC):
         self.words.clear()
         self.line_table, self.attached, self.templates.untold = [], Attached(), []
 
-    # -- what comes back ---------------------------------------------------------------------------------------------------------
+    # -- what comes back -------------------------------------------------------------------------------------
 
     def _land(self, flight: Flight) -> None:
-        """Take note that the oldest segment of this log has run. Call under `lock`, and `_go_on` afterwards."""
+        """Take note that the oldest segment of this log has run.
+
+        Call under `lock`, and `_go_on` afterwards.
+        """
         self.acknowledged = flight.end
         self._nbytes -= flight.nbytes
         if not self.asynchronous:
@@ -380,6 +418,9 @@ def line_at(table: Sequence[Line], position: int) -> Line | None:
 
 
 def relieve(log: Log) -> None:
-    """Block while the window is full. Do not call it under the log's lock: whoever reads the acknowledgements needs that."""
+    """Block while the window is full.
+
+    Do not call it under the log's lock: whoever reads the acknowledgements needs that.
+    """
     if log.busy:
         log.session.throttle(log)

@@ -1,7 +1,7 @@
 """The command log of a mesh: one that goes to the workers of all its members, encoded once.
 
-To whoever issues, it is a log like a worker's, with templates, a window and positions of its own. What it sends becomes a
-segment of each worker, between that worker's own.
+To whoever issues, it is a log like a worker's, with templates, a window and positions of its own. What it
+sends becomes a segment of each worker, between that worker's own.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ class MeshPlace(Place):
 
     def __str__(self) -> str:
         nodes = list(dict.fromkeys(place.node for place in self.members))
-        return f"{len(self.members)} member{'s' if len(self.members) > 1 else ''} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+        members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
+        return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
 
 
 @final
 class MeshLog(Log):
     """The members of a mesh, in its order, and the log of what all of them run.
 
-    `ranks` has, by worker, the indices of the members there; `lanes`, by member, its worker and its number among those.
+    `ranks` has, by worker, the indices of the members there; `lanes`, by member, its worker and its number
+    among those.
     """
 
     def __init__(self, session: Any, number: int, places: Sequence[Place]) -> None:
@@ -72,7 +74,8 @@ class MeshLog(Log):
         self._making, self._lines_numbers = threading.RLock(), count().__next__
         # torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        # What the pump saw at its last look: `base`, how often it was that, and the position after the last word.
+        # What the pump saw at its last look: `base`, how often it was that, and the position after the last
+        # word.
         self._seen = (0, 0, 0)
         lost = [node for node in self.ranks if node.failed is not None]
         if lost:
@@ -91,11 +94,19 @@ class MeshLog(Log):
         """How many they are, and on which workers."""
         return str(self.place)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether the GPUs of all its workers are simulated ones."""
+        return all(node.simulated for node in self.ranks)
+
     def __str__(self) -> str:
         return f"the mesh of {self.place}"
 
     def lines_of(self, rows: list[list[int]], make: Callable[[MeshLog, int, list[list[int]]], Any]) -> Any:
-        """Return what `make` makes of these rows of members, once for all meshes of these members; anew where it has broken."""
+        """Return what `make` makes of these rows of members, once for all meshes of these members.
+
+        Where it has broken, it is made anew.
+        """
         key = tuple(map(tuple, rows))
         found = self._lines.get(key)
         if found is None or found.broken is not None:
@@ -119,10 +130,11 @@ class MeshLog(Log):
         return stream_number(self.number, stream)
 
     def gathering(self) -> bool:
-        """Whether more has been issued since the pump's last look, while the members are busy; 8 looks in a row at most.
+        """Whether more has been issued since the pump's last look, while the members are busy.
 
-        A segment costs the master 20 to 40 us for each member. One every millisecond, some 120 operators, would cost 0.2 us
-        an operator and member. A full one takes some 7 ms to gather.
+        It says so 8 times in a row at most. A segment costs the master 20 to 40 us for each member. One every
+        millisecond, some 120 operators, would cost 0.2 us an operator and member. A full one takes some 7 ms
+        to gather.
         """
         base, looks, end = self._seen
         looks, now = looks + 1 if base == self.base else 1, self.base + len(self.words)
@@ -134,7 +146,7 @@ class MeshLog(Log):
         return [node for node in self.ranks if node.failed is None]
 
     def openings(self) -> list[tuple[Node, str, int]]:
-        """Return, for each worker, the device on which a stream of this mesh is opened, and this mesh's number."""
+        """Return for each worker: itself, the device where it opens a stream of this mesh, and the mesh."""
         return [(node, self.members[self.ranks[node][0]].device, self.number) for node in self.workers()]
 
     def siblings(self) -> Sequence[Log]:
@@ -147,8 +159,8 @@ class MeshLog(Log):
         body, whole = frames[0], self.flights[-1]
         assert isinstance(body, bytes)
         frame = for_many(body)
-        # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield ends, and by
-        # then the segment is sent.
+        # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield
+        # ends, and by then the segment is sent.
         with shield:
             workers = self.workers()
             whole.waiting = len(workers)
@@ -165,7 +177,10 @@ class MeshLog(Log):
             self._go_on()
 
     def fail(self, why: str) -> None:
-        """Mark a member as lost. The others run what has been issued, and free what is let go of: their shards are there."""
+        """Mark a member as lost.
+
+        The others run what has been issued, and free what is let go of: their shards are there.
+        """
         with self.lock:
             self.deserted = not self.workers()
             if self.failed is None:
@@ -176,8 +191,10 @@ class MeshLog(Log):
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on all of the members."""
         return NodeFailed(
-            f"{self} {self.failed}. Nothing can run on all of its members any more; the values of the others are there, t.member(k), "
-            "and a new mesh of those that are left can be made: dr.init_device_mesh(...), dr.from_shards([t.member(k), ...], mesh)"
+            f"{self} {self.failed}. Nothing can run on all of its members any more; "
+            "the values of the others are there, t.member(k), "
+            "and a new mesh of those that are left can be made: "
+            "dr.init_device_mesh(...), dr.from_shards([t.member(k), ...], mesh)"
         )
 
 

@@ -1,4 +1,7 @@
-"""One worker as the master sees it: its command log, its failures, and whether it is there. Knows no socket."""
+"""One worker as the master sees it: its command log, its failures, and whether it is there.
+
+Knows no socket.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from .replies import is_spec
 
 @final
 class Node(Log):
-    """A worker. The worker drops a segment that comes twice, so one that Ctrl-C kept from going is simply sent again."""
+    """A worker.
+
+    The worker drops a segment that comes twice, so one that Ctrl-C kept from going is simply sent again.
+    """
 
     def __init__(
         self,
@@ -56,6 +62,11 @@ class Node(Log):
         """The worker's host name."""
         return self.welcome.host
 
+    @property
+    def simulated(self) -> bool:
+        """Whether its GPUs are simulated ones."""
+        return self.welcome.simulated
+
     def __str__(self) -> str:
         return f"node {self.index} ({self.host})"
 
@@ -64,7 +75,7 @@ class Node(Log):
 
     @property
     def state(self) -> str:
-        """What it is now: "ready", "busy", "unreachable", "lost", "left" (it has said so), or "connecting" (another is to come)."""
+        """What it is now, in one word: see `Presence.state`."""
         return self.presence.state(self.failed is not None, bool(self.flights))
 
     def workers(self) -> list[Node]:
@@ -83,10 +94,13 @@ class Node(Log):
         """Never: what has gathered here is sent at the next look."""
         return False
 
-    # -- what goes out -----------------------------------------------------------------------------------------------------------
+    # -- what goes out ---------------------------------------------------------------------------------------
 
     def follow_meshes(self, line: Line) -> None:
-        """Send what meshes hold for this worker, and let what is read from now on come after it. Call under `lock`."""
+        """Send what meshes hold for this worker, and let what is read from now on come after it.
+
+        Call under `lock`.
+        """
         if self.meshes:
             for mesh in self.meshes:
                 # Nothing else tells of what was let go of, where that log is not active.
@@ -95,7 +109,7 @@ class Node(Log):
             self.flush()
             if self.overtaken:
                 # No position of this log tells of those words, but a word that follows them does.
-                words: list[Any] = [FORGET, 0]
+                words = [FORGET, 0]
                 if self.order is None:
                     self.checked = self.append(words, line)[0]
                 else:
@@ -104,7 +118,10 @@ class Node(Log):
                 self.overtaken = False
 
     def carry(self, part: Flight, frame: Part) -> None:
-        """Send this worker its copy of a mesh's segment, as a segment of its own without words. Call under `lock`, while the mesh's log is active."""
+        """Send this worker its copy of a mesh's segment, as a segment of its own without words.
+
+        Call under `lock`, while the mesh's log is active.
+        """
         outlet = self.outlet
         outlet.seq += 1
         part.seq, part.end, part.checks = outlet.seq, self.base, self.checks.last
@@ -112,10 +129,10 @@ class Node(Log):
         self.overtaken = True
         outlet.last = outlet.send([encode(MeshSegment(outlet.seq)), frame], copy=True)
 
-    # -- what comes back ---------------------------------------------------------------------------------------------------------
+    # -- what comes back -------------------------------------------------------------------------------------
 
     def done(self, message: Done) -> None:
-        """Take an acknowledgement: correct predictions, free the window, file the failures under their lines."""
+        """Take an acknowledgement: land the segments, correct predictions, and file the failures."""
         with self.lock:
             failures = [failure_from(fields) for fields in message.failures]
             try:
@@ -154,7 +171,10 @@ class Node(Log):
                 self._file(failure, flight)
 
     def file_early(self, fields: list[Any]) -> None:
-        """File the failures of segments that are not done: whoever waits for one stream hears of them first."""
+        """File failures of segments that are not done.
+
+        Whoever waits for one stream hears of them first.
+        """
         with self.lock:
             for failure in map(failure_from, fields):
                 self._file_running(failure)
@@ -172,7 +192,7 @@ class Node(Log):
         # Each of a mesh's members here may have failed in its own way.
         return found if found.failure == failure else replace(found, failure=failure)
 
-    # -- the end -----------------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
         """Mark the worker as lost. Everything that waits for it, now or later, fails with `why`."""
@@ -203,5 +223,6 @@ class Node(Log):
         if not self._losses:
             self._losses = self.session.losses(self)
         return NodeFailed(
-            f"{self} {self.failed}. {self._losses}The session and its other nodes go on; dr.restart({self.index}) begins anew there."
+            f"{self} {self.failed}. {self._losses}The session and its other nodes go on; "
+            f"dr.restart({self.index}) begins anew there."
         )

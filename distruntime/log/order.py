@@ -1,25 +1,25 @@
-"""Which stream must wait for which: the rules that keep several streams of a node from racing, on the master. Sends nothing itself.
+"""The order among the streams of one log: which stream must wait for which. Sends nothing itself.
 
-A node has an `Order` from its second stream on; until then nothing here is called. Streams are numbered per node, and the log's own
-positions are their clocks. Of each storage (views share it) it is known who wrote it last and who has read it since; of each stream, up
-to where in each other stream it is known to come after: a vector clock (Lamport, Fidge, Mattern), so that a wait that follows from
-earlier ones is not issued again. See docs/streams.md for the table of rules.
+These rules keep several streams of a node from racing. A log has an `Order` from its second stream on; until
+then nothing here is called. Streams are numbered per node, and the log's own positions are their clocks. It
+is known of each storage (views share it) who wrote it last and who has read it since. It is known of each
+stream up to where it comes after each other stream: a vector clock (Lamport, Fidge, Mattern), so that a wait
+that follows from earlier ones is not issued again. See docs/streams.md for the table of rules.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 from ..wire.messages import RELEASE, WAIT
-from .handle import Handle, Storage
 from .line import Line
-from .log import Log
-from .spec import NO_TENSOR
-from .stretches import StretchedLog, put
+from .stretches import Stretchable, StretchedLog, put
 
-_KEPT = 64  # snapshots of a stream's clock: an older position counts as the oldest of them, which only costs a wait too many
+# So many snapshots of a stream's clock are kept. An older position counts as the oldest of them, which only
+# costs a wait too many.
+_KEPT = 64
 
 
 class Use:
@@ -31,32 +31,81 @@ class Use:
         self.writer, self.readers = writer, readers
 
 
-class Order:
-    """The order among the streams of one node. Every method is called under the node's lock."""
+class Memory(Protocol):
+    """A storage as it is seen from here; the last instruction that changes it ends at `written`."""
 
-    def __init__(self, node: Log) -> None:
+    written: int
+    order: Use | None
+
+
+class Value(Protocol):
+    """A handle as it is seen from here."""
+
+    born: Line
+
+    @property
+    def ref(self) -> int:
+        """The number by which the worker knows the value."""
+
+    @property
+    def storage(self) -> Memory:
+        """The memory that it shares with its views."""
+
+
+class Ordered(Stretchable, Protocol):
+    """A log as it is seen from here."""
+
+    line_table: list[Line]
+    freed: list[int]
+    checked: int
+    executed: int
+    enough: int
+    asynchronous: bool
+
+    def flush(self) -> None:
+        """Send what has gathered."""
+
+
+class Generators:
+    """The random generators of a node, which count as one storage: every draw writes it."""
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.order: Use | None = None
+
+
+class Order:
+    """The order among the streams of one log. Every method is called under the log's lock."""
+
+    def __init__(self, node: Ordered) -> None:
         self.node = node
-        self.implicit = True  # whether reads and writes wait by themselves
-        self.count = 1  # streams so far; their numbers are used again when a Stream object dies
-        self.pools: dict[tuple[str, int], list[int]] = {}  # by device and priority
-        self.idle: dict[tuple[str, int], list[int]] = {}  # those of them that no Stream object stands for
-        self.last: dict[int, int] = {}  # position after each stream's last instruction
-        self.checked = {0: node.checked}  # the same of its last instruction that only checks
-        self.generator = Storage(
-            NO_TENSOR
-        )  # the random generators of the node count as one storage: every draw writes it
+        # Whether reads and writes wait by themselves.
+        self.implicit = True
+        # Streams so far. Their numbers are used again when a Stream object dies.
+        self.count = 1
+        # The numbers of streams by device and priority.
+        self.pools: dict[tuple[str, int], list[int]] = {}
+        # Those of them that no Stream object stands for.
+        self.idle: dict[tuple[str, int], list[int]] = {}
+        # The position after each stream's last instruction.
+        self.last: dict[int, int] = {}
+        # The position after each stream's last instruction that only checks.
+        self.checked = {0: node.checked}
+        self.generator = Generators()
         self._clocks: dict[int, dict[int, int]] = {0: {}}
-        self._past: dict[int, list[tuple[int, dict[int, int]]]] = {
-            0: []
-        }  # (position, clock from there on), the newest last
-        self._makers: dict[int, int] = {}  # stream by ref, where it is not 0
-        self._users: dict[int, int] = {}  # by ref, the bits of the streams that use a value besides its maker
-        self._freed: dict[
-            int, list[int]
-        ] = {}  # words of frees by stream, which go with its next instruction or the next flush
+        # Each stream's clocks as (position, clock from there on), the newest last.
+        self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}
+        # The stream that makes a value, by ref, where it is not 0.
+        self._makers: dict[int, int] = {}
+        # The bits of the streams that use a value besides its maker, by ref.
+        self._users: dict[int, int] = {}
+        # Words of frees by stream. They go with its next instruction or the next flush.
+        self._freed: dict[int, list[int]] = {}
         self._since = node.base + len(node.words)
-        self._strays = 0  # position after the last instruction of stream 0 that came past these rules
-        node.words, self.last[0] = StretchedLog(self.free, self._stray, node.words, [[0, 0]]), self._since
+        # The position after the last instruction of stream 0 that came past these rules.
+        self._strays = 0
+        self.last[0] = self._since
+        node.words = StretchedLog(self.free, self._stray, node.words, [[0, 0]])
 
     def open(self) -> int:
         """Return the number of a new stream."""
@@ -65,18 +114,21 @@ class Order:
         self._clocks[number], self._past[number], self.last[number] = {0: self.node.executed}, [], 0
         return number
 
-    # -- instructions ------------------------------------------------------------------------------------------------------------
+    # -- instructions ----------------------------------------------------------------------------------------
 
     def issue(
         self,
         stream: int,
-        words: list[Any],
-        fresh: Sequence[Handle],
-        operands: Iterable[Handle],
-        written: Sequence[Storage],
+        words: Sequence[object],
+        fresh: Sequence[Value],
+        operands: Iterable[Value],
+        written: Sequence[Memory],
         line: Line,
     ) -> Line:
-        """Append one instruction to a stream's log, after the waits that it needs; note what it makes, reads and writes."""
+        """Append one instruction to a stream's log, after the waits that it needs.
+
+        Note what it makes, reads and writes.
+        """
         node = self.node
         if node.freed:
             self._collect()
@@ -89,7 +141,8 @@ class Order:
             uses.append(use)
             maker = makers.get(handle.ref, 0)
             if maker != stream:
-                # Without implicit waits too: on a worker a value that is not made yet is not there, which a GPU's memory always is.
+                # Without implicit waits too: on a worker a value that is not made yet is not there, which a
+                # GPU's memory always is.
                 self.note_use(handle, stream)
                 self._need(needs, stream, maker, handle.born[0])
             if use.writer != stream and implicit:
@@ -118,9 +171,8 @@ class Order:
             handle.born = born
             if stream:
                 makers[handle.ref] = stream
-                if (
-                    handle.storage.order is None
-                ):  # not the storage of an operand: that one has been used above
+                # The storage of an operand has been used above.
+                if handle.storage.order is None:
                     handle.storage.order = Use(stream, {})
         if not fresh and not written:
             self.checked[stream] = end
@@ -131,26 +183,29 @@ class Order:
     def _stray(self) -> None:
         self._strays = self.last[0] = self.node.base + len(self.node.words)
 
-    def _use(self, storage: Storage) -> Use:
+    def _use(self, storage: Memory) -> Use:
         use: Use | None = storage.order
-        if (
-            use is None
-        ):  # only stream 0 has touched it, and who read it before there were streams was not noted
+        # Only stream 0 has touched it, and who read it before there were streams was not noted.
+        if use is None:
             use = storage.order = Use(0, {0: self._since})
         return use
 
-    def note_use(self, handle: Handle, stream: int) -> None:
-        """Let `stream` count as a user of a value: it is freed after what that stream has been given until then."""
+    def note_use(self, handle: Value, stream: int) -> None:
+        """Note that `stream` uses a value: it is freed after what that stream has been given until then."""
         if self._makers.get(handle.ref, 0) != stream:
             self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << stream
 
     def _need(self, needs: dict[int, int], stream: int, other: int, position: int) -> None:
-        if other != stream and not self.known(stream, other, position) and needs.get(other, 0) < position:
+        if (
+            other != stream
+            and not self.comes_after(stream, other, position)
+            and needs.get(other, 0) < position
+        ):
             needs[other] = position
 
-    # -- clocks ------------------------------------------------------------------------------------------------------------------
+    # -- clocks ----------------------------------------------------------------------------------------------
 
-    def known(self, stream: int, other: int, position: int) -> bool:
+    def comes_after(self, stream: int, other: int, position: int) -> bool:
         """Whether `stream` comes after that position of `other` already."""
         return (
             other == stream
@@ -167,13 +222,17 @@ class Order:
         seconds: float | None = None,
         line: Line | None = None,
     ) -> None:
-        """Make `stream` wait for a position of `other`, unless it is known to come after it; past `seconds` it fails with `text`."""
-        if self.known(stream, other, position):
+        """Make `stream` wait for a position of `other`, unless it is known to come after it.
+
+        Past `seconds` the stream fails with `text`.
+        """
+        if self.comes_after(stream, other, position):
             return
         self.last[stream] = end = put(self.node, stream, [WAIT, other, position, seconds, text])
         if line is not None:
             self.node.line_table.append((end, line[1], line[2]))
-        if seconds is not None:  # it may go on without
+        # It may go on without.
+        if seconds is not None:
             return
         clock = dict(self._clocks[stream])
         # What the other stream knew there, this one knows now.
@@ -189,13 +248,16 @@ class Order:
             del self._past[stream][: _KEPT // 2]
 
     def cancelled(self, stream: int) -> int:
-        """Return up to where a stream is cancelled, and forget what it knows from waits that may be dropped now."""
+        """Return up to where a stream is cancelled.
+
+        Forget what it knows from waits that may be dropped now.
+        """
         position = self.last[stream]
         self._clocks[stream] = {}
         self._past[stream].append((position, {}))
         return position
 
-    def put(self, stream: int, words: list[Any], line: Line) -> None:
+    def put(self, stream: int, words: Sequence[object], line: Line) -> None:
         """Append what neither makes nor reads a value: a wait for another node."""
         self.last[stream] = put(self.node, stream, words)
         self.node.line_table.append((self.last[stream], line[1], line[2]))
@@ -203,7 +265,7 @@ class Order:
     def cut(self, stream: int) -> None:
         """Let a GPU worker mark the place where a stream is now: an event stands there."""
         if self.node.asynchronous:
-            words: Any = self.node.words
+            words: StretchedLog = self.node.words  # type: ignore[assignment]
             words.cut(stream)
 
     def fence(self) -> None:
@@ -217,13 +279,14 @@ class Order:
         for stream in list(self.last):
             self.wait(stream, 0, self.last[0])
 
-    def ready(self, handle: Handle, *, meshed: bool = False) -> list[int]:
+    def ready(self, handle: Value, *, meshed: bool = False) -> list[int]:
         """Return [stream, position, ...]: where a value is what a read issued now must see.
 
         `meshed` is whether stream 0 has a word that tells of a mesh's segments: the read comes after it, too.
 
-        Invariant: the thread of any stream in the result may be the one that reads the value out, and so each of them is noted here as a
-        user and as a reader. Whoever adds a stream to the result later leaves it out of that: a write then overtakes the read.
+        Invariant: the thread of any stream in the result may be the one that reads the value out, and so each
+        of them is noted here as a user and as a reader. Whoever adds a stream to the result later leaves it
+        out of that: a write then overtakes the read.
         """
         after = {self._makers.get(handle.ref, 0): handle.born[0]}
         storage = handle.storage
@@ -239,7 +302,7 @@ class Order:
             use.readers[stream] = max(position, use.readers.get(stream, 0))
         return found
 
-    # -- frees -------------------------------------------------------------------------------------------------------------------
+    # -- frees -----------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         freed = self.node.freed
@@ -247,7 +310,10 @@ class Order:
             self.free(freed.pop())
 
     def free(self, ref: int) -> None:
-        """Free a value on the stream that made it; if others used it too, when the last of them gets there."""
+        """Free a value on the stream that made it.
+
+        If other streams used it too, the last of them to get there frees it.
+        """
         maker, users = self._makers.pop(ref, 0), self._users.pop(ref, 0)
         if not users:
             self._freed.setdefault(maker, []).append(-ref)

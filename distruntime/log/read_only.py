@@ -11,7 +11,10 @@ from .spec import Spec
 
 
 class ReadOnlyStorage(Storage):
-    """The memory of a value of another session. A class of its own, so that storages that may be written pay nothing for it."""
+    """The memory of a value of another session.
+
+    A class of its own, so that storages that may be written pay nothing for it.
+    """
 
     __slots__ = ("name",)
 
@@ -25,7 +28,9 @@ def require_writable(storages: Iterable[Storage], line: Line) -> None:
     for storage in storages:
         if type(storage) is ReadOnlyStorage:
             raise UsageError(
-                f"a tensor of {storage.name!r} cannot be written: another session has published it, and shares it for reading\n"
+                f"a tensor of {storage.name!r} cannot be written: "
+                "another session has published it, and shares it for reading\n"
                 f"  written at {line_text(line)}\n"
-                "  write to a copy of your own: x.clone(), or copy.deepcopy(model); a model that is only evaluated: model.eval()"
+                "  write to a copy of your own: x.clone(), or copy.deepcopy(model); "
+                "a model that is only evaluated: model.eval()"
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
+from ..errors import InternalError
 from ..wire.messages import GIVE, TAKE
 from .handle import Handle, Residence, Storage, next_ref
 from .issue import issue_joint
@@ -16,7 +16,9 @@ from .spec import NO_TENSOR
 
 def member_of(handle: Handle, k: int) -> Handle:
     """Return the value of a mesh's `k`-th member, at that member's own place. Return at once."""
-    team: Any = handle.place.node
+    team = handle.place.node
+    if not isinstance(team, MeshLog):
+        raise InternalError(f"{handle.place.place} is no mesh, and has no members")
     node, lane = team.lanes[k]
     team.session.require_open()
     node.require_alive()
@@ -29,7 +31,10 @@ def member_of(handle: Handle, k: int) -> Handle:
 
 
 def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None = None) -> Handle:
-    """Return a mesh's value made of its members' values, which have one spec; or make them the value of `into`. Return at once."""
+    """Return a mesh's value made of its members' values, which have one spec. Return at once.
+
+    With `into`, make them the value of that one.
+    """
     spec = handles[0].spec
     storage = whole_of(team, handles)
     if storage is None:
@@ -44,7 +49,8 @@ def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Han
         for node, ranks in team.ranks.items():
             mine = [handles[k] for k in ranks]
             if node.failed is None:
-                written = [Storage(spec)]  # not a value of this worker alone: nobody fetches it by this name
+                # It is no value of this worker alone, and nobody fetches it by this name.
+                written = [Storage(spec)]
                 issue_joint(
                     [GIVE, [h.ref for h in mine], whole.ref],
                     (),
@@ -55,11 +61,8 @@ def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Han
                     line,
                 )
         if into is None:
-            whole.born = (
-                0,
-                line[1],
-                line[2],
-            )  # no word of the mesh's own log makes it; the logs keep their order
+            # No word of the mesh's own log makes it; the logs keep their order.
+            whole.born = (0, line[1], line[2])
     return whole
 
 
@@ -75,7 +78,7 @@ def _part(team: MeshLog, storage: Storage, k: int) -> Storage:
 
 
 def whole_of(team: MeshLog, handles: Sequence[Handle]) -> Storage | None:
-    """Return the storage of the one tensor on this mesh whose shards these are, in its order, if there is one."""
+    """Return the storage of the tensor on this mesh that has these shards in its order, if there is one."""
     found = _known(team, handles[0].storage)
     if found is None or found.parts is None:
         return None

@@ -1,16 +1,19 @@
-"""The metadata of a tensor, interned: two specs are equal exactly if they are the same object, so they hash at once."""
+"""The metadata of a tensor, interned.
+
+Two specs are equal exactly if they are the same object, so they hash at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..wire.codec import dtype_name, dtype_named
 
 _CONJ, _NEG = 1, 2
-_MOST = 1 << 16  # a forgotten spec only costs a signature its cache hit
+# More specs than these are forgotten, which only costs a signature its cache hit.
+_MOST = 1 << 16
 
 
 class Spec:
@@ -31,7 +34,7 @@ class Spec:
 
     @property
     def extent(self) -> int:
-        """Bytes from the start of the storage to the end of the last element: what the storage holds at least."""
+        """The least that the storage holds: bytes from its start to the end of the last element."""
         return (self.offset + self._span()) * self.dtype.itemsize if self.size.numel() else 0
 
     @property
@@ -100,12 +103,11 @@ def spec_from_wire(fields: list[object]) -> Spec:
     return spec(tuple(size), tuple(stride), offset, dtype_named(dtype), bits)  # type: ignore[arg-type]
 
 
-NO_TENSOR = spec(
-    (0,), (1,), 0, torch.float32
-)  # of what a ref names that is no tensor: a tape, a stamp, a generator
+# A ref may name what is no tensor: a tape, a stamp, a generator. It has this spec.
+NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 
 
-def layout(spec: Spec) -> list[Any]:
+def layout(spec: Spec) -> list[object]:
     """Return a spec as templates of groups say it: dtype, sizes, and strides where it is not contiguous."""
     strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
     return [dtype_name(spec.dtype), list(spec.size), strides]

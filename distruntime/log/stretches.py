@@ -1,25 +1,30 @@
-"""The log of a node that has streams: words divided into stretches, each the consecutive words of one stream. Knows no stream's rules."""
+"""The log of a node that has streams: words divided into stretches, each the consecutive words of one stream.
+
+Knows no stream's rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-Stretch = list[int]  # [stream, index of its first word]
+# A stream and the index of its first word.
+Stretch = list[int]
 
 
-class StretchedLog(list[Any]):
+class StretchedLog(list[object]):
     """Takes the place of a node's plain log as soon as the node has a second stream.
 
-    Who still holds the plain log's ways (`log += words`, `log.append(-ref)`: a thread that was on the hot path in that moment) writes to
-    stream 0, where everything was until then, and `stray` is called: nobody has noted what it reads.
+    Who still holds the plain log's ways (`log += words`, `log.append(-ref)`: a thread that was on the hot
+    path in that moment) writes to stream 0, where everything was until then, and `stray` is called: nobody
+    has noted what it reads.
     """
 
     def __init__(
         self,
         free: Callable[[int], None],
         stray: Callable[[], None],
-        words: Iterable[Any] = (),
+        words: Iterable[object] = (),
         stretches: Iterable[Stretch] = (),
     ) -> None:
         super().__init__(words)
@@ -32,7 +37,7 @@ class StretchedLog(list[Any]):
         if self.stretches and self.stretches[-1][0] == stream:
             self.stretches.append([stream, len(self)])
 
-    def __iadd__(self, words: Any) -> StretchedLog:  # type: ignore[misc]
+    def __iadd__(self, words: Sequence[object]) -> StretchedLog:  # type: ignore[misc, override]
         fresh, count = ([0, 0],), len(words)
         if not self.stretches or self.stretches[-1][0] != 0:
             fresh[0][1] = self.size
@@ -42,8 +47,9 @@ class StretchedLog(list[Any]):
         self._stray()
         return self
 
-    def append(self, word: Any) -> None:
+    def append(self, word: object) -> None:
         """Take the word of a free."""
+        assert isinstance(word, int)
         self._free(-word)
 
     def clear(self) -> None:
@@ -71,12 +77,20 @@ class StretchedLog(list[Any]):
         return [(stream, first, end) for (stream, first), end in zip(self.stretches, ends)]
 
 
-def put(node: Any, stream: int, words: list[Any]) -> int:
+class Stretchable(Protocol):
+    """A log as it is seen from here: `base` is the position of its first word."""
+
+    words: list[object]
+    base: int
+
+
+def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
     """Append words to a stream of a node's log; return the position after them."""
-    # A finalizer that runs in here may issue something, and have the log sent. Where one can run (an allocation, a call) is before the
-    # log is looked up, or after all is done.
+    # A finalizer that runs in here may issue something, and have the log sent. One can run at an allocation
+    # or a call. So those stand before the log is looked up, or after all is done, and no `isinstance` stands
+    # between.
     fresh, count = ([stream, 0],), len(words)
-    log = node.words
+    log: StretchedLog = node.words  # type: ignore[assignment]
     end: int = node.base + log.size + count
     stretches = log.stretches
     if not stretches or stretches[-1][0] != stream:

@@ -10,7 +10,10 @@ _MOST_TEMPLATES = 1 << 15
 
 
 class Templates:
-    """Numbers of templates. Two generations live: a thread may have looked up a number and not yet issued it."""
+    """Numbers of templates.
+
+    Two generations live: a thread may have looked up a number and not yet issued it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -40,7 +43,9 @@ class Templates:
         return number
 
     def expire(self) -> int:
-        """Forget the generation before the current one and begin another; return the first number that stays known."""
+        """Forget the generation before the current one and begin another; return the first number that stays
+        known.
+        """
         oldest = self.generation
         self._numbers = {key: number for key, number in self._numbers.items() if number >= oldest}
         self.generation = self._next

@@ -1,4 +1,6 @@
-"""How many members form groups by modes: data, pipeline and tensor parallelism, experts, nodes. Arithmetic only: no session, no sockets.
+"""How many members form groups by modes: data, pipeline and tensor parallelism, experts, nodes.
+
+Arithmetic only: no session, no sockets.
 
 Members are numbered 0, 1, …; the last mode is the innermost, so that its groups hold adjacent members.
 """
@@ -16,18 +18,22 @@ from ..errors import ConfigurationError, UsageError
 Groups = tuple[tuple[int, ...], ...]
 Modes = Iterable[tuple[str, int]]
 
+# With one of these modes, several members work on the same data. They are a group of mode "model".
 _SAME_DATA = (
     "pipe",
     "tensor",
-)  # with one of these, several members work on the same data: they are a group of mode "model"
+)
 
 
 class Layout:
-    """Members in groups by modes, as in `Layout([("data", 2), ("pipe", 2), ("tensor", 2)])`: 8 members, "tensor" innermost.
+    """Members in groups by modes.
 
-    `world` is the number of members, if it is to be checked. With a mode "pipe" or "tensor" there is a mode "model" too: the members
-    that agree in "data". A layout never changes; `with_experts` and `with_nodes` return a larger one. Nothing here blocks. Raises
-    ConfigurationError for sizes that cannot be, UsageError for a mode or a member that is not there.
+    `Layout([("data", 2), ("pipe", 2), ("tensor", 2)])` has 8 members, with "tensor" innermost.
+
+    `world` is the number of members, if it is to be checked. With a mode "pipe" or "tensor" there is a
+    mode "model" too: the members that agree in "data". A layout never changes; `with_experts` and
+    `with_nodes` return a larger one. Nothing here blocks. Raises ConfigurationError for sizes that cannot
+    be, UsageError for a mode or a member that is not there.
     """
 
     __slots__ = ("_groups", "_seats", "modes", "world")
@@ -79,7 +85,7 @@ class Layout:
         larger._take({**self._groups, **more})
         return larger
 
-    # -- groups ------------------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------------
 
     def groups(self, mode: str) -> list[list[int]]:
         """Return the members of every group of a mode; a member's place in its list is its rank."""
@@ -97,7 +103,7 @@ class Layout:
         """Return whether a mode is there and its groups have more than one member. Never raises."""
         return mode in self._groups and self.size(mode) > 1
 
-    # -- one member --------------------------------------------------------------------------------------------------------------
+    # -- one member --------------------------------------------------------------------------------------
 
     def rank(self, mode: str, member: int) -> int:
         """Return a member's rank in its group."""
@@ -125,11 +131,14 @@ class Layout:
         return self.group(mode, member)[self.rank(mode, member) - 1]
 
     def coordinates(self, member: int) -> dict[str, int]:
-        """Return a member's rank in each of the modes that the layout was made of: where it sits, outermost mode first."""
+        """Return a member's rank in each of the modes that the layout was made of, outermost mode first."""
         return {mode: self.rank(mode, member) for mode in self.modes}
 
     def member(self, **coordinates: int) -> int:
-        """Return the member that sits at coordinates, as in `layout.member(data=1, pipe=0, tensor=1)`; every mode is needed."""
+        """Return the member that sits at coordinates, as in `layout.member(data=1, pipe=0, tensor=1)`.
+
+        Every mode is needed.
+        """
         if set(coordinates) != set(self.modes):
             raise UsageError(
                 f"a member has coordinates {list(self.modes)}, got {list(coordinates)}: give one for each"
@@ -138,18 +147,22 @@ class Layout:
         for mode, size in self.modes.items():
             if not 0 <= coordinates[mode] < size:
                 raise UsageError(
-                    f"{mode}={coordinates[mode]} is outside the layout: mode {mode!r} has {size}, 0 to {size - 1}"
+                    f"{mode}={coordinates[mode]} is outside the layout: mode {mode!r} has {size}, 0 "
+                    f"to {size - 1}"
                 )
             at = at * size + coordinates[mode]
         return at
 
-    # -- larger layouts ----------------------------------------------------------------------------------------------------------
+    # -- larger layouts ----------------------------------------------------------------------------------
 
     def with_experts(self, ep: int | None = None, dp: int | None = None) -> Layout:
-        """Return this layout with the modes "moe_ep" and "moe_dp": each group of "data" cut into `dp` groups of `ep` members.
+        """Return this layout with the modes "moe_ep" and "moe_dp".
 
-        The members of a "moe_ep" group follow each other in their "data" group and hold different experts; those of a "moe_dp" group are
-        `ep` apart and hold the same ones. One of the two sizes is enough.
+        Each group of "data" is cut into `dp` groups of `ep` members.
+
+        The members of a "moe_ep" group follow each other in their "data" group and hold different
+        experts; those of a "moe_dp" group are `ep` apart and hold the same ones. One of the two sizes is
+        enough.
         """
         data = self._of("data")
         size = len(data[0])
@@ -160,7 +173,8 @@ class Layout:
                 )
         if ep is None and dp is None:
             raise ConfigurationError(
-                f"with_experts needs ep= or dp=; their product is the size of the groups of mode 'data', {size}"
+                "with_experts needs ep= or dp=; their product is the size of the groups of mode "
+                f"'data', {size}"
             )
         ep = size // dp if ep is None and dp is not None else ep or 1
         if dp is not None and ep * dp != size:
@@ -179,7 +193,7 @@ class Layout:
             )
         return self._with({"node": _strided(self.world, per_node, 1)})
 
-    # -- the rest ----------------------------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------------
 
     def _of(self, mode: str) -> Groups:
         try:
@@ -230,7 +244,7 @@ def _checked(mode: object) -> tuple[str, int]:
 
 
 def _strided(world: int, size: int, stride: int) -> Groups:
-    """Return groups of members `stride` apart, those from the first block's neighbours last: [0, 2], [4, 6], [1, 3], [5, 7]."""
+    """Return groups of members `stride` apart, for example [0, 2], [4, 6], [1, 3], [5, 7]."""
     return tuple(
         tuple(range(block + start, block + start + size * stride, stride))
         for start in range(stride)

@@ -1,7 +1,8 @@
 """The groups that the lines of a mesh are.
 
-A mesh of shape (2, 4) has two lines along its last dimension, of four members each, and four along its first. Each line is
-a group of the members' data channel. An instruction names the dimension, and each worker knows the groups of its members.
+A mesh of shape (2, 4) has two lines along its last dimension, of four members each, and four along its first.
+Each line is a group of the members' data channel. An instruction names the dimension, and each worker
+knows the groups of its members.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from .varying import numbers
 class Lines:
     """The lines of a mesh along one or several of its dimensions. `mesh.lines(...)` returns it.
 
-    Each line is a group of members. All lines have `size` members, and together they have every member once. `rows` has,
-    for each line, the numbers of its members, by their ranks in the line. `groups` has each line's `ProcessGroup`.
+    Each line is a group of members. All lines have `size` members, and together they have every member once.
+    `rows` has, for each line, the numbers of its members, by their ranks in the line. `groups` has each
+    line's `ProcessGroup`.
     """
 
     size: int

@@ -1,8 +1,9 @@
 """Collectives along a dimension of a mesh, or along several: every line of members does its own.
 
-`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. A function here takes
-lines and one tensor on their mesh. It issues one instruction for all members, and returns one tensor on the mesh at
-once. Autograd knows the functions; the gradient of each is its adjoint, as in `dr.functional`.
+`mesh.lines("tp")` returns the lines of a dimension, and `mesh.lines()` one line of all members. A function
+here takes lines and one tensor on their mesh. It issues one instruction for all members, and returns one
+tensor on the mesh at once. Autograd knows the functions; the gradient of each is its adjoint, as in
+`dr.functional`.
 
 Every function raises:
     UsageError: `lines` are no lines of a mesh. PlacementError: the tensor is not on the mesh of these lines.
@@ -37,9 +38,10 @@ def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Ten
 
 
 def all_gather(lines: Lines, x: torch.Tensor) -> torch.Tensor:
-    """Return each line's tensors one after the other along the first dimension, at each member. Return at once.
+    """Return each line's tensors in one, along the first dimension, at each member. Return at once.
 
-    A tensor of shape (n, ...) becomes one of shape (n * lines.size, ...). A scalar becomes one of (lines.size,).
+    A tensor of shape (n, ...) becomes one of shape (n * lines.size, ...), and a scalar one of shape
+    (lines.size,).
     """
     given = _operand(lines, x)
     return _apply(lines, Collective("all_gather"), given if given.dim() else given.reshape(1))
@@ -57,7 +59,7 @@ def reduce_scatter(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch
 
 
 def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> torch.Tensor:
-    """Return the rows that the members of a line have for each member, one part after the other. Return at once.
+    """Return the rows that the members of a line have for each member, in one tensor. Return at once.
 
     Each member sends `inputs[k]` rows to member k of its line, and gets `output[k]` rows from it. Raises
     `NotSupportedError` unless all these numbers are equal and the rows are all that `x` has.

@@ -1,7 +1,8 @@
 """Meshes: members in rows and columns that run one program, each on its own shard of every tensor.
 
-A tensor on a mesh is one proxy for as many shards as there are members, all of one shape; an operator on it is one instruction, which
-every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the first member's; `shards(t)` reads all.
+A tensor on a mesh is one proxy for as many shards as there are members, all of one shape; an operator on
+it is one instruction, which every member runs. What is read of it (`.item()`, `.cpu()`, printing) is the
+first member's; `shards(t)` reads all.
 """
 
 from __future__ import annotations
@@ -41,23 +42,31 @@ Names = tuple[str, ...]
 
 
 class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
-    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names. A torch DeviceMesh, too.
+    """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names.
 
-    As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions, `mesh.select(dp=0)` a part of them.
-    Tensors of meshes with the same members combine, whatever their shapes.
+    A torch DeviceMesh, too.
+
+    As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions,
+    `mesh.select(dp=0)` a part of them. Tensors of meshes with the same members combine, whatever their
+    shapes.
     """
 
     def __init__(
         self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None
     ) -> None:
         self._team: MeshLog = mesh_log_of(session, places)
-        self._home = self._team.residence()  # held, so that its number stays its own
-        self._whole = self  # of which this one shows some dimensions
-        self._dims = tuple(range(len(shape)))  # those of `_whole` that it shows
+        # The mesh holds its place, so that nobody else gets its number.
+        self._home = self._team.residence()
+        # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. `_dims` are
+        # their numbers there.
+        self._whole = self
+        self._dims = tuple(range(len(shape)))
         self._sizes = tuple(shape)
-        self._kept: dict[Any, Any] = {}  # coordinates and slices
+        # Coordinates and slices are kept here.
+        self._kept: dict[Any, Any] = {}
         self._context = MeshContext(self._home)
-        self._layout_of: Layout | None = None  # which other groups of members there are
+        # A layout has other groups of the members.
+        self._layout_of: Layout | None = None
         prepare()
         if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
             session.on_close.append(end)
@@ -102,7 +111,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             names = self.mesh_dim_names or ()
             if dim not in names:
                 raise UsageError(
-                    f"this mesh has no dimension {dim!r}: it has {', '.join(names) or 'none with names, give mesh_dim_names='}"
+                    f"this mesh has no dimension {dim!r}: it has "
+                    f"{', '.join(names) or 'none with names, give mesh_dim_names='}"
                 )
             return names.index(dim)
         if not -self.ndim <= dim < self.ndim:
@@ -110,16 +120,18 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return dim % self.ndim
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the same members seen along some of the dimensions, by name: what runs along them runs in every line at once."""
+        """Return the same members seen along some dimensions. What runs along them runs in all lines."""
         wanted = tuple(mesh_dim_names) if isinstance(mesh_dim_names, (tuple, list)) else (mesh_dim_names,)
         if not all(isinstance(name, str) for name in wanted):
             raise UsageError(
-                f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places are mesh.places"
+                f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places "
+                "are mesh.places"
             )
         dims = [self._dim(name) for name in wanted]
         if dims != sorted(set(dims)):
             raise UsageError(
-                f"dimensions are named in the mesh's order, each once: it has {self.mesh_dim_names}, got {wanted}"
+                "dimensions are named in the mesh's order, each once: it has "
+                f"{self.mesh_dim_names}, got {wanted}"
             )
         if len(dims) == self.ndim:
             return self
@@ -141,7 +153,10 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return found
 
     def select(self, **where: int) -> DeviceMesh:
-        """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row. Its tensors are others."""
+        """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row.
+
+        Its tensors are others.
+        """
         if self._whole is not self:
             raise UsageError("select members of the whole mesh, not of one that shows some of its dimensions")
         fixed = {self._dim(name): index for name, index in where.items()}
@@ -165,7 +180,10 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole._sizes))]
 
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
-        """Return a tensor of one int64 that is, on each member, its coordinate along a dimension. Return at once."""
+        """Return a tensor of one int64 that is, on each member, its coordinate along a dimension.
+
+        Return at once.
+        """
         k, kept = self._dim(dim), self._whole._kept
         key = "coordinate", self._dims[k]
         if key not in kept:
@@ -173,7 +191,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return kept[key].clone()  # type: ignore[no-any-return]
 
     def manual_seed(self, seed: int, distinct: bool = False) -> None:
-        """Seed the members' generators, after what has been issued: all alike, or with `distinct` member k with `seed` + k. Return at once.
+        """Seed the members' generators, after what has been issued. Return at once.
+
+        All members get `seed`, or with `distinct` member k gets `seed` + k.
 
         `torch.manual_seed` seeds them all alike, too.
         """
@@ -199,7 +219,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     @contextmanager
     def drawing(self, placements: Sequence[Any], generator: torch.Generator | None) -> Iterator[None]:
-        """Let a DTensor's random operator draw as on one device: shards draw distinct numbers, replicas equal ones; alike afterwards.
+        """Let a DTensor's random operator draw as on one device.
+
+        Shards draw distinct numbers and replicas equal ones. Afterwards all generators are alike.
 
         What they draw follows this process's own generator, which `torch.manual_seed` seeds.
         """
@@ -230,7 +252,10 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             )
 
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
-        """Return the groups along one dimension, several, or all. Block until they are open, the first time."""
+        """Return the groups along one dimension, several, or all.
+
+        Block until they are open, the first time.
+        """
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
             return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
@@ -243,12 +268,16 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
         return found
 
-    # -- what differs from member to member, as torch asks for it -----------------------------------------------------------------------
+    # -- what differs from member to member, as torch asks for it
 
     def get_coordinate(self) -> Any:
-        """Return, for each dimension, the members' coordinates: numbers that differ from member to member, as torch's own symbolic ints."""
+        """Return, for each dimension, the members' coordinates, as torch's own symbolic ints.
+
+        Each is a number that differs from member to member.
+        """
         kept, key = self._whole._kept, ("varying", self._dims)
-        if key not in kept:  # DTensor asks with every operator
+        # DTensor asks with every operator.
+        if key not in kept:
             kept[key] = tuple(varying([at[k] for at in self.coordinates()]) for k in range(self.ndim))
         found: tuple[Any, ...] = kept[key]
         return found
@@ -261,7 +290,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         return self._sym_get_coordinate(self._dim(0 if mesh_dim is None else mesh_dim))
 
     def __enter__(self) -> DeviceMesh:
-        self.session.require_open()  # in another session new tensors would go to a place of that one
+        # In another session new tensors would go to a place of that session.
+        self.session.require_open()
         super().__enter__()
         self._context.__enter__()
         return self
@@ -271,16 +301,19 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         super().__exit__(exc_type, exc_value, exc_traceback)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
-        return self  # as a place is, of whatever is copied there: a model of DTensors
+        # Whoever copies a model of DTensors copies no mesh, as copying a tensor copies no place.
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotSupportedError(
-            f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: dr.fetch(model.state_dict())"
+            f"{self!r} cannot be pickled: its members are this session's. Fetch what is to be kept: "
+            "dr.fetch(model.state_dict())"
         )
 
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
-        return f"<distruntime.DeviceMesh ({', '.join(f'{n}={s}' for n, s in zip(names, self.shape))}), {self._team.place}>"
+        dims = ", ".join(f"{n}={s}" for n, s in zip(names, self.shape))
+        return f"<distruntime.DeviceMesh ({dims}), {self._team.place}>"
 
 
 _names = count()
@@ -295,9 +328,11 @@ def init_device_mesh(
     """Make a mesh of the session's devices of one type, node by node, or of places.
 
     Args:
-        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves, node numbers or places.
-        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)]; the last is innermost. Of a
-            `Layout` the mesh also has its other groups: `mesh.lines("model")`, `mesh.lines("moe_ep")`.
+        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves,
+            node numbers or places.
+        mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)];
+            the last is innermost. Of a `Layout` the mesh also has its other groups:
+            `mesh.lines("model")`, `mesh.lines("moe_ep")`.
         mesh_dim_names: the dimensions' names.
 
     Raises:
@@ -325,7 +360,8 @@ def init_device_mesh(
             raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
     elif device_type not in ("cpu", "cuda"):
         raise UsageError(
-            f'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a list; got {device_type!r}'
+            'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
+            f"list; got {device_type!r}"
         )
     else:
         have = [
@@ -338,10 +374,12 @@ def init_device_mesh(
     if need > len(have):
         alive = sum(node.failed is None for node in session.nodes)
         raise PlacementError(
-            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} {device_type} device"
+            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} "
+            f"{device_type} device"
             f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
             + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
-            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() shows what there is"
+            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() "
+            "shows what there is"
         )
     mesh = DeviceMesh(session, have[:need], sizes, names)
     mesh._layout_of = layout
@@ -351,7 +389,8 @@ def init_device_mesh(
 def _mesh_handle(t: Any) -> Any:
     if isinstance(t, DTensor):
         raise UsageError(
-            "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, t.full_tensor() one of the whole"
+            "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, "
+            "t.full_tensor() one of the whole"
         )
     if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
         got = f"one on {t.place}" if isinstance(t, DistributedTensor) else f"a local {type(t).__name__}"
@@ -368,34 +407,44 @@ def members(t: torch.Tensor) -> list[DistributedTensor]:
 
 
 def shards(t: torch.Tensor) -> list[torch.Tensor]:
-    """Return every member's shard as a local tensor, by rank. Block until they are here; raise what poisoned one."""
+    """Return every member's shard as a local tensor, by rank.
+
+    Block until they are here; raise what poisoned one.
+    """
     found: list[torch.Tensor] = fetch(members(t))
     return found
 
 
 def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
-    """Return a tensor on a mesh made of its members' shards: local tensors, which are sent, or proxies at the members' places: no copies,
+    """Return a tensor on a mesh made of its members' shards. Return at once.
+
+    Shards are local tensors, which are sent, or proxies at the members' places. Proxies are not copied,
     unless some of them are shards of another tensor on this mesh.
 
     Raises:
-        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy lives elsewhere.
+        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy
+        lives elsewhere.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"from_shards takes the mesh itself, from_shards(tensors, mesh), got {mesh!r}")
     given = list(tensors)
     if len(given) != len(mesh.places):
         raise UsageError(
-            f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, got {len(given)}"
+            f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, "
+            f"got {len(given)}"
         )
     for k, t in enumerate(given):
         if not isinstance(t, torch.Tensor):
             raise UsageError(
-                f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: torch.tensor(...) makes one"
+                f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: "
+                "torch.tensor(...) makes one"
             )
         if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
             raise UsageError(
-                f"the shards of a mesh's tensor have one shape and dtype: shard 0 is {tuple(given[0].shape)} {given[0].dtype}, "
-                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: dr.primitives works on uneven lists"
+                "the shards of a mesh's tensor have one shape and dtype: shard 0 is "
+                f"{tuple(given[0].shape)} {given[0].dtype}, "
+                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: "
+                "dr.primitives works on uneven lists"
             )
     for k, (t, place) in enumerate(zip(given, mesh.places)):
         if isinstance(t, DistributedTensor) and t.place != place:
@@ -421,9 +470,8 @@ def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> Distribute
         else:
             home = mesh.session.places.residence(place, numbered=False)
             handles.append(upload(t, home))
-    if (
-        whole_of(mesh._team, handles) is None
-    ):  # two tensors of one log do not share memory unknown to it: the second is a copy
+    # The log would not know that two of its tensors share memory, so the second is a copy.
+    if whole_of(mesh._team, handles) is None:
         handles = [
             wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles
         ]

@@ -1,4 +1,4 @@
-"""Issuing a collective along the lines of a mesh: one instruction in the mesh's log, and every line does its own."""
+"""Issuing a collective along the lines of a mesh: one instruction in the mesh's log, for all lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..collectives.operation import require_operation
 from ..collectives.reductions import Op, reduction, require_reduction
 from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed
 from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
-from ..log.handle import Handle, Storage, next_ref
+from ..log.handle import new_value
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import relieve
@@ -29,7 +29,10 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 def reduction_named(op: Op | str) -> Reduction:
-    """Return what a `ReduceOp`, or torch's name of one, stands for; raise `NotSupportedError` for another name."""
+    """Return what a `ReduceOp`, or torch's name of one, stands for.
+
+    Raise `NotSupportedError` for other names.
+    """
     if not isinstance(op, str):
         return reduction(op)
     if op.lower() not in _REDUCTIONS:
@@ -66,7 +69,7 @@ def issue_along(
     reduction: Reduction | None = None,
     splits: ByteSplits = NO_SPLITS,
 ) -> list[DistributedTensor]:
-    """Issue an operation with new results of these specs, or into tensors that are written. Return the results at once."""
+    """Issue an operation with new results of these specs, or into tensors. Return the results at once."""
     team = lines.team
     team.session.require_open()
     team.require_alive()
@@ -80,12 +83,13 @@ def issue_along(
     if operation != "copy":
         require_operation(lines.groups[0], operation)
     home = (given or written_to)[0]._handle.place
-    made = [Handle(next_ref(), spec, home, Storage(spec)) for spec in specs]
+    made = [new_value(spec, home) for spec in specs]
     ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
     for handle in outs if not made else ():
         if handle.spec.expanded:
             raise NotSupportedError(
-                f"{operation} into {handle.spec} that is expanded: several elements share memory; clone it first"
+                f"{operation} into {handle.spec} that is expanded: several elements share memory; "
+                "clone it first"
             )
     op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
     options = [root, op, factor, not made, *splits]
@@ -111,7 +115,7 @@ def issue_along(
 
 
 def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> DistributedTensor:
-    """Issue a collective along lines, below autograd, and return its result on every member. Return at once."""
+    """Issue a collective along lines, below autograd. Return its result on every member, at once."""
     name, by, root, splits = collective
     given = on_mesh_of(lines, x)._handle.spec
     if name == "broadcast" and not 0 <= root < lines.size:
@@ -131,7 +135,7 @@ def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> Distribute
 
 
 def even_splits(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Splits:
-    """Return the splits of an all_to_all along lines; raise `NotSupportedError` unless all parts are of one size."""
+    """Return the splits of an all_to_all along lines; raise `NotSupportedError` unless all are equal."""
     given, size = on_mesh_of(lines, x)._handle.spec, lines.size
     sizes = {int(n) for n in (*output, *inputs)}
     if [len(output), len(inputs)] != [size] * 2 or len(sizes) > 1 or given.size[:1] != (sum(inputs),):
@@ -153,7 +157,10 @@ class LineMembers:
         self._lines, self.size = lines, lines.size
 
     def perform(self, collective: Collective, tensors: Tensors) -> Tensors:
-        """Issue a collective of one tensor and return its result. Those who are not the root of a reduce get zeros."""
+        """Issue a collective of one tensor and return its result.
+
+        After a reduce only the root has no zeros.
+        """
         lines, (x,) = self._lines, tensors
         if collective.name == "reduce":
             total = perform(lines, collective._replace(name="all_reduce", root=-1), x)

@@ -1,4 +1,4 @@
-"""torch's functional collectives on tensors of a mesh, as DTensor issues them: each one instruction along a dimension."""
+"""torch's functional collectives on tensors of a mesh, as DTensor issues them: each is one instruction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _OF_BOOLS = {"sum": "max", "product": "min"}
 def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
     if x.dtype is torch.bool:
-        # Some data channels cannot reduce bools. A sum of bools says whether any is true, and a product whether all are.
+        # Some data channels cannot reduce bools. A sum of bools says whether any is true, and a product
+        # whether all are.
         by = reduction_named(_OF_BOOLS[op] if op in _OF_BOOLS else op)
         return perform(lines_named(group), Collective("all_reduce", by), x.to(torch.uint8)).to(torch.bool)
     return perform(lines_named(group), Collective("all_reduce", reduction_named(op)), x)
@@ -54,7 +55,10 @@ def _broadcast(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> 
 
 
 def _shard_dim_alltoall(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Shard by another dimension: each member sends part k along `shard_dim` to member k, and joins what it gets along `gather_dim`."""
+    """Shard by another dimension.
+
+    Each member sends part k along `shard_dim` to member k, and joins what it gets along `gather_dim`.
+    """
     x, gather_dim, shard_dim, group = args
     lines = lines_named(group)
     parts = torch.stack(x.chunk(lines.size, shard_dim))
@@ -75,7 +79,10 @@ def _each(one: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_gather_copy_in(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """FSDP2's: lay a member's shards one after the other; here at the start of the output, from where all_gather takes them."""
+    """FSDP2's: lay a member's shards one after the other.
+
+    Here at the start of the output, from where all_gather takes them.
+    """
     shards, output, sizes, numel = args[:4]
     into = output.new_empty((int(numel),))
     torch._foreach_copy_(list(torch.split(into, [int(n) for n in sizes])), list(shards))

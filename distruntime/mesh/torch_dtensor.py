@@ -1,8 +1,10 @@
-"""PyTorch's DTensor and tensor parallelism on a mesh's tensors: the few steps of theirs that depend on the rank. FSDP2's: fully_shard.py.
+"""PyTorch's DTensor and tensor parallelism on a mesh's tensors: their few steps that depend on the rank.
 
-Everything else of them runs as it is: their operators are operators, their collectives are in functional_collectives.py and
-process_group.py. `prepare` changes torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md
-says what of torch's own is touched here, for which versions it is tested, and what happens when torch changes it.
+Everything else of them runs as it is. Their operators are operators. Their collectives are in
+torch_collectives.py and torch_process_group.py, and FSDP2's steps in torch_fsdp.py. `prepare` changes
+torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md says
+what of torch's own is touched here, for which versions it is tested, and what happens when torch changes
+it.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from .varying import home_of, per_member, run_for_each
 _tensor: Any = torch.distributed.tensor
 _state_dict: Any = torch.distributed._state_dict_utils
 _device_mesh: Any = torch.distributed.device_mesh
-_MARK = _local_tensor.maybe_run_for_local_tensor(
-    lambda: None
-).__code__  # of the functions that torch marks as depending on the rank
-_done: list[str] = []  # what went wrong, if anything
+# All functions that torch marks as depending on the rank have this code.
+_MARK = _local_tensor.maybe_run_for_local_tensor(lambda: None).__code__
+# After `prepare`, this has the text of what went wrong, or an empty text.
+_done: list[str] = []
 
 
 def prepare() -> None:
@@ -51,9 +53,11 @@ def prepare() -> None:
         try:
             _prepare()
             _done.append("")
-        except AttributeError as error:  # half of it is done: no later mesh may take that for all
+        # Half of the work is done, and no later mesh may take that for all of it.
+        except AttributeError as error:
             _done.append(
-                f"torch {torch.__version__} has moved a part of its own that meshes need: {error}. docs/meshes.md has versions that fit"
+                f"torch {torch.__version__} has moved a part of its own that meshes need: {error}. "
+                "docs/meshes.md has versions that fit"
             )
     if _done[0]:
         raise NotSupportedError(_done[0])
@@ -81,7 +85,8 @@ def _prepare() -> None:
         handlers[op] = functools.partial(_index_of, handlers[op])
     propagator = _tensor._sharding_prop.ShardingPropagator
     propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
-    _tensor.DTensor.device = property(_device)  # in C++ it has the wrappers' own
+    # In C++, a DTensor has the device of its wrapper.
+    _tensor.DTensor.device = property(_device)
     replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
     _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
@@ -102,14 +107,15 @@ def _wrap_marked(owner: ModuleType | type) -> None:
             wrapped = per_member(function.__wrapped__)
             setattr(owner, name, staticmethod(wrapped) if isinstance(value, staticmethod) else wrapped)
             found += 1
-    if not found:  # or every member would quietly do what the first does
+    # Without this error, every member would quietly do what the first one does.
+    if not found:
         raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
 
 
 def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """torch remembers operators' results by mesh, those that it makes itself of others included, and takes equal ranks for equal meshes.
+    """torch takes meshes of equal ranks for equal, and remembers the results of operators by mesh.
 
-    Those of two meshes of ours are other members, or were another session's, whose groups are gone.
+    Two meshes of ours with equal ranks have other members, or belong to sessions of which one has ended.
     """
 
     @functools.wraps(equal)
@@ -125,7 +131,7 @@ def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], boo
 
 
 def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """torch puts fake tensors on the current place, and remembers what operators on them return for whatever place is current."""
+    """torch puts fakes on the current place, but remembers what their operators return for any place."""
 
     @functools.wraps(propagate)
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +145,10 @@ def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _masking(apply: Callable[..., None]) -> Callable[..., None]:
-    """torch indexes by the mask of rows that are others'; one of no dimension, of a lone index, it would read here, for all members."""
+    """torch indexes by the mask of rows that are others'.
+
+    One of no dimension, of a lone index, it would read here, for all members.
+    """
 
     @functools.wraps(apply)
     def choose(buffer: Any, tensor: Any) -> None:
@@ -152,7 +161,10 @@ def _masking(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type; here comparing has asked all members."""
+    """torch compares the shards, then asks all ranks with a tensor on the mesh's device type.
+
+    Here comparing has asked all members.
+    """
     one, other = args
     if (
         not all(home_of(getattr(t, "_local_tensor", None)) for t in args)
@@ -171,7 +183,10 @@ def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kw
 
 
 def _index_of(handler: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch finds the largest of each rank, and whose it is by numbers of its own rank; here the dimension is gathered first."""
+    """torch finds the largest of each rank, and whose it is by numbers of its own rank.
+
+    Here the dimension is gathered first.
+    """
     t = args[0]
     if home_of(t._local_tensor) is None:
         return handler(func, args, kwargs)
@@ -226,7 +241,7 @@ def _attention(
 
 
 def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what a function of torch puts on the mesh's device type, "remote", go to the members of the mesh that it is called with."""
+    """Let what torch puts on "remote" go to the members of the mesh that the function is called with."""
 
     @functools.wraps(function)
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +262,7 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a new DTensor whose shards would differ in size, before a factory gets a size that differs from member to member."""
+    """Refuse a new DTensor with shards of unequal sizes, before a factory gets such a size."""
 
     @functools.wraps(make)
     def choose(
@@ -259,8 +274,10 @@ def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
             if dim is not None and -len(parts) <= dim < len(parts):
                 if parts[dim] % n:
                     raise NotSupportedError(
-                        f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by {n} members, and a mesh's tensor has "
-                        "one shape. Make the size a multiple of the number of members, or use lists of tensors, which may be uneven: "
+                        f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by "
+                        f"{n} members, and a mesh's tensor has "
+                        "one shape. Make the size a multiple of the number of members, or use "
+                        "lists of tensors, which may be uneven: "
                         "distruntime.primitives"
                     )
                 parts[dim] //= n
@@ -270,7 +287,10 @@ def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
-    """Send a local tensor to all members of the mesh, as torch sends it to its device; refuse one of another place."""
+    """Send a local tensor to all members of the mesh, as torch sends it to its device.
+
+    Refuse one of another place.
+    """
 
     @functools.wraps(from_local)
     def choose(local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -280,8 +300,10 @@ def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
                 local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
             elif local_tensor._handle.place.node is not home.node:
                 raise PlacementError(
-                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent to all members; "
-                    f"this one lives on {local_tensor.place}: make it there, or by dr.from_shards([...], mesh)"
+                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which "
+                    "is sent to all members; "
+                    f"this one lives on {local_tensor.place}: make it there, or by "
+                    "dr.from_shards([...], mesh)"
                 )
         return from_local(local_tensor, device_mesh, *args, **kwargs)
 
@@ -289,7 +311,10 @@ def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
-    """torch moves what it gathers for a state dict to the mesh's device type; of a mesh's tensors that is where they are."""
+    """torch moves what it gathers for a state dict to the mesh's device type.
+
+    Of a mesh's tensors that is where they are.
+    """
 
     @functools.wraps(iterate)
     def choose(value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,15 +12,19 @@ import torch
 from torch.distributed.fsdp import _fully_shard
 
 from ..errors import NotSupportedError, UsageError
-from ..streams.event import Event
+from ..streams.stream import Event
 from .torch_process_group import BACKEND, MeshGroup, speaking_for
 from .varying import home_of, pick, run_for_each, varies, varying
 
-_fsdp: Any = _fully_shard  # whose private parts have no stubs
+# Its private parts have no stubs.
+_fsdp: Any = _fully_shard
 
 
 def prepare() -> None:
-    """Let what depends on the rank run for each member, where tensors are a mesh's. Raises `AttributeError` for what torch has moved."""
+    """Let what depends on the rank run for each member, where tensors are a mesh's.
+
+    Raises `AttributeError` for what torch has moved.
+    """
     _fsdp._fsdp_param._chunk_with_empty = _chunks_of(_fsdp._fsdp_param._chunk_with_empty)
     group, parameter = _fsdp._fsdp_param_group.FSDPParamGroup, _fsdp._fsdp_param.FSDPParam
     group.finalize_backward = _waiting(group.finalize_backward)
@@ -35,7 +39,7 @@ def prepare() -> None:
 
 
 def replace(name: str, wrapper: Any) -> None:
-    """Put a wrapper in the place of what it wraps, wherever that has been imported by name, as programs do at their top."""
+    """Put a wrapper in the place of what it wraps, wherever a program has imported that by name."""
     for module in list(sys.modules.values()):
         if vars(module).get(name) is wrapper.__wrapped__:
             vars(module)[name] = wrapper
@@ -66,7 +70,7 @@ def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
-    """FSDP2 cuts rows to learn what it would reshard to, of parameters that are cut by another dimension too, never resharded so."""
+    """FSDP2 cuts rows to learn what it would reshard to, also for parameters that it never reshards so."""
 
     @functools.wraps(init)
     def choose(parameter: Any, param: Any) -> None:
@@ -80,7 +84,7 @@ def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Until torch 2.15 FSDP2 waits for what it has gathered in vain with a `torch.Stream`, whose C++ takes any object for its own event."""
+    """Until torch 2.15 FSDP2 waits in vain: the C++ of `torch.Stream` takes any object for its event."""
 
     @functools.wraps(finalize)
     def choose(group: Any) -> None:
@@ -103,14 +107,16 @@ def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(mesh, "_home"):
             if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
                 raise NotSupportedError(
-                    "CPUOffloadPolicy would move shards to this process, which is not where they are used: leave it out"
+                    "CPUOffloadPolicy would move shards to this process, which is not where they "
+                    "are used: leave it out"
                 )
             ignored = kwargs.get("ignored_params") or ()
             for one in module if isinstance(module, (list, tuple)) else [module]:
                 for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
                     if value.device.type not in ("remote", "meta") and value not in ignored:
                         raise UsageError(
-                            f"{name!r} is in this process: module.to(mesh.device) first, then fully_shard(module, mesh=mesh)"
+                            f"{name!r} is in this process: module.to(mesh.device) first, then "
+                            "fully_shard(module, mesh=mesh)"
                         )
         return shard(module, *args, mesh=mesh, **kwargs)
 
@@ -120,7 +126,8 @@ def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
 def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:
     @functools.wraps(device)
     def choose(mesh: Any) -> torch.device:
-        home = getattr(mesh, "_home", None)  # of our meshes; of others what torch finds
+        # Only our meshes have a home. For others torch finds the device.
+        home = getattr(mesh, "_home", None)
         return device(mesh) if home is None else home.device
 
     return choose

@@ -1,7 +1,10 @@
-"""The master's stand-in for a process group along a dimension of a mesh: what torch.distributed calls, all members do.
+"""The master's stand-in for a process group along a dimension of a mesh.
 
-DTensor, tensor parallelism and FSDP2 ask a mesh for process groups. These have a name, a size and rank 0, as the master speaks for all
-members at once; what is called on them with a mesh's tensors becomes one instruction, in which every line of members does its part.
+What torch.distributed calls on it, all members do.
+
+DTensor, tensor parallelism and FSDP2 ask a mesh for process groups. These have a name, a size and rank 0,
+as the master speaks for all members at once; what is called on them with a mesh's tensors becomes one
+instruction, in which every line of members does its part.
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ from .line_groups import Lines
 from .operation import even_splits, issue_along, perform, reduction_named
 
 BACKEND = "distruntime"
+# torch sends objects in tensors of these dtypes. This process has one object for all members; a tensor of
+# # another dtype may differ from member to member.
 _OBJECTS = (
     torch.uint8,
     torch.int64,
-)  # what torch sends of objects, which are this process's for all members; numbers of a member are not
+)
 _c10d: Any = distributed_c10d
 _dist: Any = dist
 
 
 class Issued(dist.Work):
-    """What torch waits for after it has asked for an operation: what follows on the members comes after it by itself."""
+    """What torch waits for after an operation. What follows on the members waits by itself."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -59,7 +64,8 @@ class Issued(dist.Work):
         return future
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # whose stubs have one signature of several
+# Its stubs have one signature of several.
+_ProcessGroup: Any = dist.ProcessGroup
 
 
 class MeshGroup(_ProcessGroup):  # type: ignore[misc]
@@ -85,7 +91,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             found = self._found = self._lines()
         return found
 
-    def getBackendName(self) -> str:  # torch's name
+    # torch calls this name.
+    def getBackendName(self) -> str:
         """Return "distruntime"."""
         return BACKEND
 
@@ -112,13 +119,16 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         """Raise `UsageError` here for what the members' channel would break the group over."""
         if got != wanted:
             size = self.lines.size
-            ranks = f". This group has {self.size()} ranks, for every device of the session: name the mesh's, group=mesh.get_group(dim)"
+            ranks = (
+                f". This group has {self.size()} ranks, for every device of the session: "
+                "name the mesh's, group=mesh.get_group(dim)"
+            )
             raise UsageError(
                 f"{what} has {wanted} {unit} where a line has {size} members, got {got}"
                 + (ranks if self.size() != size else "")
             )
 
-    # -- what torch.distributed calls, by the names of the c10d operators -------------------------------------------------------------
+    # -- what torch.distributed calls, by the names of the c10d operators
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Issued:
         """Reduce each member's tensor in place."""
@@ -126,7 +136,9 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
             if by.name in ("MIN", "MAX") and not is_on_mesh(t):
-                continue  # one value, which is every member's, as this process speaks for all: DTensor's `torch.equal` asks so
+                # It is one value for all members, since this process speaks for all: DTensor's
+                # `torch.equal` asks so.
+                continue
             x = on_mesh(t)
             issue_along(self.lines, "all_reduce", [x], into=[x], reduction=by)
         return Issued(given)
@@ -135,7 +147,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         """Overwrite each member's tensor by the root's."""
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for t in given:
-            if is_local(t):  # an object of torch's own: this process speaks for all members
+            # torch broadcasts an object of its own, and this process speaks for all members.
+            if is_local(t):
                 continue
             lines, x = self.lines, on_mesh(t)
             issue_along(lines, "broadcast", [x], into=[x], root=int(opts.rootRank))
@@ -165,7 +178,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
         """Fill each member's list with all members' tensors."""
-        if is_local(inputs[0]):  # of an object (`all_gather_object`), which is the same for all members
+        # This is `all_gather_object`. The object is the same for all members.
+        if is_local(inputs[0]):
             for t in outputs[0]:
                 t.copy_(inputs[0])
             return Issued(outputs[0])
@@ -186,10 +200,11 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         issue_along(self.lines, "reduce_scatter", [given], into=[output], reduction=by)
         return Issued([output])
 
+    # torch calls these names from 2.13 on.
     all_gather_single, reduce_scatter_single = (
         _allgather_base,
         _reduce_scatter_base,
-    )  # their names from torch 2.13 on
+    )
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
         """Gather several tensors."""
@@ -229,8 +244,10 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotSupportedError(
-            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, scatter, all_gather, reduce_scatter and "
-            "all_to_all_single. For one member and another, copy their tensors: x.member(k).to(y.place), dr.functional"
+            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, "
+            "scatter, all_gather, reduce_scatter and "
+            "all_to_all_single. For one member and another, copy their tensors: "
+            "x.member(k).to(y.place), dr.functional"
         )
 
     gather = send = recv = recv_anysource = alltoall = allreduce_coalesced = allgather_coalesced = _refuse
@@ -256,12 +273,16 @@ def on_mesh(t: Any) -> DistributedTensor:
         return t
     where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
     raise UsageError(
-        f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all members: x.to(mesh.device)"
+        f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all "
+        "members: x.to(mesh.device)"
     )
 
 
 def register(name: str, first: Sequence[int], ranks: Sequence[int], lines: Callable[[], Lines]) -> MeshGroup:
-    """Make a group known to torch.distributed by its name. `first` are the members in the first one's line, `ranks` each one's rank."""
+    """Make a group known to torch.distributed by its name.
+
+    `first` are the members in the first one's line, `ranks` each one's rank.
+    """
     group = MeshGroup(name, len(first), lines, ranks)
     _c10d._register_process_group(name, group)
     _c10d._world.pg_map[group] = (BACKEND, None)
@@ -280,12 +301,14 @@ def forget(group: MeshGroup) -> None:
 def begin(size: int, lines: Callable[[], Lines]) -> bool:
     """Initialise torch.distributed in this process, as rank 0, unless it is. Return whether it was done here.
 
-    Raises `UsageError` in a process that is another rank of its own job: the master speaks for every member, and so as their first.
+    Raises `UsageError` in a process that is another rank of its own job: the master speaks for every
+    member, and so as their first.
     """
     if dist.is_initialized():
         if dist.get_rank() != 0:
             raise UsageError(
-                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes are for rank 0, or for a process of its own"
+                f"this process is rank {dist.get_rank()} of a torch.distributed job; meshes are for "
+                "rank 0, or for a process of its own"
             )
         return False
     if BACKEND.upper() not in _c10d.Backend._plugins:
@@ -293,7 +316,8 @@ def begin(size: int, lines: Callable[[], Lines]) -> bool:
     _world[:] = [lines]
     hook = sys.excepthook
     dist.init_process_group(BACKEND, rank=0, world_size=size, store=_dist.HashStore())
-    sys.excepthook = hook  # torch's puts "[rank0]: " before every line of a traceback
+    # torch's hook puts "[rank0]: " before every line of a traceback.
+    sys.excepthook = hook
     return True
 
 
@@ -312,13 +336,13 @@ def _unplaced() -> Lines:
     )
 
 
-# -- groups that torch makes itself, of a mesh that it flattens or cuts up --------------------------------------------------------------
+# -- groups that torch makes itself, of a mesh that it flattens or cuts up
 
 _numbers = itertools.count()
-_speaking: list[MeshLog] = []  # whose members the ranks are, innermost last
-_rows: list[
-    list[int]
-] = []  # the ranks of the groups that torch has just made, of which it keeps the one with rank 0
+# The ranks of groups that torch makes are members of the last of these meshes.
+_speaking: list[MeshLog] = []
+# torch has just made groups of these ranks. It keeps the group with rank 0 only.
+_rows: list[list[int]] = []
 
 
 @contextmanager
@@ -345,7 +369,7 @@ def noting(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's making of the groups along a dimension, which gives ours to all members in lines, not only to the first one's."""
+    """Return torch's making of the groups along a dimension, for all lines of members."""
 
     @functools.wraps(init_one)
     def choose(*args: Any, **kwargs: Any) -> Any:
@@ -361,9 +385,8 @@ def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(group, MeshGroup) and _rows:
             group.use(lines, ranks)
             return name
-        return register(
-            f"{name}:{next(_numbers)}", rows[0], ranks, lines
-        ).group_name  # of all: torch gives its default group for them
+        # These lines cover all members, so torch has given its default group for them.
+        return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name
 
     return choose
 

@@ -1,8 +1,9 @@
 """Numbers that differ from member to member, and the few steps of torch that depend on the rank.
 
-In a program of one rank per process, a rank is an int. Here one process speaks for all members, so what depends on the rank is a
-symbolic int that knows each member's value: torch has one, for its single-process debugging class LocalTensor, and marks the functions
-of DTensor that are to run once for each rank (`maybe_run_for_local_tensor`). On a mesh's tensors these run once for each member, on the
+In a program of one rank per process, a rank is an int. Here one process speaks for all members, so what
+depends on the rank is a symbolic int that knows each member's value: torch has one, for its
+single-process debugging class LocalTensor, and marks the functions of DTensor that are to run once for
+each rank (`maybe_run_for_local_tensor`). On a mesh's tensors these run once for each member, on the
 members' own shards.
 """
 
@@ -31,7 +32,7 @@ _MOST_NUMBERS = 64
 
 
 class _Varying(_local_tensor.LocalIntNode):
-    """torch's own, but for questions that have no one answer: to torch's, what differs from member to member equals nothing."""
+    """torch's own node, but it refuses questions that have no one answer. torch's node answers: not equal."""
 
     def int_(self) -> NoReturn:
         raise self._refused("one int was asked of it")
@@ -43,13 +44,15 @@ class _Varying(_local_tensor.LocalIntNode):
             ", ..." if len(self._local_ints) > 4 else ""
         )
         return UsageError(
-            f"this number differs from member to member ({shown}), and {what}: one program speaks for all members, and takes one way. "
-            "Compute with the tensor that it is, mesh.coordinate(dim), and torch.where, or with one member's tensors, t.member(k)"
+            f"this number differs from member to member ({shown}), and {what}: one program speaks "
+            "for all members, and takes one way. "
+            "Compute with the tensor that it is, mesh.coordinate(dim), and torch.where, or with "
+            "one member's tensors, t.member(k)"
         )
 
 
 class _Undecided:
-    """The answer to whether such a number equals another: it differs, too, which is said to whoever needs one."""
+    """Whether such a number equals another: this differs, too. Whoever needs one answer gets an error."""
 
     def __init__(self, error: UsageError) -> None:
         self._error = error
@@ -200,7 +203,8 @@ def _member(home: Any, k: int) -> Any:
     return home.node.session.places.residence(home.node.members[k], numbered=False)
 
 
-# -- what would cost an instruction or two for each member, and can be one for all; or NotImplemented, as where shards are uneven --------
+# -- what would cost an instruction or two for each member, and can be one for all; or NotImplemented, as
+# where shards are uneven --------
 
 
 def _on(value: Any, t: Any) -> Any:
@@ -209,7 +213,7 @@ def _on(value: Any, t: Any) -> Any:
 
 
 def pick(tensor: Any, dim: int, parts: int, index: Any, stretches: int = 1) -> Any:
-    """Return, on each member, the part with its index of a dimension cut evenly, of each of as many stretches of it; or NotImplemented."""
+    """Return each member's part of an even cut of a dimension, or of its stretches; or NotImplemented."""
     if tensor.size(dim) % (parts * stretches):
         return NotImplemented
     with torch.no_grad():
@@ -234,9 +238,8 @@ def _unpad_sizes(function: Any, dim: int, tensor: Any, pads: Any, rank: Any, mak
 def _mask(function: Any, tensor: Any, offset: Any, size: Any) -> Any:
     offset, size = _on(offset, tensor), _on(size, tensor)
     mask = (tensor < offset) | (tensor >= offset + size)
-    return mask, (tensor - offset).masked_fill(
-        mask, 0
-    )  # torch's own writes by the mask, whose places are to be asked of each member
+    # torch's own function writes by the mask, and would ask each member where it is true.
+    return mask, (tensor - offset).masked_fill(mask, 0)
 
 
 _AT_ONCE: dict[str, Callable[..., Any]] = {
@@ -247,7 +250,8 @@ _AT_ONCE: dict[str, Callable[..., Any]] = {
     "_MaskPartial._mask_tensor": _mask,
 }
 
-_results: dict[Any, Any] = {}  # of arithmetic on ranks and sizes, which DTensor does anew with every operator
+# DTensor does the same arithmetic on ranks and sizes with every operator.
+_results: dict[Any, Any] = {}
 
 
 def _computed_once(function: Callable[..., Any], flat: list[Any], shape: Any, name: str) -> Any:
@@ -275,21 +279,25 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
                 ", ..." if len(shapes) > 4 else ""
             )
             raise NotSupportedError(
-                f"the members' shards would have different shapes ({shown}), and a mesh's tensor has one. Make the size a multiple "
-                "of the number of members, or use lists of tensors, which may be uneven: distruntime.primitives"
+                f"the members' shards would have different shapes ({shown}), and a mesh's tensor "
+                "has one. Make the size a multiple "
+                "of the number of members, or use lists of tensors, which may be uneven: "
+                "distruntime.primitives"
             )
-        if all(t.device.type == "meta" for t in found):  # a model that has no memory yet
+        # A model on the meta device has no memory yet.
+        if all(t.device.type == "meta" for t in found):
             return first
         if home is None or not all(isinstance(t, DistributedTensor) for t in found):
             if all(t.device.type == "cpu" and torch.equal(first, t) for t in found):
                 return first
             raise NotSupportedError(
-                f"{name}: torch asks for this process's own part here, and this process speaks for all members of a mesh. "
-                "distruntime.fetch(x) gives the whole of a DTensor, distruntime.fetch(model.state_dict()) of a model"
+                f"{name}: torch asks for this process's own part here, and this process speaks for "
+                "all members of a mesh. "
+                "distruntime.fetch(x) gives the whole of a DTensor, "
+                "distruntime.fetch(model.state_dict()) of a model"
             )
-        alike = (
-            len({t.stride() for t in found}) == 1
-        )  # views must stay views: what is written to them is the tensor's
+        # Views must stay views, as what is written to them goes to the tensor.
+        alike = len({t.stride() for t in found}) == 1
         handles = [(t if alike else t.contiguous())._handle for t in found]
         return wrap(DistributedTensor, mesh_of(home.node, home, handles))
     if isinstance(first, int) and not isinstance(first, bool):
@@ -300,7 +308,7 @@ def _joined(found: list[Any], home: Any, name: str) -> Any:
 
 
 def per_member(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that depends on the rank, so that on a mesh's tensors it runs for each member."""
+    """Return a function of torch that depends on the rank, and runs for each member of a mesh."""
 
     @functools.wraps(function)
     def choose(*args: Any, **kwargs: Any) -> Any:

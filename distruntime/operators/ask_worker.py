@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import InternalError, NotSupportedError
-from ..log.handle import Handle, Place, Residence, Storage, next_ref
+from ..log.handle import Handle, Place, Residence, Storage, new_value
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
+from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
@@ -34,19 +35,22 @@ PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
 )
 
 
-def learn(
-    cls: Any,
-    func: Any,
+def ask(
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
     line: Line,
 ) -> Any:
-    """Issue a call whose results only the worker can describe, and wait for the description: one round trip."""
+    """Issue a call whose results only the worker can describe.
+
+    Wait for the description: one round trip.
+    """
     node = place.node
     if node.members:
-        return _learn_each(cls, func, args, kwargs, place, line)
+        return _ask_each(cls, func, args, kwargs, place, line)
     before_wait(f"{func} (its results depend on data)")
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
@@ -65,7 +69,7 @@ def learn(
         number, words = template(
             func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node
         )
-        handles = [Handle(next_ref(), PENDING, place, Storage(PENDING)) for _ in range(count)]
+        handles = [new_value(PENDING, place) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
         request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
     described = await_specs(
@@ -92,34 +96,38 @@ def learn(
             handle.storage.spec = handle.spec
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
-    if (
-        signature is not None
-        and (schema.name in LIARS or schema.name in LOW_PRECISION_LIARS)
-        and not schema.is_mutable
-    ):  # deterministic: only the meta kernel was wrong
+    # These are deterministic: only the meta kernel was wrong.
+    deterministic = schema.name in LIARS or schema.name in LOW_PRECISION_LIARS
+    if signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
-            place.known[signature] = entry_for(func, cls, args, number, outcome)
+            place.signatures[signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out
     return out[0] if count == 1 else tuple(out)
 
 
-def _learn_each(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Residence, line: Line
+def _ask_each(
+    cls: type,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    home: Residence,
+    line: Line,
 ) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
-    team: Any = home.node
+    team = home.node
+    assert isinstance(team, MeshLog)
     found: list[Any] = []
-    whole: dict[int, Any] = {}  # the mesh's tensor, by the id of each member's proxy of it
+    # The mesh's tensor, by the id of each member's proxy of it.
+    whole: dict[int, Any] = {}
     for k, place in enumerate(team.members):
         there = team.session.places.residence(place, numbered=False)
         own = [_at_member(value, cls, home, k, place, whole) for value in args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
-        found.append(
-            (learn(cls, func, own, named, there, None, line), own, named)
-        )  # held: their ids are keys
+        # The arguments are held, as their ids are keys.
+        found.append((ask(cls, func, own, named, there, None, line), own, named))
     return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
 
 
@@ -133,7 +141,14 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
     return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
 
 
-def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], whole: dict[int, Any]) -> Any:
+def _joined(
+    cls: Any,
+    func: torch._ops.OpOverload,
+    team: MeshLog,
+    home: Residence,
+    found: list[Any],
+    whole: dict[int, Any],
+) -> Any:
     if isinstance(found[0], (list, tuple)):
         if len({len(items) for items in found}) > 1:
             raise _unlike(func, [f"{len(items)} results" for items in found])
@@ -144,30 +159,32 @@ def _joined(cls: Any, func: Any, team: Any, home: Residence, found: list[Any], w
         target = whole.get(id(found[0]))
         if target is None:
             return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
-        if target._handle.spec is not found[0]._handle.spec:  # written, and resized on the way
+        # It was written, and resized on the way.
+        if target._handle.spec is not found[0]._handle.spec:
             reshape_wrapper(target, found[0]._handle.spec)
         return target
     # Tensors are equal where all members' are; of any other number that is read, the first member's counts.
     return all(found) if type(found[0]) is bool else found[0]
 
 
-def _unlike(func: Any, results: list[str]) -> NotSupportedError:
+def _unlike(func: torch._ops.OpOverload, results: list[str]) -> NotSupportedError:
     shown = ", ".join(f"member {k}: {what}" for k, what in enumerate(results[:4])) + (
         ", ..." if len(results) > 4 else ""
     )
     return NotSupportedError(
-        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; call it for each: t.member(k)"
+        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; "
+        "call it for each: t.member(k)"
     )
 
 
 def ask_specs(
-    words: list[Any],
+    words: list[object],
     fresh: list[Handle],
     operands: Sequence[Handle],
     written: Sequence[Storage],
     place: Residence,
     line: Line,
-    random: Any,
+    random: torch._ops.OpOverload | bool,
 ) -> Request:
     """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
@@ -178,8 +195,13 @@ def ask_specs(
     return request
 
 
-def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any) -> list[Any]:
-    """Block until a worker has described an instruction's results; `tensors` says which of them are tensors, or None."""
+def await_specs(
+    request: Request, tensors: Sequence[bool], node: Log, func: torch._ops.OpOverload
+) -> list[Any]:
+    """Block until a worker has described an instruction's results.
+
+    `tensors` says for each result whether it is a tensor, or None.
+    """
     started = time.perf_counter()
     described = node.session.value(request)
     note_wait(f"{func}", started)
@@ -191,6 +213,6 @@ def await_specs(request: Request, tensors: Sequence[bool], node: Log, func: Any)
     return described
 
 
-def _is_tensor(fields: Any) -> bool:
+def _is_tensor(fields: object) -> bool:
     """Whether this describes a tensor; other values stand for themselves."""
     return isinstance(fields, list) and bool(fields) and not isinstance(fields[0], str)

@@ -1,8 +1,9 @@
 """The hot path: from an operator on proxies to one instruction in the command log.
 
-`dispatch` is what torch calls for every operator below autograd. A call whose signature has been seen costs one pass over its
-arguments, one dictionary hit, one wrapper and one append; everything else goes to `first.first_time`. Measured on 2 shared cores
-(torch 2.13): see docs/benchmarks.md, "floor". `tests/operators/test_plain_twin.py` holds it against a plain version of itself.
+`dispatch` is what torch calls for every operator below autograd. A call whose signature has been seen costs
+one pass over its arguments, one dictionary hit, one wrapper and one append; everything else goes to
+`first.first_time`. Measured on 2 shared cores (torch 2.13): see docs/benchmarks.md, "floor".
+`tests/operators/test_plain_twin.py` holds it against a plain version of itself.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ _inference = torch.is_inference_mode_enabled
 _getframe = sys._getframe
 
 
-def _scan(cls: Any, value: Any, key: list[Any], words: list[Any], place: Any) -> Any:
-    """Add one argument that is a list, or stands in the keyword arguments, to the signature; return the place, or None if they differ."""
+def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any) -> Any:
+    """Add one argument to the signature that is a list, or stands in the keyword arguments.
+
+    Return the place, or `MIXED` if the places differ.
+    """
     kind = type(value)
     if kind is cls:
         handle = value._handle
@@ -55,22 +59,24 @@ def _scan(cls: Any, value: Any, key: list[Any], words: list[Any], place: Any) ->
 
 
 class _Mixed:
-    """Stands for the place of operands that do not share one; its empty cache sends the call to the slow path."""
+    """Stands for the place of operands that do not share one.
+
+    Its empty cache sends the call to the slow path.
+    """
 
     def __init__(self) -> None:
         self.cache: dict[Any, Any] = {}
-        self.known = self.cache
+        self.signatures = self.cache
 
 
 MIXED: Any = _Mixed()
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Turn one operator call into one instruction; return its proxies at once."""
-    key: list[Any] = [
-        id(func)
-    ]  # an OpOverload's own hash is a Python function; the entry keeps `func` alive, so the id stays its own
-    words: list[Any] = [0]
+    # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.
+    key: list[Any] = [id(func)]
+    words: list[object] = [0]
     place: Any = None
     for a in args:
         kind = type(a)
@@ -80,9 +86,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             words.append(handle.ref)
             if handle.place is not place:
                 place = handle.place if place is None else MIXED
-        elif (
-            kind is float
-        ):  # travels as an operand: a learning rate that changes must not make a new template
+        elif kind is float:
+            # It travels as an operand: a learning rate that changes must not make a new template.
             key.append(float)
             words.append(a)
         elif kind is list or kind is tuple:
@@ -91,7 +96,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             else:
                 place = _scan(cls, a, key, words, place)
         else:
-            key.append(kind)  # 1 == True in Python
+            # 1 == True in Python, so the kind is in the key too.
+            key.append(kind)
             key.append(a)
     if kwargs:
         for name, a in kwargs.items():
@@ -100,19 +106,18 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     signature = tuple(key)
     try:
         entry: Entry | None = place.cache.get(signature)
-    except (TypeError, AttributeError):  # an argument that cannot be hashed, or no proxy at all
+    except (TypeError, AttributeError):
+        # There is an argument that cannot be hashed, or no proxy at all.
         entry = None
     if entry is None:
-        if len(types) > 1 and not all(
-            issubclass(kind, cls) for kind in types
-        ):  # DTensor's turn, to say what is mixed or to make it one
+        # It is DTensor's turn, to say what is mixed or to make it one.
+        if len(types) > 1 and not all(issubclass(kind, cls) for kind in types):
             return NotImplemented
         try:
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:
-            if is_of_caller(
-                error
-            ):  # a mistyped shape would show a dozen frames of this package and of torch's meta kernels
+            # Else a mistyped shape would show a dozen frames of this package and of torch's meta kernels.
+            if is_of_caller(error):
                 raise error.with_traceback(None) from error.__cause__
             raise
     template, spec, alias, _, _ = entry
@@ -150,7 +155,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         freed = node.freed
         while freed:
             node.words.append(-freed.pop())
-        node.words += words  # looked up anew: a finalizer may have run above, and have sent the log
+        # The words are looked up anew: a finalizer may have run above, and have sent the log.
+        node.words += words
         handle.born = born = (node.base + len(node.words), line[1], line[2])
         node.line_table.append(born)
         if len(node.words) > node.enough:

@@ -1,12 +1,12 @@
 """The slow path: a call whose signature is new, or that never has one.
 
-It finds out what the call returns, gives it a template, remembers both under its signature, and issues it. Operators that do not
-travel as they are stand in `special.SPECIAL`.
+It finds out what the call returns, gives it a template, remembers both under its signature, and issues it.
+Operators that do not travel as they are stand in `special.SPECIAL`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
-from .ask_worker import learn
+from .ask_worker import ask
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Entry, emit, entry_for, results_pattern, template
@@ -28,9 +28,8 @@ from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
 
-for_each_member: list[
-    Callable[..., Any]
-] = []  # what calls with numbers that differ from member to member go to; see dtensor.py
+# Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
+for_each_member: list[Callable[..., Any]] = []
 
 # Operators that take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
@@ -56,26 +55,28 @@ def _vary(values: Sequence[Any]) -> bool:
 
 
 def first_time(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    signature: tuple[Any, ...],
-    words: list[Any],
-    known: Any,
-    specials: Any,
+    signature: tuple[object, ...],
+    words: list[object],
+    where: Any,
+    specials: Mapping[str, Callable[..., Any]],
 ) -> Any:
-    """Issue a call that the hot path has not found; `known` is its place, or what stands for several.
+    """Issue a call that the hot path has not found; `where` is its place, or what stands for several.
 
-    On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the rules among them.
+    On a node with several streams the hot path finds nothing, so that a node with one pays nothing for the
+    rules among them.
     """
     try:
-        entry = known.known.get(signature)
-    except (TypeError, AttributeError):  # as on the hot path
+        entry = where.signatures.get(signature)
+    except (TypeError, AttributeError):
+        # There is nothing to look up, as on the hot path.
         entry = None
     if entry is not None:
-        relieve(known.node)
-        return emit(cls, entry, words, args, kwargs, known, user_line())
+        relieve(where.node)
+        return emit(cls, entry, words, args, kwargs, where, user_line())
     if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
     special = specials.get(func._schema.name)
@@ -98,52 +99,53 @@ def first_time(
 
 
 def call(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
-    known = place.unproven.get(signature) if signature is not None else None
-    if known is not None:
-        return _issue_new(cls, func, args, kwargs, place, signature, line, known[3])
+    entry = place.unproven.get(signature) if signature is not None else None
+    if entry is not None:
+        return _issue_new(cls, func, args, kwargs, place, signature, line, entry[3])
     try:
         outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
     except NeedsWorker:
-        if not func._schema.returns:  # fused optimizers: there is nothing to predict
+        # Fused optimizers return nothing, so there is nothing to predict.
+        if not func._schema.returns:
             outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
             return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
-        return learn(cls, func, args, kwargs, place, signature, line)
+        return ask(cls, func, args, kwargs, place, signature, line)
+    # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-    ):  # out=
-        if (
-            outcome.reshaped and func._schema.returns
-        ):  # meta kernels resize `out` to other strides than the real ones do
-            return learn(cls, func, args, kwargs, place, None, line)
-        if any(
-            isinstance(a, float) for a in args
-        ):  # which may say how large `out` must be (arange), and are not in the signature
+    ):
+        # Meta kernels resize `out` to other strides than the real ones do.
+        if outcome.reshaped and func._schema.returns:
+            return ask(cls, func, args, kwargs, place, None, line)
+        # Such numbers may say how large `out` must be (arange), and are not in the signature.
+        if any(isinstance(a, float) for a in args):
             signature = None
     return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
 
 
 def _issue_new(
-    cls: Any,
-    func: Any,
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     place: Residence,
-    signature: tuple[Any, ...] | None,
+    signature: tuple[object, ...] | None,
     line: Line,
     outcome: Outcome,
 ) -> Any:
     """Give a call its template, remember both under its signature, and issue it."""
     node = place.node
-    if outcome.written:  # before anything is noted of a call that will not be
+    # This comes before anything is noted of a call that will not be.
+    if outcome.written:
         operands: list[Any] = tensors_of(args, kwargs)
         require_writable([operands[k]._handle.storage for k in outcome.written], line)
     relieve(node)
@@ -154,41 +156,48 @@ def _issue_new(
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
-        if signature is not None and not any(isinstance(a, complex) for a in args):  # -0j == 0j as a key
-            if len(place.known) >= _MOST_SIGNATURES:
-                place.known.clear()
+        # -0j and 0j are one key, so complex numbers are not remembered.
+        if signature is not None and not any(isinstance(a, complex) for a in args):
+            if len(place.signatures) >= _MOST_SIGNATURES:
+                place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):
                 place.unproven[signature] = entry
-                correct = _corrector(place.unproven, place.known, signature, cls, func, args)
+                correct = _corrector(place.unproven, place.signatures, signature, cls, func, args)
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
                 return _emit_checked(cls, entry, words, args, kwargs, place, line)
-            place.known[signature] = entry
+            place.signatures[signature] = entry
         return emit(cls, entry, words, args, kwargs, place, line)
 
 
 def _emit_checked(
-    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+    cls: type,
+    entry: Entry,
+    words: list[object],
+    args: Sequence[Any],
+    kwargs: Any,
+    place: Residence,
+    line: Line,
 ) -> Any:
-    """As `emit`, for words that begin with CHECK: the template's number stands behind it."""
-    return emit(
-        cls, (CHECK, *entry[1:]), words, args, kwargs, place, line
-    )  # CHECK is 0, the word that emit writes first
+    """Emit words that begin with CHECK: the template's number stands behind it."""
+    # CHECK is 0, the word that emit writes first.
+    return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
 
 
 def _corrector(
-    unproven: dict[tuple[Any, ...], Any],
-    cache: dict[tuple[Any, ...], Any],
-    signature: tuple[Any, ...],
-    cls: Any,
-    func: Any,
+    unproven: dict[tuple[object, ...], Entry],
+    cache: dict[tuple[object, ...], Entry],
+    signature: tuple[object, ...],
+    cls: type,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
 ) -> Callable[[int | None, list[Any]], None]:
     """Return what moves a signature into the cache, with its results' real metadata. It holds no proxy."""
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
-    def correct(result: int | None, fields: list[Any]) -> None:
+    def correct(result: int | None, fields: list[object]) -> None:
         entry = unproven.get(signature)
-        if entry is None:  # forgotten, or an earlier call of this signature has proven it
+        # It is forgotten, or an earlier call of this signature has proven it.
+        if entry is None:
             return
         if result is None:
             cache[signature] = unproven.pop(signature)
@@ -207,7 +216,7 @@ def _corrector(
     return correct
 
 
-def _mend(r: Result, result: int, fields: list[Any], position: Iterator[int]) -> Result:
+def _mend(r: Result, result: int, fields: list[object], position: Iterator[int]) -> Result:
     if isinstance(r, New):
         return New(spec_from_wire(fields), r.alias) if next(position) == result else r
     return [_mend(item, result, fields, position) for item in r] if isinstance(r, list) else r
@@ -217,7 +226,7 @@ class _Placeholder:
     """Stands for a proxy in a remembered argument list."""
 
 
-def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
     place = active_session().places.numbered(
         kwargs["device"].index if kwargs.get("device") is not None else None
@@ -231,10 +240,10 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         *(tuple(a) if isinstance(a, list) else a for a in args),
         *((k, type(v), v) for k, v in kwargs.items()),
     )
-    entry = place.known.get(signature)
+    entry = place.signatures.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
-    words: list[Any] = [
+    words: list[object] = [
         0,
         *(a for a in args if type(a) is float),
         *(v for v in kwargs.values() if type(v) is float),
@@ -243,8 +252,13 @@ def create(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return emit(cls, entry, words, args, kwargs, place, user_line())
 
 
-def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Residence:
-    """Return the place that all remote operands share; raise `PlacementError` if they do not, or the session's own error."""
+def common_place(
+    cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Residence:
+    """Return the place that all remote operands share.
+
+    Raise `PlacementError` if they do not share one, or the session's own error.
+    """
     remote = [(name, t) for name, t in named_tensors(func, args, kwargs) if type(t) is cls]
     first_name, first = remote[0]
     place: Residence = first._handle.place
@@ -260,7 +274,9 @@ def common_place(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return place
 
 
-def _different(func: Any, one: str, here: Residence, two: str, there: Residence, moved: Spec) -> str:
+def _different(
+    func: torch._ops.OpOverload, one: str, here: Residence, two: str, there: Residence, moved: Spec
+) -> str:
     if here.node.members or there.node.members:
         return _different_members(func, one, here, two, there)
     apart = here.node is not there.node
@@ -268,11 +284,14 @@ def _different(func: Any, one: str, here: Residence, two: str, there: Residence,
     return (
         f"{func}: operands live on different {'nodes' if apart else 'devices'}: "
         f"`{one}` on {here.place}{hosts[0]}, `{two}` on {there.place}{hosts[1]}\n"
-        f"  move one of them, for instance {two}.to({one}.device)      (copies {moved.nbytes:,} B from {there.place} to {here.place})"
+        f"  move one of them, for instance {two}.to({one}.device)      "
+        f"(copies {moved.nbytes:,} B from {there.place} to {here.place})"
     )
 
 
-def _different_members(func: Any, one: str, here: Residence, two: str, there: Residence) -> str:
+def _different_members(
+    func: torch._ops.OpOverload, one: str, here: Residence, two: str, there: Residence
+) -> str:
     """Say which members two operands do not share."""
     sides = [list(home.node.members or [home.place]) for home in (here, there)]
     only = [[place for place in mine if place not in other] for mine, other in (sides, sides[::-1])]
@@ -287,39 +306,47 @@ def _different_members(func: Any, one: str, here: Residence, two: str, there: Re
         lines.append("  they are the same members in another order")
     if here.node.members and there.node.members:
         lines.append(
-            "  tensors of meshes combine where all members match; make one of the other's: dr.from_shards([x.member(k), ...], mesh)"
+            "  tensors of meshes combine where all members match; make one of the other's: "
+            "dr.from_shards([x.member(k), ...], mesh)"
         )
     else:
         mesh, plain = (one, two) if here.node.members else (two, one)
         lines.append(
-            f"  send it to all of them, {plain}.to({mesh}.device), or take one member's shard, {mesh}.member(k)"
+            f"  send it to all of them, {plain}.to({mesh}.device), "
+            f"or take one member's shard, {mesh}.member(k)"
         )
     return "\n".join(lines)
 
 
-def named_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the tensors of a call with the names that the operator's schema gives them, list members as `tensors[2]`."""
+def named_tensors(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return the tensors of a call with the names that the operator's schema gives them, list members as
+    `tensors[2]`.
+    """
     found: list[tuple[str, Any]] = []
     names = [a.name for a in func._schema.arguments]
     for k, value in enumerate(args):
-        _look(found, names[k] if k < len(names) else f"argument {k}", value)
+        _collect(found, names[k] if k < len(names) else f"argument {k}", value)
     for name, value in kwargs.items():
-        _look(found, name, value)
+        _collect(found, name, value)
     return found
 
 
-def _look(found: list[tuple[str, Any]], name: str, value: Any) -> None:
+def _collect(found: list[tuple[str, Any]], name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         found.append((name, value))
     elif isinstance(value, (list, tuple)):
         for k, item in enumerate(value):
-            _look(found, f"{name}[{k}]", item)
+            _collect(found, f"{name}[{k}]", item)
 
 
 def send_along(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
+    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], place: Residence
 ) -> tuple[Any, Any]:
-    """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional ones and indices."""
+    """Return the arguments with local tensors sent to `place` where torch lets devices mix: zero-dimensional
+    ones and indices.
+    """
     written = set(aliases(func, args, kwargs)[1])
     for k, (name, t) in enumerate(named_tensors(func, args, kwargs)):
         if type(t) is cls:
@@ -341,18 +368,33 @@ def send_along(
 
 
 def _elsewhere(
-    cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Residence, target: torch.device
+    cls: type,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    place: Residence,
+    target: torch.device,
 ) -> Any:
-    """Issue a `_like` or `new_` factory whose device is not its operand's: only the operand's metadata counts."""
+    """Issue a `_like` or `new_` factory whose device is not its operand's.
+
+    Only the operand's metadata counts.
+    """
     if target.type in ("remote", "lazy"):
         there = active_session().places.numbered(target.index)
         if there is place:
             if target == place.lazy:
                 return NotImplemented
             return func(*args, **{**kwargs, "device": place.lazy})
-        twin = lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=there.lazy)  # noqa: E731
+
+        def twin(t: Any) -> torch.Tensor:
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=there.lazy)
+
         kwargs = {**kwargs, "device": there.lazy}
     else:
-        twin = lambda t: t._handle.spec.meta()  # noqa: E731
+
+        def twin(t: Any) -> torch.Tensor:
+            meta: torch.Tensor = t._handle.spec.meta()
+            return meta
+
     margs, mkwargs = tree_map_only(cls, twin, (list(args), dict(kwargs)))
     return func(*margs, **mkwargs)

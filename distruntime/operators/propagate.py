@@ -1,6 +1,7 @@
 """What an operator will return, found on the master without data: the `meta` kernel runs once per signature.
 
-A meta or FakeTensor call costs 60 to 300 us, a hit in the signature cache about 1 us (research of 2026-11, 2 shared cores).
+A meta or FakeTensor call costs 60 to 300 us, a hit in the signature cache about 1 us (research of 2026-11, 2
+shared cores).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class NeedsWorker(Exception):
 
 @dataclass(frozen=True)
 class New:
-    """A result that is a new tensor; `alias` is the number of the tensor operand whose storage it shares, or None."""
+    """A result that is a new tensor; `alias` is the number of the tensor operand whose storage it shares, or
+    None.
+    """
 
     spec: Spec
     alias: int | None
@@ -44,9 +47,10 @@ Result = New | Same | None | list[Any]
 class Outcome:
     """What a call of one signature does to metadata.
 
-    `results` has one entry per result of the operator; `single` says that the operator returns it bare. `written` are the numbers
-    of the tensor operands whose memory changes, `reshaped` those whose own metadata changes, with the new one, and `rebased` a
-    pair of operands of which the first takes over the storage of the second (`set_`).
+    `results` has one entry per result of the operator; `single` says that the operator returns it bare.
+    `written` are the numbers of the tensor operands whose memory changes, `reshaped` those whose own metadata
+    changes, with the new one, and `rebased` a pair of operands of which the first takes over the storage of
+    the second (`set_`).
     """
 
     results: list[Result]
@@ -56,7 +60,8 @@ class Outcome:
     rebased: tuple[int, int] | None = None
 
 
-# Meta kernels that promise what the CPU kernel does not keep (found over op_db, torch 2.13): the first call of a signature asks.
+# Meta kernels that promise what the CPU kernel does not keep (found over op_db, torch 2.13): the first call
+# of a signature asks.
 LIARS = {
     "aten::_fft_r2c": "strides",
     "aten::_fft_c2c": "strides",
@@ -94,14 +99,15 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor
 def aliases(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[dict[str, int], tuple[int, ...], list[int | None]]:
-    """Return, from the schema: the first tensor operand of each alias set, the operands written, and each result's aliased operand."""
+    """Return, from the schema: the first tensor operand of each alias set, the operands written, and each
+    result's aliased operand.
+    """
     schema = func._schema
     sets: dict[str, int] = {}
     written: list[int] = []
     number = 0
-    whole: int | None = (
-        None  # the operand that a list of views is of: `split(Tensor(a -> *) self) -> Tensor(a)[]`
-    )
+    # A list of views shares this operand's memory: `split(Tensor(a -> *) self) -> Tensor(a)[]`.
+    whole: int | None = None
     names = [argument.name for argument in schema.arguments]
     unsaid = unsaid_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
     for k, argument in enumerate(schema.arguments):
@@ -125,7 +131,7 @@ def aliases(
     shared: list[int | None] = []
     for result in schema.returns:
         info = result.alias_info
-        # Of a list the binding gives an empty set of names.
+        # The binding gives an empty set of names for a list.
         found = (
             next((sets[name] for name in info.before_set if name in sets), whole)
             if info is not None
@@ -143,14 +149,18 @@ def propagate(
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
 ) -> Outcome:
-    """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker` where meta cannot tell."""
+    """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker`
+    where meta cannot tell.
+    """
     if func._schema.name in LIARS:
         raise NeedsWorker
     if func._schema.name.startswith("aten::_nested"):
         raise NotSupportedError(
-            f"{func}: nested tensors live here only; remote tensors are strided. Pad them, or keep a list of tensors"
+            f"{func}: nested tensors live here only; remote tensors are strided. "
+            "Pad them, or keep a list of tensors"
         )
-    with _disable_current_modes():  # a mode that records operators must not see these
+    # A mode that records operators must not see these.
+    with _disable_current_modes():
         return _propagate(func, args, kwargs, spec_of_operand)
 
 
@@ -181,7 +191,8 @@ def _propagate(
         ):
             raise NeedsWorker from None
         raise of_caller(error) from None
-    except Exception as error:  # any: what a meta kernel says about its arguments
+    except Exception as error:
+        # A meta kernel says by any exception what is wrong with its arguments.
         raise of_caller(error) from None
     return outcome(func, args, kwargs, out, metas, before)
 
@@ -206,9 +217,8 @@ def outcome(
         (k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k]
     )
     rebased = (0, 1) if schema.name == "aten::set_" and len(metas) == 2 else None
-    if (
-        rebased is not None
-    ):  # whoever reads the first from now on looks at the second's storage, and must come after this
+    # Whoever reads the first from now on looks at the second's storage, and must come after this.
+    if rebased is not None:
         written = (*written, rebased[1])
     return Outcome(results, single, written, reshaped, rebased)
 
@@ -220,11 +230,13 @@ def _result(func: torch._ops.OpOverload, same: dict[int, int], value: Any, alias
         if value.layout is not torch.strided or value.is_quantized:
             what = value.layout if value.layout is not torch.strided else "quantized"
             raise NotSupportedError(
-                f"{func}: the result would be {what}; remote tensors are strided only. Fetch the operands and compute locally"
+                f"{func}: the result would be {what}; remote tensors are strided only. "
+                "Fetch the operands and compute locally"
             )
         return New(spec_of(value), alias)
     if isinstance(value, (list, tuple)):
         return [_result(func, same, item, alias) for item in value]
     if value is None:
         return None
-    raise NeedsWorker  # a number or a truth value: the worker says
+    # It is a number or a truth value, which the worker knows.
+    raise NeedsWorker

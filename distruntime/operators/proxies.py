@@ -9,19 +9,17 @@ import torch
 from ..log.handle import Handle
 from ..log.spec import Spec
 
-HUGE = (
-    1 << 50
-)  # bytes that a wrapper's null storage claims, so that operators that change metadata can set any size
+# A wrapper's null storage claims so many bytes, so that operators that change metadata can set any size.
+HUGE = 1 << 50
 AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-AUTOCAST = torch._C.DispatchKeySet(
-    AUTOCAST_KEY
-)  # on every proxy; torch looks at it while autocast of "remote" is on
+# Every proxy has it; torch looks at it while autocast of "remote" is on.
+AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
+def wrap_view(cls: type, handle: Handle, base: Any) -> Any:
     """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
     if torch.is_inference_mode_enabled() and not base.is_inference():
         with torch.inference_mode(False):
@@ -29,7 +27,7 @@ def wrap_view(cls: Any, handle: Handle, base: Any) -> Any:
     return wrap(cls, handle)
 
 
-def wrap(cls: Any, handle: Handle) -> Any:
+def wrap(cls: type, handle: Handle) -> Any:
     """Return a new proxy that owns `handle`."""
     spec, place = handle.spec, handle.place
     given = spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy

@@ -19,12 +19,13 @@ from ..wire.codec import OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
 
-# template number; spec of the one new result, if that is all there is to it; position of the argument whose storage it shares, or
-# None; the whole outcome; the operator, kept alive because the signature holds its id
-Entry = tuple[int, "Spec | None", "int | None", Outcome, Any]
+# What is remembered of a call: the number of its template, the spec of its one new result, if that is all
+# there is to it, the position of the argument whose storage the result shares, or None, the whole outcome,
+# and the operator. The signature holds the operator's id, so the operator is kept alive here.
+Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
 
 
-def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
+def pattern(value: Any, cls: Any, words: list[object]) -> object:
     """Return an argument's part of a template, appending its operand words."""
     if type(value) is cls:
         words.append(value._handle.ref)
@@ -36,14 +37,13 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
         if value.type in ("lazy", "remote"):
-            return [
-                "device",
-                active_session().places.numbered(value.index).place.device,
-            ]  # of a mesh: "member"
+            # A mesh's place says "member".
+            return ["device", active_session().places.numbered(value.index).place.device]
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(
-            "a torch.Generator lives in this process and cannot drive draws on a worker: leave the argument out and seed with "
+            "a torch.Generator lives in this process and cannot drive draws on a worker: "
+            "leave the argument out and seed with "
             "torch.manual_seed(...) or dr.manual_seed(...), which reach the workers"
         )
     try:
@@ -54,8 +54,11 @@ def pattern(value: Any, cls: Any, words: list[Any]) -> Any:
         ) from None
 
 
-def results_pattern(results: list[Result], single: bool) -> Any:
-    """Return the results' part of a template: 1 for what gets a ref, 0 for what does not, lists as they are."""
+def results_pattern(results: list[Result], single: bool) -> object:
+    """Return the results' part of a template.
+
+    It has 1 for what gets a ref, 0 for what does not, and lists as they are.
+    """
     shape = [
         results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results
     ]
@@ -63,19 +66,21 @@ def results_pattern(results: list[Result], single: bool) -> Any:
 
 
 def template(
-    func: Any,
-    cls: Any,
+    func: torch._ops.OpOverload | None,
+    cls: type,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    results: Any,
+    results: object,
     node: Log,
     name: str | None = None,
-) -> tuple[int, list[Any]]:
-    """Return the number of the template for this call on the worker of `node`, and the operand words of the call."""
-    words: list[Any] = []
+) -> tuple[int, list[object]]:
+    """Return the number of the template for this call on the worker of `node`, and the operand words of the
+    call.
+    """
+    words: list[object] = []
     packed_args = [pattern(a, cls, words) for a in args]
     packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
-    if name is None:
+    if func is not None:
         schema = func._schema
         name = f"{schema.name}.{schema.overload_name or 'default'}"
     fields = [name, packed_args, packed_kwargs, results]
@@ -83,7 +88,9 @@ def template(
         return node.template(msgpack.packb(fields), fields), words
 
 
-def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Outcome) -> Entry:
+def entry_for(
+    func: torch._ops.OpOverload, cls: type, args: Sequence[Any], number: int, outcome: Outcome
+) -> Entry:
     """Return what the signature cache keeps for a call."""
     spec, alias = None, None
     only = outcome.results[0] if outcome.single else None
@@ -95,16 +102,26 @@ def entry_for(func: Any, cls: Any, args: Sequence[Any], number: int, outcome: Ou
             if only.alias >= len(operands) or any(
                 isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before
             ):
-                spec = None  # the operand stands inside a list: the general way finds it
+                # The operand stands inside a list: the general way finds it.
+                spec = None
             else:
                 alias = operands[only.alias]
     return number, spec, alias, outcome, func
 
 
 def emit(
-    cls: Any, entry: Entry, words: list[Any], args: Sequence[Any], kwargs: Any, place: Residence, line: Line
+    cls: type,
+    entry: Entry,
+    words: list[object],
+    args: Sequence[Any],
+    kwargs: Any,
+    place: Residence,
+    line: Line,
 ) -> Any:
-    """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata. Return what the operator returns."""
+    """Issue an instruction of any outcome: several results, in-place, `out=`, changed metadata.
+
+    Return what the operator returns.
+    """
     number, _, _, outcome, _ = entry
     operands: list[Any] = (
         [a for a in args if type(a) is cls]
@@ -134,9 +151,10 @@ def emit(
     return tuple(built) if built else None
 
 
-# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its operands until a collection.
+# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its
+# operands until a collection.
 def _build(
-    cls: Any, result: Result, operands: list[Any], words: list[Any], fresh: list[Handle], place: Residence
+    cls: type, result: Result, operands: list[Any], words: list[object], fresh: list[Handle], place: Residence
 ) -> Any:
     if isinstance(result, New):
         storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage

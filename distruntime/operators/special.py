@@ -1,7 +1,8 @@
 """Operators that do not travel as they are: reads, and what a worker's tensors cannot be.
 
-One dictionary, `SPECIAL`, to which `backend/install.py` adds the copies of `collectives/copies.py`; every other operator travels by its own
-name. A function here returns `NotImplemented` where the operator may travel after all.
+One dictionary, `SPECIAL`, to which `backend/install.py` adds the copies of `collectives/copies.py`; every
+other operator travels by its own name. A function here returns `NotImplemented` where the operator may travel
+after all.
 """
 
 from __future__ import annotations
@@ -14,36 +15,38 @@ import torch
 from ..errors import NotSupportedError
 from ..log.handle import Residence
 from ..log.line import user_line
-from .ask_worker import learn
+from .ask_worker import ask
 from .proxies import wrap
 from .transfer import item, upload
 
-Special = Callable[[type, Any, Sequence[Any], dict[str, Any]], Any]
+Special = Callable[[type, torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 
-def _item(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _item(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return item(args[0]._handle)
 
 
-def _zeros(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _zeros(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Its special key is lost below dispatch: hessian and jvp of grad would crash the process.
     return torch.ops.aten.zeros.default(*args, **kwargs)
 
 
 def _refuse(reason: str) -> Special:
-    def refuse(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def refuse(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise NotSupportedError(f"{func}: {reason}")
 
     return refuse
 
 
-def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pack_padded_sequence(
+    cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
     data, lengths, batch_first = args
     if type(lengths) is cls or type(data) is not cls:
         return NotImplemented
     place: Residence = data._handle.place
-    packed, _ = learn(
+    packed, _ = ask(
         cls,
         func,
         (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first),
@@ -57,26 +60,31 @@ def _pack_padded_sequence(cls: Any, func: Any, args: Sequence[Any], kwargs: dict
     return packed, func(twin, lengths, batch_first)[1]
 
 
-def _histc(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no kernel for.
+def _histc(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Code that asks for a "cpu" device before it counts integers takes the other way here, which CPUs have no
+    # kernel for.
     source = args[0]
     if type(source) is not cls or source.dtype.is_floating_point or not source._handle.place.on_cpu:
         return NotImplemented
     return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
 
 
-def _never_pinned(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _never_pinned(
+    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
     return False
 
 
-def _detached(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be (`torch.tensor` below autograd ends so).
+def _detached(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be
+    # (`torch.tensor` below autograd ends so).
     return args[0]
 
 
-def _decompose(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch (a signal's handler, a
-    # finalizer). As a whole these would look at metadata where they are to move values, or say nothing of results that share memory.
+def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch
+    # (a signal's handler, a finalizer). As a whole these would look at metadata where they are to move
+    # values, or say nothing of results that share memory.
     return func.decompose(*args, **kwargs)
 
 
@@ -95,7 +103,8 @@ SPECIAL: dict[str, Special] = {
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
         _refuse(
-            "the result would be quantized; remote tensors are strided only. Fetch the operand and quantize it here"
+            "the result would be quantized; remote tensors are strided only. "
+            "Fetch the operand and quantize it here"
         ),
     ),
     "aten::_pin_memory": _refuse("pinned memory is this process's; a remote tensor has none"),

@@ -1,18 +1,23 @@
-"""Bytes between the master and a place: uploads and reads. Copies between nodes do not pass through here: see special.py."""
+"""Bytes between the master and a place: uploads and reads.
+
+Copies between nodes do not pass through here: see special.py.
+"""
 
 from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..errors import InternalError, ProtocolError
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
 from ..log.log import relieve
+from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
@@ -23,10 +28,10 @@ from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD
 from ..wire.shared import LEAST, Loan
 
-INLINE_BYTES = (
-    1 << 14
-)  # up to here an upload rides in the log itself; above, in a payload frame without a copy
-PART_BYTES = 1 << 19  # a larger reply comes in parts, or through shared memory
+# Up to here an upload rides in the log itself, above in a payload frame without a copy.
+INLINE_BYTES = 1 << 14
+# A larger reply comes in parts, or through shared memory.
+PART_BYTES = 1 << 19
 
 
 def upload(
@@ -37,10 +42,13 @@ def upload(
     non_blocking: bool = False,
     stay_on_cpu: bool = False,
 ) -> Handle:
-    """Send a local CPU tensor to `place`, as a new value or as the new value of `into`. Return when the memory may be written again.
+    """Send a local CPU tensor to `place`, as a new value or as the new value of `into`.
 
-    With `non_blocking` return at once: then the memory must stay as it is until the copy has run. `stay_on_cpu` is for the few
-    operators that read an operand on the CPU whatever the device (lengths of sequences): the bytes go to the node, not to its GPU.
+    Return when the memory may be written again.
+
+    With `non_blocking` return at once: then the memory must stay as it is until the copy has run.
+    `stay_on_cpu` is for the few operators that read an operand on the CPU whatever the device (lengths of
+    sequences): the bytes go to the node, not to its GPU.
     """
     node = place.node
     node.session.require_open()
@@ -52,7 +60,7 @@ def upload(
     if into is None:
         contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
         spec = spec_of(contiguous)
-        handle = Handle(next_ref(), spec, place, Storage(spec))
+        handle = new_value(spec, place)
     else:
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous, lasting=non_blocking)
@@ -85,14 +93,15 @@ def upload(
 
 def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
     """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
-    team: Any = home.node
+    team = home.node
+    assert isinstance(team, MeshLog)
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = tensor_bytes(contiguous)
     if len(data) > INLINE_BYTES:
         places = [team.session.places.residence(place, numbered=False) for place in team.members]
         return mesh_of(team, home, [upload(contiguous, place) for place in places], into)
     spec = spec_of(contiguous)
-    handle = Handle(next_ref(), spec, home, Storage(spec)) if into is None else into
+    handle = new_value(spec, home) if into is None else into
     head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
     fresh, written = ([handle], []) if into is None else ([], [handle])
     issue(head, fresh, written, [h.storage for h in written], home, user_line())
@@ -117,13 +126,15 @@ def ready(handle: Handle) -> list[int]:
 
 
 def _on_host(handle: Handle) -> Handle:
-    """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the current stream."""
-    copy = Handle(next_ref(), handle.spec, handle.place, Storage(handle.spec))
+    """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the
+    current stream.
+    """
+    copy = new_value(handle.spec, handle.place)
     issue([HOST, handle.ref, copy.ref], [copy], [handle], (), handle.place, user_line())
     return copy
 
 
-def request(handle: Handle, form: str, options: dict[str, Any] | None = None) -> Any:
+def request(handle: Handle, form: str, options: Mapping[str, object] | None = None) -> Request:
     """Ask for a value as it is after everything issued so far. Return at once."""
     if handle.place.node.members:
         handle = member_of(handle, 0)
@@ -132,17 +143,22 @@ def request(handle: Handle, form: str, options: dict[str, Any] | None = None) ->
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
-        return node.session.fetch(node, handle.ref, after, form, options or {})
+        whole: Request = node.session.fetch(node, handle.ref, after, form, options or {})
+        return whole
     loan = node.session.shared.take(nbytes)
     shared = {"shared": loan.name} if loan is not None and node.shared else {}
-    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which nothing else runs.
-    return node.session.fetch(
-        node, handle.ref, after, form, shared, loan if loan is not None else mmap.mmap(-1, nbytes)
-    )
+    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which
+    # nothing else runs.
+    room = loan if loan is not None else mmap.mmap(-1, nbytes)
+    in_parts: Request = node.session.fetch(node, handle.ref, after, form, shared, room)
+    return in_parts
 
 
 def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
-    """Return the tensor that a reply brought, with the strides that torch's own copy to the CPU would give it."""
+    """Return the tensor that a reply brought.
+
+    It has the strides that torch's own copy to the CPU would give it.
+    """
     dtype, sizes, data = reply.value
     if data in ("shared", "parts"):
         buffer = reply.buffer
@@ -152,9 +168,8 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
             dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer
         )
     else:
-        here = reply.payload or b"" if data is None else data
-        # Memory of torch's own can be resized.
-        tensor = bytes_tensor(dtype, sizes, here).clone()
+        # The clone is in memory that can be resized.
+        tensor = bytes_tensor(dtype, sizes, reply.payload or b"" if data is None else data).clone()
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:
         raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()
@@ -163,7 +178,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     return tensor
 
 
-def read(handle: Handle, form: str, why: str) -> Any:
+def read(handle: Handle, form: str, why: str) -> Request:
     """Block until a value is here; raise the failure that poisoned it."""
     session = handle.place.node.session
     session.require_open()

@@ -1,4 +1,8 @@
-"""What a waiting prompt says: after half a second what it waits for, after five how long it has, and how to leave. Only at a terminal."""
+"""What a waiting prompt says at a terminal.
+
+After half a second it says what it waits for and how to leave, after five seconds also how long it has
+waited.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ _COUNTING = 5.0  # seconds from which the line counts
 
 
 class Announcer:
-    """Says on standard error what the master waits for. The pump calls `look`; the waiting thread only notes that it waits."""
+    """Says on standard error what the master waits for.
+
+    The pump calls `show`; the waiting thread only notes that it waits.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[int, tuple[float, Log, str]] = {}
@@ -26,11 +33,11 @@ class Announcer:
         """Whether some thread waits."""
         return bool(self._waits)
 
-    def begin(self, node: Log, leave: str) -> None:
+    def start_waiting(self, node: Log, leave: str) -> None:
         """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
         self._waits[threading.get_ident()] = time.monotonic(), node, leave
 
-    def end(self) -> None:
+    def stop_waiting(self) -> None:
         """Note that this thread has stopped waiting, and take the line away."""
         self._waits.pop(threading.get_ident(), None)
         if self._shown and not self._waits:
@@ -39,7 +46,7 @@ class Announcer:
                 sys.stderr.flush()
                 self._shown = ""
 
-    def look(self) -> None:
+    def show(self) -> None:
         """Show the longest wait if it is long enough to say so."""
         waits = list(self._waits.values())
         if not waits or not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Failures of a worker as exceptions of the master: in their original class, with the line that issued them."""
+"""Failures of a worker as exceptions of the master, in their original class and with the issuing line."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ def _class(kind: str) -> type[RemoteError]:
             {
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
-                "__str__": BaseException.__str__,  # KeyError's own would show the text's repr
+                # KeyError's own method would show the text's repr.
+                "__str__": BaseException.__str__,
             },
         )
-    except TypeError:  # the two classes' layouts do not mix
+    except TypeError:
+        # The layouts of the two classes do not mix.
         return RemoteError
     return made
 
@@ -84,11 +86,15 @@ def out_of_memory(failure: Failure) -> bool:
 
 
 def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) -> list[str]:
-    """Return lines about who holds the memory that the failed instruction did not get, of what was issued before it and lives still."""
+    """Return lines about who holds the memory that the failed instruction did not get.
+
+    Only values count that were issued before it and are still alive.
+    """
     failure = cause.failure
     everyone, _ = held([node], before=(cause.log or node, failure.position), poisoned=poisoned)
     card = re.search(r"\bGPU (\d+)", failure.text)
-    simulated = node.welcome is not None and node.welcome.simulated  # simulated GPUs are main memory
+    # Simulated GPUs are main memory.
+    simulated = node.welcome is not None and node.welcome.simulated
     device = f"cuda:{card[1]}" if card else "cpu"
     there = [h for h in everyone if h.place.device == device or (simulated and not card)]
     lines = [
@@ -98,7 +104,8 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     if len(there) > _MOST_HOLDERS:
         rest = there[_MOST_HOLDERS:]
         lines.append(
-            f"  held there: {size_text(sum(h.nbytes for h in rest))} by {len(rest)} more lines; dr.memory({node.index}) lists them"
+            f"  held there: {size_text(sum(h.nbytes for h in rest))} by {len(rest)} more lines; "
+            f"dr.memory({node.index}) lists them"
         )
     return lines
 

@@ -1,7 +1,7 @@
-"""Who holds memory on the workers: the live values, each storage once, summed by the line of the master that made them.
+"""Who holds memory on the workers: live values, each storage once, summed by the line that made them.
 
-Found by a walk over everything that Python's collector knows, because a registry would cost every operation something. Nothing that is
-found is kept.
+Found by a walk over everything that Python's collector knows, because a registry would cost every operation
+something. Nothing that is found is kept.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from ..log.log import Log
 from ..log.node import Node
 from ..wire.units import size_text
 
-_LAST = 1 << 62  # no log gets there
-_MOST_LINES = 4  # that the error of a lost node names
+# No log gets to this position.
+_LAST = 1 << 62
+# The error of a lost node names at most so many lines.
+_MOST_LINES = 4
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory that one line of the master holds at one place: bytes, and how many tensors these are. Views count with their base."""
+    """Memory that one line of the master holds at one place, in bytes and tensors.
+
+    Views count with their base.
+    """
 
     nbytes: int
     tensors: int
@@ -51,17 +56,20 @@ def held(
 ) -> tuple[list[Holder], Counter[Place]]:
     """Return who holds memory on these nodes, biggest first, and how many values live at each place.
 
-    `before` leaves out what was issued behind that position of that log, `poisoned` what is known to hold nothing: see `Session.poisoned`.
+    `before` leaves out what was issued behind that position of that log, `poisoned` what is known to hold
+    nothing: see `Session.poisoned`.
     """
     storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
-    # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that another thread is just building
-    # cannot be finished while there is a second reference to it. All at once, so that a storage's id stays its own.
+    # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that
+    # another thread is just building cannot be finished while there is a second reference to it. All at once,
+    # so that a storage's id stays its own.
     found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
     handle = storage = None
     try:
         for handle in found:
-            born = getattr(handle, "born", None)  # not there yet where another thread is just making one
+            # Another thread may be making a handle just now, which does not have this yet.
+            born = getattr(handle, "born", None)
             if born is None:
                 continue
             storage = handle.storage
@@ -71,15 +79,18 @@ def held(
             )
             for place in _places(handle, nodes, before, poisoned):
                 values[place] += 1
-                resized = storage.resized  # as FSDP2 does, which gives a parameter's memory back between uses
+                # FSDP2 gives a parameter's memory back between uses.
+                resized = storage.resized
                 nbytes = max(handle.spec.extent, storage.spec.extent) if resized is None else resized
-                position = born[0] if storage is handle.storage else _LAST  # of another log
+                # Positions of another log do not compare.
+                position = born[0] if storage is handle.storage else _LAST
                 mine = storages.setdefault((id(storage), place), _Held(nbytes, position, place, born[1:]))
                 mine.nbytes = max(mine.nbytes, nbytes)
                 if position < mine.position:
                     mine.position, mine.line = position, born[1:]
     finally:
-        del handle, found, storage  # Ctrl-C would keep this frame
+        # After Ctrl-C the traceback would keep this frame, and so these.
+        del handle, found, storage
     return _by_line(storages.values()), values
 
 
@@ -91,9 +102,8 @@ def _places(
 ) -> list[Place]:
     """Return where on these nodes a value lives: of a mesh, each member's place there."""
     node: Any = handle.place.node
-    if (
-        before is not None and before[0] is node and handle.born[0] > before[1]
-    ):  # positions of other logs do not compare
+    # Positions of other logs do not compare.
+    if before is not None and before[0] is node and handle.born[0] > before[1]:
         return []
     if node.members:
         lanes = zip(node.members, node.lanes)
@@ -131,7 +141,8 @@ def lost_lines(node: Node) -> str:
     ]
     if len(holders) > _MOST_LINES:
         lines.append(
-            f"    and by {len(holders) - _MOST_LINES} more line{'s' if len(holders) - _MOST_LINES > 1 else ''}"
+            f"    and by {len(holders) - _MOST_LINES} more "
+            f"line{'s' if len(holders) - _MOST_LINES > 1 else ''}"
         )
     return "\n".join(
         [

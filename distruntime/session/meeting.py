@@ -1,4 +1,4 @@
-"""How the workers of a session come to speak to each other, and what a worker waits for that a lost one would have sent."""
+"""How workers come to speak to each other, and who waits for a signal of a worker that is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..wire.messages import ListenForPeers, Peers, Signal
 from .requests import Request
 from .session import Session
 
-_MOST_SIGNALS = 1024  # of which it is remembered who waits, before those that have come are sorted out
+# So many signals are remembered, before those that have come are dropped.
+_MOST_SIGNALS = 1024
 
 
 class Meeting:
@@ -24,12 +25,13 @@ class Meeting:
         self.done = False
         self._secret = os.urandom(16)
         self._asked: list[Request] = []
-        self._signals: dict[
-            int, tuple[Node, int, Node, Node]
-        ] = {}  # by number: who waits, for which position, of whom, in which log
+        # The keys are the signals' numbers. Each value has who waits, at which position, for whom, in which
+        # log.
+        self._signals: dict[int, tuple[Node, int, Node, Node]] = {}
         session.on_loss.append(self._lost)
+        session.on_return.append(self.returned)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Have every worker told where the others listen. Return at once; `done` says when that is so."""
         session = self.session
         if len(session.nodes) < 2:
@@ -53,7 +55,7 @@ class Meeting:
 
     def _listens(self, request: Request) -> None:
         if not self.done and all(request.done for request in self._asked):
-            # Of all of them: some may have been answered before anyone was told of it.
+            # All of them are read: some may have been answered before anyone was told of it.
             listening = {
                 r.node.index: str(r.value)
                 for r in self._asked
@@ -68,11 +70,13 @@ class Meeting:
     def require(self) -> None:
         """Block until every worker says where it listens, or is lost.
 
-        Raise `ConfigurationError` if one cannot listen there, `ConnectionFailed` if one does not say so within half a minute.
+        Raise `ConfigurationError` if one cannot listen there, `ConnectionFailed` if one does not say so
+        within half a minute.
         """
         patience = MEET.get()
         for request in [r for r in self._asked if r.done and r.cause is not None and r.node.failed is None]:
-            self.returned(request.node)  # ask once more: its port may have become free
+            # Its port may have become free, so ask once more.
+            self.returned(request.node)
         deadline = time.monotonic() + patience
         for request in self._asked:
             if not self.session.result(request, max(0.0, deadline - time.monotonic())):
@@ -82,17 +86,20 @@ class Meeting:
             cause = request.cause
             if cause is not None and cause.failure.kind.endswith("ConfigurationError"):
                 raise ConfigurationError(f"{request.node}: {cause.failure.text}")
-            if request.lost is None:  # a node that is gone need not be met
+            # A node that is gone need not be met.
+            if request.lost is None:
                 self.session.raise_for(request)
 
     def remember(self, number: int, here: Node, there: Node, position: int, log: Node) -> None:
-        """Note who waits for a signal of another node, which it never gets if that one is lost; `position` is one of `log`."""
+        """Note that `here` waits at a position of `log` for a signal of `there`, which may be lost."""
         if len(self._signals) >= _MOST_SIGNALS:
             passed = [n for n, (_, at, _, of) in self._signals.items() if at <= of.acknowledged]
             for n in passed:
-                self._signals.pop(n, None)  # another thread may have
+                # Another thread may have removed it.
+                self._signals.pop(n, None)
         self._signals[number] = here, position, there, log
-        if there.failed is not None:  # just now
+        # It may have been lost just now.
+        if there.failed is not None:
             self._unsignalled(number)
 
     def _unsignalled(self, number: int) -> None:

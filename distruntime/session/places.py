@@ -13,19 +13,24 @@ from ..log.handle import Place, Residence
 from ..log.log import Log
 from ..log.node import Node
 
-_PINNED = 64  # places known at start keep their numbers; the rest of torch's 127 device indices are given out and taken back
+# So many places that are known at the start keep their numbers. The rest of torch's 127 device indices are
+# given out and taken back.
+_PINNED = 64
 _LAST = 126
-_UNNUMBERED = (
-    127  # of members of meshes on places that have no number: their tensors know their place without one
-)
+# Members of meshes on places without a number have this index: their tensors know their place without one.
+_UNNUMBERED = 127
 
 
 class Places:
-    """The places that the nodes of a session offer. Numbers are given out when a place comes into use; nobody there, it is free again."""
+    """The places that the nodes of a session offer.
+
+    A place has a number from its first use until no tensor lives there any more.
+    """
 
     def __init__(self, nodes: list[Node], require_open: Callable[[], None]) -> None:
         self._nodes, self._require_open = nodes, require_open
-        self.default: tuple[int, str | None] = (0, None)  # what `set_place` has set
+        # This is what `set_place` has set.
+        self.default: tuple[int, str | None] = (0, None)
         self._residences: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
         self._nameless: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
         self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
@@ -39,7 +44,10 @@ class Places:
             self._pinned.append(self.residence(place))
 
     def leave(self, node: Node) -> None:
-        """Let go of a lost node's places, which another worker takes now; what lived there keeps their numbers for as long as it lives."""
+        """Give up a lost node's places, which another worker has from now on.
+
+        Tensors that lived there keep the places' numbers for as long as they are alive.
+        """
         self._pinned = [residence for residence in self._pinned if residence.node is not node]
         for known in (self._residences, self._nameless):
             for place, residence in list(known.items()):
@@ -55,7 +63,8 @@ class Places:
                     f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got {node!r}"
                 )
             raise PlacementError(
-                f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} {have}"
+                f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} "
+                f"{have}"
             )
         welcome = self._nodes[node].welcome
         assert welcome is not None
@@ -64,7 +73,8 @@ class Places:
     def residence(self, place: Place, numbered: bool = True) -> Residence:
         """Return the place in use; raise `PlacementError` if it does not exist or 126 places are in use.
 
-        `numbered` false takes no number for a place that has none: its tensors cannot be named by `x.device`, only by `x.place`.
+        `numbered` false takes no number for a place that has none: its tensors cannot be named by `x.device`,
+        only by `x.place`.
         """
         found = self._residences.get(place)
         if found is None and not numbered:
@@ -91,10 +101,12 @@ class Places:
 
     def _enter(self, place: Place, node: Log) -> Residence:
         if not self._free:
-            gc.collect()  # meshes that nobody has any more are in cycles
+            # Meshes that nobody has any more are in cycles.
+            gc.collect()
         if not self._free:
             raise PlacementError(
-                f"{_LAST} places hold live tensors, or are meshes, the most that torch can tell apart (a device index has 7 bits); "
+                f"{_LAST} places hold live tensors, or are meshes, the most that torch can tell apart (a "
+                "device index has 7 bits); "
                 f"let go of the tensors of some place before you put one on {place}"
             )
         found = Residence(place, node, self._free.pop(), self._free.append)
@@ -113,19 +125,21 @@ class Places:
                 if member is not None:
                     return member
                 raise PlacementError(
-                    '"remote:127" is what tensors show whose place has no number, and names none: name it, dr.on(x.place)'
+                    '"remote:127" is what tensors show whose place has no number, and names none: name it, '
+                    "dr.on(x.place)"
                 )
             have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
             raise PlacementError(
-                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. dr.nodes() lists them'
+                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. '
+                "dr.nodes() lists them"
             )
         return found
 
     def current(self, *, like_torch: bool = True) -> Residence:
         """Return the current place: by context, else by `set_place`, else node 0.
 
-        A mesh that was entered comes before all. The device is then the node's `cuda:0`, if it has one, for torch's spellings, and the
-        CPU for the RFC's (`like_torch` false).
+        A mesh that was entered comes before all. The device is then the node's `cuda:0`, if it has one, for
+        torch's spellings, and the CPU for the RFC's (`like_torch` false).
         """
         node, device = current_node.get(), current_device.get()
         mesh = current_mesh.get()
@@ -153,13 +167,13 @@ class Places:
         """Send every call to `node`, or to all, down the slow path, which does not know it either."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if node is None or residence.node is node:
-                residence.forget()
+                residence.clear_signatures()
 
     def hide(self, node: Log) -> None:
         """Send every call to `node` down the slow path, which knows streams."""
         for residence in [*self._residences.values(), *self._nameless.values()]:
             if residence.node is node:
-                residence.hide()
+                residence.hide_signatures()
 
 
 def _keep(number: int) -> None:

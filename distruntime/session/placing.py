@@ -33,13 +33,13 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
 
 
 def node(index: int) -> AbstractContextManager[None]:
-    """Return a context in which new tensors go to node `index`. Operations still run where their operands are."""
+    """Return a context in which new tensors go to node `index`. Operations run where their operands are."""
     _checked(index, None)
     return node_context(index, None)
 
 
 def device(name: DeviceLike) -> AbstractContextManager[None]:
-    """Return a context in which new tensors go to this device of the current node: "cpu", "cuda:1", or as a number."""
+    """Return a context in which new tensors go to a device of the current node: "cpu", "cuda:1", or 1."""
     return device_context(device_name(name))
 
 

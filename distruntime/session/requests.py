@@ -1,8 +1,9 @@
-"""Waiting for replies: whoever waits reads the socket, one thread at a time; the others are woken when theirs has come.
+"""Waiting for replies: a thread that waits reads the socket, one at a time, and wakes the others.
 
-A reply that changes hands between threads costs 1.2 to 1.7 times a raw ping-pong, one that the waiting thread reads itself about
-1.0. So there is no reader thread in the way of a blocking read. A quiet thread, the pump, wakes a thousand times a second while
-something is in flight and nobody waits: it takes acknowledgements, sends what has gathered, and completes futures.
+A reply that changes hands between threads costs 1.2 to 1.7 times a raw ping-pong, one that the waiting thread
+reads itself about 1.0. So there is no reader thread in the way of a blocking read. A quiet thread, the pump,
+wakes a thousand times a second while something is in flight and nobody waits: it takes acknowledgements,
+sends what has gathered, and completes futures.
 """
 
 from __future__ import annotations
@@ -23,23 +24,32 @@ from ..wire.shared import Loan
 from .announce import Announcer
 
 _READER = "reader"
-_finishing = threading.Lock()  # between `done` and `then`
+# A thread that sets `then` must not come between `done` and the call of `then`.
+_finishing = threading.Lock()
 
-_SLICE = 0.1  # seconds a waiting thread sleeps at most before it looks for dead workers
+# A waiting thread sleeps at most so many seconds before it looks for dead workers.
+_SLICE = 0.1
 
 
 class Request:
-    """A reply that is expected from one node. `done` is set last; `then` runs once in whichever thread brings the reply."""
+    """A reply that is expected from one node. `done` is set last.
+
+    `then` runs once, in the thread that reads it.
+    """
 
     __slots__ = ("buffer", "cause", "done", "form", "lost", "node", "number", "payload", "then", "value")
 
     def __init__(self, number: int, node: Node, form: str = "") -> None:
-        self.number, self.node, self.form = number, node, form  # what was asked for: see replies.py
+        # `form` is what was asked for: see replies.py.
+        self.number, self.node, self.form = number, node, form
         self.value: Any = None
         self.payload: Buffer | None = None
-        self.buffer: Any = None  # where the parts of a large reply are put together
-        self.cause: Cause | None = None  # it is poisoned
-        self.lost: str | None = None  # it will never come, and why
+        # The parts of a large reply are put together here.
+        self.buffer: Any = None
+        # This is set if the value is poisoned.
+        self.cause: Cause | None = None
+        # This says why no reply will come, if none will.
+        self.lost: str | None = None
         self.done = False
         self.then: Callable[[Request], None] | None = None
 
@@ -47,7 +57,8 @@ class Request:
         """Mark the request as answered."""
         with _finishing:
             self.done = True
-            then, self.then = self.then, None  # it may lead back to this request, and so to its bytes
+            # `then` may lead back to this request, and so to its bytes.
+            then, self.then = self.then, None
         if then is not None:
             then(self)
 
@@ -66,13 +77,15 @@ class Requests:
     def __init__(self) -> None:
         self._numbers = count(1).__next__
         self._open: dict[int, Request] = {}
-        self._reader: dict[str, int] = {}  # the one thread that reads the socket, under _READER
-        self._arrived = threading.Condition()  # its lock is re-entrant
+        # This has the one thread that reads the socket, under _READER.
+        self._reader: dict[str, int] = {}
+        # The lock of a Condition is re-entrant.
+        self._arrived = threading.Condition()
         self._followers = 0
         self.announcer = Announcer()
 
     def new(self, node: Node, form: str = "") -> Request:
-        """Return a request with a number of its own; `form` is what its reply must be, one of `replies.FORMS`, or a tensor."""
+        """Return a new request; its reply must be of `form`, one of `replies.FORMS`, or a tensor."""
         request = Request(self._numbers(), node, form)
         self._open[request.number] = request
         return request
@@ -80,7 +93,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """Drop a request; its reply, if one comes, is ignored."""
         self._open.pop(request.number, None)
 
@@ -91,13 +104,16 @@ class Requests:
         return request
 
     def reply(self, node: Node, number: int, value: object, payloads: Sequence[Buffer]) -> None:
-        """Take a reply; ignore one that nobody waits for any more (Ctrl-C). Raise `ProtocolError` where it answers something else."""
+        """Answer a request; do nothing if nobody waits any more (Ctrl-C).
+
+        Raise `ProtocolError` if the value is no answer to it.
+        """
         request = self._of(number, node)
         if request is not None:
             payload, buffer = payloads[0] if payloads else None, request.buffer
             room = buffer.memory if isinstance(buffer, Loan) else buffer
             request.value, request.payload = require(request.form, value, payload, room), payload
-            self.forget(request)
+            self.discard(request)
             request.finish()
 
     def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:
@@ -115,7 +131,7 @@ class Requests:
         request = self._of(number, node)
         if request is not None:
             request.cause = request.node.cause(failure_from(fields))
-            self.forget(request)
+            self.discard(request)
             request.finish()
 
     def lose(self, node: Node | None, why: str) -> None:
@@ -133,13 +149,15 @@ class Requests:
     def _read_alone(self, read: Callable[[float], None], limit: float, ready: Callable[[], bool]) -> bool:
         """Read if no other thread does; return whether this one did.
 
-        A signal handler, a finalizer or a future's callback may wait for a value inside the thread that reads: then that thread reads
-        again, from within. The mark is set and taken away inside one `try`, so that Ctrl-C cannot leave it behind.
+        A signal handler, a finalizer or a future's callback may wait for a value inside the thread that
+        reads: then that thread reads again, from within. The mark is set and taken away inside one `try`, so
+        that Ctrl-C cannot leave it behind.
         """
         me = threading.get_ident()
         again = self._reader.get(_READER) == me
         try:
-            if self._reader.setdefault(_READER, me) != me:  # atomic
+            # setdefault is atomic.
+            if self._reader.setdefault(_READER, me) != me:
                 return False
             if not ready():
                 read(limit)
@@ -160,7 +178,7 @@ class Requests:
         node: Log | None = None,
         leave: str = "Ctrl-C leaves, and loses nothing",
     ) -> bool:
-        """Block until `ready()`, reading the socket or letting another thread read it. Return False past the deadline.
+        """Block until `ready()`, while some thread reads the socket; return False past the deadline.
 
         `node` is whom a long wait names at a terminal, `leave` what Ctrl-C does there.
         """
@@ -169,15 +187,16 @@ class Requests:
             while not ready():
                 slices += 1
                 if slices == 2 and node is not None:
-                    self.announcer.begin(node, leave)
+                    self.announcer.start_waiting(node, leave)
                 if not self._wait_once(ready, read, deadline):
                     return False
             return True
         except KeyboardInterrupt as interrupt:
-            raise interrupt.with_traceback(None) from None  # where in here it struck says nothing
+            # It says nothing to a user where in here Ctrl-C struck.
+            raise interrupt.with_traceback(None) from None
         finally:
             if slices > 1:
-                self.announcer.end()
+                self.announcer.stop_waiting()
 
     def _wait_once(
         self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None
@@ -190,7 +209,8 @@ class Requests:
                 self._followers += 1
                 try:
                     if not ready():
-                        self._arrived.wait(min(limit, 0.02))  # the reader may have left between the two looks
+                        # The reader may have left between the two looks.
+                        self._arrived.wait(min(limit, 0.02))
                 finally:
                     self._followers -= 1
         return True

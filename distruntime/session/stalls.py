@@ -1,4 +1,4 @@
-"""Where the master waits for workers: implicit waits by line, and the mode that warns of them or forbids them."""
+"""Implicit waits of the master for workers, by line, and the mode that warns of them or forbids them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ class Stalls(list[Stall]):
 
 
 _lock = threading.Lock()
-_found: dict[tuple[CodeType | None, int, str], list[float]] = {}  # resolved to lines only when somebody asks
+# Lines are resolved only when somebody asks.
+_found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
-    """Say what an implicit wait of the master does: nothing ("default", 0), warn ("warn", 1) or raise ("error", 2).
+    """Set what an implicit wait does: nothing ("default", 0), warn ("warn", 1) or raise ("error", 2).
 
-    As `torch.cuda.set_sync_debug_mode`. Implicit are `.item()`, `bool()`, `.cpu()`, `repr` and the like; `dr.fetch` and
-    `dr.synchronize` say that they wait and are not reported.
+    It is as torch.cuda.set_sync_debug_mode. Implicit are `.item()`, `bool()`, `.cpu()`, `repr` and the like;
+    `dr.fetch` and `dr.synchronize` say that they wait and are not reported.
     """
     global _mode
     names = ("default", "warn", "error")
@@ -67,7 +68,8 @@ def before_wait(why: str) -> None:
     """Warn or raise if the mode says so, naming the user's line."""
     if _mode == "default" or why.startswith("explicit"):
         return
-    text = f"{why} makes the master wait for a worker\n  at {line_text(user_line())}\n  dr.fetch_async gives a future instead"
+    line = line_text(user_line())
+    text = f"{why} makes the master wait for a worker\n  at {line}\n  dr.fetch_async gives a future instead"
     if _mode == "error":
         raise UsageError(text)
     warnings.warn(text, stacklevel=2)

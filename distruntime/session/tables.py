@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-Rows = Sequence[Sequence[str]]  # the first one is the head
+# The first row is the head.
+Rows = Sequence[Sequence[str]]
 
 
 def table_text(rows: Rows) -> str:

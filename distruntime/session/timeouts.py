@@ -9,7 +9,7 @@ from ..errors import UsageError
 
 
 def is_timeout(timeout: object) -> bool:
-    """Whether this is a number of seconds that a wait can last: nothing could ever exceed nan, and clocks overflow past the longest."""
+    """Whether a wait can last so long: nothing ever exceeds nan, and clocks overflow past the longest."""
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
         return False
     return 0 <= timeout <= threading.TIMEOUT_MAX  # type: ignore[operator]
@@ -21,6 +21,7 @@ def checked(timeout: float | None) -> float | None:
         return None
     if not is_timeout(timeout):
         raise UsageError(
-            f"a timeout is a number of seconds from 0 on, or None to wait as long as it takes; got {timeout!r}"
+            "a timeout is a number of seconds from 0 on, or None to wait as long as it takes; got "
+            f"{timeout!r}"
         )
     return float(timeout)

@@ -17,7 +17,10 @@ from .tensor import DistributedTensor
 
 
 def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedTensor]:
-    """Return a torch factory whose default device is the current place; a device of the node ("cuda:1", 1) may be named."""
+    """Return a torch factory whose default device is the current place.
+
+    A device of the node ("cuda:1", 1) may be named.
+    """
 
     @functools.wraps(function)
     def make(*args: Any, device: Any = None, **kwargs: Any) -> DistributedTensor:
@@ -26,7 +29,10 @@ def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedT
     # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
     del make.__wrapped__
     make.__module__ = __name__
-    make.__doc__ = f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. Return at once."
+    make.__doc__ = (
+        f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. "
+        "Return at once."
+    )
     return make
 
 
@@ -65,13 +71,16 @@ def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
         sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
             raise UsageError(
-                f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); got {args!r}"
+                f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); "
+                f"got {args!r}"
             )
-        return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)  # type: ignore[return-value]
+        made: Any = torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)
+        return made  # type: ignore[no-any-return]
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (
-        f"Return a new {dtype} tensor on the current node: of the given sizes and uninitialised, or of a list of data.\n\n"
+        f"Return a new {dtype} tensor on the current node: of the given sizes and uninitialised, "
+        "or of a list of data.\n\n"
         '`device` is -1 or "cpu" for the node\'s CPU (the default), k or "cuda:k" for a GPU. Return at once.'
     )
     return make

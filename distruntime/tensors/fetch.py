@@ -35,7 +35,8 @@ class Fetched(concurrent.futures.Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
-        # The waiting thread reads the socket itself: handing over from another would cost half a round trip more.
+        # The waiting thread reads the socket itself: handing over from another would cost half a round trip
+        # more.
         timeout = checked(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -45,10 +46,14 @@ class Fetched(concurrent.futures.Future[Any]):
                     break
             return super().result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         finally:
-            del self  # else what is raised would hold this frame, the future, and so itself
+            # Else what is raised would hold this frame, the future, and so itself.
+            del self
 
-    def settle(self, value: Any, error: BaseException | None) -> None:
-        """Set the outcome, unless somebody has cancelled the future meanwhile (asyncio does, past a deadline)."""
+    def set_outcome(self, value: Any, error: BaseException | None) -> None:
+        """Set the outcome, unless somebody has cancelled the future meanwhile.
+
+        asyncio does so past a deadline.
+        """
         try:
             if error is not None:
                 self.set_exception(error)
@@ -57,27 +62,30 @@ class Fetched(concurrent.futures.Future[Any]):
         except concurrent.futures.InvalidStateError:
             log.debug("a value came for a future that was cancelled")
         finally:
-            del error  # else it would hold this frame and itself
+            # Else it would hold this frame and itself.
+            del error
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
 
 
 def fetch_async(tree: Any) -> Fetched:
-    """Start reading every remote tensor in `tree`; return a future of the tree with local ones. Return at once.
+    """Start reading every remote tensor in `tree`; return a future of the tree with local ones.
 
-    The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and their like are opened.
+    Return at once.
+
+    The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and
+    their like are opened.
     """
     leaves, shape = tree_flatten(tree)
-    # Of a DTensor, its whole value.
+    # A DTensor comes as its whole value.
     leaves = [
         leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf
         for leaf in leaves
     ]
     future = Fetched()
-    replies: dict[
-        tuple[int, Spec], Request
-    ] = {}  # by storage and metadata, so that tied tensors travel once and stay tied
+    # They are by storage and metadata, so that tied tensors travel once and stay tied.
+    replies: dict[tuple[int, Spec], Request] = {}
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
         if not isinstance(leaf, DistributedTensor):
@@ -96,14 +104,15 @@ def fetch_async(tree: Any) -> Fetched:
     def finish() -> None:
         bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
         if bad is not None:
-            future.settle(
+            future.set_outcome(
                 None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error()
             )
             return
         try:
             data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
-        except DistruntimeError as error:  # whoever waits must hear of it
-            future.settle(None, error.with_traceback(None))
+        except DistruntimeError as error:
+            # Whoever waits must hear of it.
+            future.set_outcome(None, error.with_traceback(None))
             return
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
@@ -112,7 +121,7 @@ def fetch_async(tree: Any) -> Fetched:
                 same[want.leaf] = (
                     alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
                 )
-        future.settle(
+        future.set_outcome(
             tree_unflatten(
                 [leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape
             ),
@@ -133,7 +142,9 @@ def fetch_async(tree: Any) -> Fetched:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One remote leaf of a tree: which value it is, which object, and whether it is a parameter (then: with gradient or without)."""
+    """One remote leaf of a tree: which value it is, which object, and whether it is a parameter (then: with
+    gradient or without).
+    """
 
     key: tuple[int, Spec]
     leaf: int
@@ -143,8 +154,8 @@ class _Wanted:
 def fetch(tree: Any, timeout: float | None = None) -> Any:
     """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
 
-    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or `WaitTimeout` after `timeout`
-    seconds.
+    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or
+    `WaitTimeout` after `timeout` seconds.
     """
     started, timeout = time.perf_counter(), checked(timeout)
     future = fetch_async(tree)
@@ -152,13 +163,15 @@ def fetch(tree: Any, timeout: float | None = None) -> Any:
     try:
         return future.result(timeout)
     except (TimeoutError, concurrent.futures.TimeoutError):
-        if future.done():  # it is what an operation failed with
+        # An operation has failed with it.
+        if future.done():
             raise
         raise WaitTimeout(
             f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
             "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
         ) from None
     finally:
-        del future  # else what is raised would hold this frame, the future, and so itself
+        # Else what is raised would hold this frame, the future, and so itself.
+        del future
         if travels:
             note_wait("explicit fetch", started)

@@ -1,19 +1,32 @@
-"""The memory of a mesh's tensor, as FSDP2 sees it: it gives a parameter's memory back between uses, and takes it again."""
+"""The memory of a mesh's tensor, as FSDP2 sees it.
+
+FSDP2 gives a parameter's memory back between uses, and takes it again.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 from ..errors import NotSupportedError
+from ..log.handle import Handle
 from ..log.issue import issue
 from ..log.line import user_line
 from ..operators.signatures import template
 
 
-class MeshStorage:
-    """What `t.untyped_storage()` is for a tensor on a mesh: its size in bytes on each member, which can be changed."""
+class HasHandle(Protocol):
+    """A proxy as it is seen from here. What is assigned to `x.data` brings another handle."""
 
-    def __init__(self, tensor: Any) -> None:
+    _handle: Handle
+
+
+class MeshStorage:
+    """The size in bytes, on each member, of a tensor on a mesh. It can be changed.
+
+    It is what `t.untyped_storage()` returns.
+    """
+
+    def __init__(self, tensor: HasHandle) -> None:
         self._tensor = tensor
         self._storage = tensor._handle.storage
 
@@ -22,17 +35,15 @@ class MeshStorage:
         spec = self._storage.spec
         if self._storage.resized is not None:
             return int(self._storage.resized)
-        extent = (
-            spec.offset + 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride))
-            if spec.size.numel()
-            else 0
-        )
-        return int(extent * spec.dtype.itemsize)
+        return int(spec.extent)
 
     nbytes = size
 
     def resize_(self, size: int) -> None:
-        """Change the bytes on each member, after what has been issued: 0 gives the memory back. Return at once."""
+        """Change the bytes on each member, after what has been issued: 0 gives the memory back.
+
+        Return at once.
+        """
         handle = self._tensor._handle
         node = handle.place.node
         node.require_alive()

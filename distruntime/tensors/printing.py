@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import _tensor_str
@@ -63,7 +62,10 @@ def _status(handle: Handle) -> str:
 
 
 def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
-    """Return the text of a remote tensor. Block for two seconds at most, never raise for what is wrong on a worker."""
+    """Return the text of a remote tensor.
+
+    Block for two seconds at most, never raise for what is wrong on a worker.
+    """
     whole, home, session, spec = handle, handle.place, handle.place.node.session, handle.spec
     where = str(home.place)
     # The first member's values stand for all of them.
@@ -94,7 +96,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     finally:
         note_wait("repr", started)
     if not answered:
-        session.requests.forget(reply)
+        session.requests.discard(reply)
         return summary(spec, where, _status(handle))
     if reply.lost is not None:
         return summary(spec, where, f"lost, {node} {reply.lost}")
@@ -122,7 +124,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     return text
 
 
-def suffixes_of(tensor: Any) -> list[str]:
+def suffixes_of(tensor: torch.Tensor) -> list[str]:
     """Return what torch appends about autograd."""
     if tensor.grad_fn is not None:
         return [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]

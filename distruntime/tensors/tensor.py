@@ -1,6 +1,7 @@
 """`DistributedTensor`: a tensor whose data lives on a worker. Metadata and autograd are here, values are not.
 
-What torch does above dispatch, in Python or in C++, and would do wrong to a proxy, is overridden here; everything else is torch's.
+What torch does above dispatch, in Python or in C++, and would do wrong to a proxy, is overridden here;
+everything else is torch's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class DistributedTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     __torch_dispatch__: Any = classmethod(dispatch)
 
-    # -- place -------------------------------------------------------------------------------------------------------------------
+    # -- place -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -47,7 +48,10 @@ class DistributedTensor(torch.Tensor):
         return self._handle.place.place
 
     def member(self, k: int) -> DistributedTensor:
-        """Return a proxy of the `k`-th member's shard of a tensor on a mesh: the same memory, at that member's place. Return at once."""
+        """Return a proxy of the `k`-th member's shard of a tensor on a mesh. Return at once.
+
+        It is the same memory, at that member's place.
+        """
         members = self._handle.place.node.members
         if not members:
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
@@ -77,9 +81,10 @@ class DistributedTensor(torch.Tensor):
         return False
 
     def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
-        """As `Tensor.to`, where a device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
+        """Return the tensor at another place or with another dtype, as `Tensor.to`. To the CPU here: blocks.
 
-        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place. To the CPU here: blocks.
+        A device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
+        `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place.
         """
         target: Any = kwargs.pop("device", None)
         rest = list(args)
@@ -110,7 +115,8 @@ class DistributedTensor(torch.Tensor):
         if isinstance(target, int) or torch.device(target).type == "cuda":
             if self._handle.place.node.members:
                 raise PlacementError(
-                    f"{self.place} have a shard each, and a GPU of one's own is one member's business: x.member(k).cuda()"
+                    f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
+                    "x.member(k).cuda()"
                 )
         device = target if isinstance(target, int) else torch.device(target)
         if isinstance(device, int) or device.type == "cuda":
@@ -127,14 +133,17 @@ class DistributedTensor(torch.Tensor):
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> Any:
-        """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1). Return at once."""
+        """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1).
+
+        Return at once.
+        """
         return self.to(
             current_gpu() if device is None else device_name(device),
             non_blocking=non_blocking,
             memory_format=memory_format,
         )
 
-    # -- values ------------------------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = render(self, self._handle, suffixes_of(self))
@@ -170,14 +179,15 @@ class DistributedTensor(torch.Tensor):
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
             raise TypeError(
-                f"a tensor on {self.place} has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()"
+                f"a tensor on {self.place} has no memory in this process for numpy: "
+                "use x.cpu().numpy(), or dr.fetch(x).numpy()"
             )
         return self.detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy()
 
-    # -- what torch would do above dispatch --------------------------------------------------------------------------------------
+    # -- what torch would do above dispatch ------------------------------------------------------------------
 
     @property
     def data(self) -> Any:
@@ -187,7 +197,8 @@ class DistributedTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        # torch's own setter changes the wrapper's sizes, dtype and device, and would keep the old value, silently
+        # torch's own setter changes the wrapper's sizes, dtype and device, and would silently
+        # keep the old value.
         if not isinstance(other, DistributedTensor):
             raise PlacementError(
                 f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)"
@@ -201,7 +212,8 @@ class DistributedTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+                "Only Tensors created explicitly by the user (graph leaves) "
+                "support the deepcopy protocol at the moment"
             )
         with torch.no_grad():
             twin = self.clone()
@@ -220,31 +232,38 @@ class DistributedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotSupportedError(
-            f"a tensor on {self.place} cannot be pickled: its values are on a worker. Fetch it first: torch.save(dr.fetch(state), path), "
+            f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
+            "Fetch it first: torch.save(dr.fetch(state), path), "
             "or pass fetched tensors to the function"
         )
 
     def data_ptr(self) -> NoReturn:
         raise NotSupportedError(
-            f"a tensor on {self.place} has no address in this process; compare tensors with `is`, or fetch: x.cpu().data_ptr()"
+            f"a tensor on {self.place} has no address in this process; "
+            "compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
     def untyped_storage(self) -> Any:
-        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it: its size."""
+        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it:
+        its size.
+        """
         if self._handle.place.node.members:
             return MeshStorage(self)
         raise NotSupportedError(
-            f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one"
+            f"a tensor on {self.place} has no storage in this process; "
+            "dr.fetch(x) gives a local tensor that has one"
         )
 
     def storage(self) -> NoReturn:
         if self._handle.place.node.members:
             raise NotSupportedError(
-                f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel needs one: use fully_shard "
+                f"a tensor on {self.place} has no typed storage in this process. "
+                "FullyShardedDataParallel needs one: use fully_shard "
                 "(torch.distributed.fsdp), which shards over a mesh"
             )
         raise NotSupportedError(
-            f"a tensor on {self.place} has no storage in this process; dr.fetch(x) gives a local tensor that has one"
+            f"a tensor on {self.place} has no storage in this process; "
+            "dr.fetch(x) gives a local tensor that has one"
         )
 
     def _typed_storage(self) -> NoReturn:
@@ -252,7 +271,8 @@ class DistributedTensor(torch.Tensor):
 
     def share_memory_(self) -> NoReturn:
         raise NotSupportedError(
-            f"a tensor on {self.place} is not in this machine's memory; fetch it first: x.cpu().share_memory_()"
+            f"a tensor on {self.place} is not in this machine's memory; "
+            "fetch it first: x.cpu().share_memory_()"
         )
 
     def is_shared(self) -> bool:
@@ -268,10 +288,14 @@ class DistributedTensor(torch.Tensor):
         self.__dlpack__()
 
     def record_stream(self, stream: Any) -> None:
-        """Let the memory be used again only after what `stream` has been given until this tensor dies. Return at once."""
+        """Let the memory be used again only after what `stream` has been given until this tensor dies.
+
+        Return at once.
+        """
         if not hasattr(stream, "keep"):
             raise UsageError(
-                f"record_stream takes a distruntime.Stream, got {type(stream).__module__}.{type(stream).__qualname__}"
+                "record_stream takes a distruntime.Stream, "
+                f"got {type(stream).__module__}.{type(stream).__qualname__}"
             )
         stream.keep(self._handle)
 

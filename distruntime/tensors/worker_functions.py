@@ -1,4 +1,7 @@
-"""The worker's own functions, those that are no operators: calling one as an instruction of the log, or for what it returns."""
+"""The worker's own functions, those that are no operators.
+
+They are called as instructions of the log, or for what they return.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ProtocolError
-from ..log.handle import Handle, Place, Storage, next_ref
+from ..log.handle import Handle, Place, new_value
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.log import Log
@@ -20,12 +23,15 @@ from .tensor import DistributedTensor
 def issue_function(
     node: Log,
     function: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: dict[str, object] | None = None,
     fresh: Handle | list[Handle] | None = None,
 ) -> None:
-    """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several. Return at once."""
-    results: Any = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
+    """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several.
+
+    Return at once.
+    """
+    results: object = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
     number, words = template(
         None, DistributedTensor, args, kwargs or {}, results, node, name=f"distruntime::{function}"
     )
@@ -40,13 +46,16 @@ def issue_function(
 
 
 def read_function(node: Node, function: str) -> Any:
-    """Return what a call without arguments returns, of numbers, strings and lists. Block until everything issued before it has run."""
+    """Return what a call without arguments returns, of numbers, strings and lists.
+
+    Block until everything issued before it has run.
+    """
     session = node.session
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
         request = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
-        kept = Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR))
+        kept = new_value(NO_TENSOR, home)
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
         node.flush()
     results = session.value(request)

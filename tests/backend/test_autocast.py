@@ -1,4 +1,7 @@
-"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models, against the same code under `torch.autocast("cpu")`."""
+"""`torch.autocast("remote")`: regions, the cache of casts, gradients, and models.
+
+Each test compares with the same code under `torch.autocast("cpu")`.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +156,8 @@ def test_parameters_are_cast_once_a_region(device: str, modes: str, cached: bool
             for mode in modes.split():
                 with MODES[mode](), Casts() as casts:
                     weight @ weight
-                    with torch.autocast(device, dtype=BFLOAT16):  # an inner region's end keeps the casts
+                    # The end of an inner region keeps the casts.
+                    with torch.autocast(device, dtype=BFLOAT16):
                         other @ weight
                     view @ other
                 counts.append(casts.count)
@@ -275,11 +279,13 @@ def test_custom_functions(device: str, cast: torch.dtype | None) -> Any:
     return out, x.grad, y.grad
 
 
+# torch's first jvp warns.
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning"
-)  # of torch's first jvp
+)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-@agrees(rtol=2e-2, atol=2e-2)  # the casts come below the transform there, above it here
+# There the casts come below the transform, and here above it.
+@agrees(rtol=2e-2, atol=2e-2)
 def test_function_transforms(device: str, transform: str) -> Any:
     x, weight = tensor(device, 3, 4), tensor(device, 4, 4, seed=1)
 
@@ -320,7 +326,8 @@ def test_recurrent_layers(device: str, kind: str, grad: bool) -> Any:
     make, dtype = RECURRENT[kind]
     layer: Any = net(device, make(4, 6, num_layers=2))[0]
     found = []
-    for _ in range(2):  # the first call asks the worker for the dtypes
+    # The first call asks the worker for the dtypes.
+    for _ in range(2):
         with torch.autocast(device, dtype=dtype), torch.set_grad_enabled(grad):
             out, state = layer(tensor(device, 5, 2, 4))
         found.append((out, state))
@@ -339,9 +346,8 @@ def test_recurrent_layers_of_packed_sequences(device: str) -> Any:
     return out.data, [p.grad for p in layer.parameters()]
 
 
-@agrees(
-    rtol=0.03, atol=0.15
-)  # as far from float32 on both sides: their second derivatives are rounded elsewhere
+# Both sides are as far from float32. Their second derivatives are rounded elsewhere.
+@agrees(rtol=0.03, atol=0.15)
 def test_recurrent_layers_differentiated_twice(device: str) -> Any:
     layer: Any = net(device, nn.GRU(4, 6))[0]
     with torch.autocast(device, dtype=BFLOAT16):
@@ -360,7 +366,10 @@ def test_a_transformer_layer(device: str) -> Any:
 
 @agrees
 def test_the_fused_transformer_layer(device: str) -> Any:
-    """Called as `nn.TransformerEncoderLayer` calls it without gradients: on no list, but it calls listed operators from within."""
+    """`nn.TransformerEncoderLayer` calls it like this without gradients.
+
+    It is on no list, but it calls listed operators from within.
+    """
     shapes = [(24, 8), (24,), (8, 8), (8,), (8,), (8,), (8,), (8,), (16, 8), (16,), (8, 16), (8,)]
     attend, rest = (lambda w: (w[:4], w[4:]))(
         [tensor(device, *shape, seed=k) for k, shape in enumerate(shapes)]
@@ -455,7 +464,7 @@ def test_training(device: str, name: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_on_a_gpu(fresh_session: Callable[..., Any], name: str) -> None:
-    """Another list, so the same course only: what the CPU's list gives here, within what bfloat16 can hold."""
+    """The list is another one, so only the course is the same, within what bfloat16 can hold."""
     fresh_session(world_size=1, simulate_cuda=1)
     make, data = MODELS[name]
     check(

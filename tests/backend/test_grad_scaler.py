@@ -1,4 +1,7 @@
-"""`torch.amp.GradScaler("remote")`: the same loop on local tensors gives the same losses, scales and parameters, overflow included."""
+"""`torch.amp.GradScaler("remote")` gives the same losses, scales and parameters as a loop on local tensors.
+
+That includes loops that overflow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch import nn
 import distruntime as dr
 from agree import REMOTE, agrees, tensor
 
-OVERFLOWS = 3  # the step whose gradients are infinite
+# The gradients of this step are infinite.
+OVERFLOWS = 3
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,

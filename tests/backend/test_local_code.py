@@ -34,9 +34,8 @@ def _check(function: Callable[[], None]) -> Callable[[], None]:
 def _loader(**options: object) -> list[torch.Tensor]:
     data = TensorDataset(torch.arange(12.0).view(6, 2))
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*no accelerator is found"
-        )  # what torch says on such a machine, always
+        # torch always says this on such a machine.
+        warnings.filterwarnings("ignore", message=".*no accelerator is found")
         return [batch for (batch,) in DataLoader(data, batch_size=2, **options)]  # type: ignore[arg-type]
 
 
@@ -98,14 +97,16 @@ def random_state() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = torch.rand(3)
-    with torch.random.fork_rng():  # by default it saves the current accelerator's state too
+    # By default it saves the current accelerator's state too.
+    with torch.random.fork_rng():
         torch.rand(5)
     second = torch.rand(3)
     torch.set_rng_state(state)
     assert torch.equal(torch.rand(3), first) and torch.equal(torch.rand(3), second)
     assert torch.initial_seed() == 0 and torch.Generator().device == torch.device("cpu")
     expected = torch.tensor([0.4962565899, 0.7682217956, 0.0884774327])
-    torch.testing.assert_close(first, expected)  # torch's own stream for this seed, unchanged since 1.x
+    # torch draws these numbers for this seed, and has since 1.x.
+    torch.testing.assert_close(first, expected)
 
 
 @_check
@@ -276,9 +277,13 @@ sys.modules["local_code"] = local_code
 spec.loader.exec_module(local_code)
 torch.set_num_threads(1)
 local_code._run_all("before the import")
-before = torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, torch.__future__.get_swap_module_params_on_conversion()
+def state():
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    return torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, swaps
+
+before = state()
 import distruntime
-assert before == (torch._C._get_privateuse1_backend_name(), torch.nn.Module._apply, torch.__future__.get_swap_module_params_on_conversion())
+assert before == state()
 assert not hasattr(torch, "remote")
 local_code._run_all("after the import")
 with distruntime.init_master_worker():

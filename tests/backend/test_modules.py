@@ -59,9 +59,8 @@ def test_moving_keeps_ties_and_optimizers(session: object) -> None:
         assert {name: id(p) for name, p in model.named_parameters()} == {
             name: id(p) for name, p in parameters.items()
         }
-        for (
-            state
-        ) in optimizer.state.values():  # as on CUDA, the moments stay where they are: the user moves them
+        # As on CUDA, the moments stay where they are, and the user moves them.
+        for state in optimizer.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = state[key].to(device)
         torch.testing.assert_close(
@@ -72,7 +71,10 @@ def test_moving_keeps_ties_and_optimizers(session: object) -> None:
 
 
 def test_local_modules_are_converted_as_before(session: object) -> None:
-    """The swapping that keeps ties across the border must not reach local modules: it refuses what has weak references."""
+    """The swapping that keeps ties across the border must not reach local modules.
+
+    It refuses what has weak references.
+    """
     assert not torch.__future__.get_swap_module_params_on_conversion()
     model = nn.Linear(2, 2)
     references = [weakref.ref(p) for p in model.parameters()]
@@ -85,9 +87,8 @@ def test_local_modules_are_converted_as_before(session: object) -> None:
 def test_conversions_on_the_worker(device: str) -> Any:
     model = _tied(device)
     weight = model.table.weight
-    references = [
-        weakref.ref(p) for p in model.parameters()
-    ]  # torch.compile, EMA helpers and profilers hold such
+    # torch.compile, EMA helpers and profilers hold such references.
+    references = [weakref.ref(p) for p in model.parameters()]
     model.double()
     assert model.table.weight is weight and model.out.weight is weight
     halves = copy.deepcopy(model).bfloat16()
@@ -101,7 +102,8 @@ def test_data_is_the_value(device: str) -> Any:
     model, q = nn.Linear(3, 2, bias=False).to(device), tensor(device, 2, 3)
     model.weight.data = q
     first = model(tensor(device, 4, 3, seed=1))
-    q.add_(1)  # `data` shares, it does not copy
+    # `data` shares the memory and does not copy it.
+    q.add_(1)
     second = model(tensor(device, 4, 3, seed=1))
     model.weight.data.mul_(2)
     other = nn.Linear(1, 1, bias=False).to(device)
@@ -271,7 +273,8 @@ def test_optimizer_state_moves_and_resumes(device: str) -> Any:
     model = _tied(device)
     model.load_state_dict(saved["model"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.load_state_dict(saved["optimizer"])  # moves the state to where the parameters are
+    # This moves the state to where the parameters are.
+    optimizer.load_state_dict(saved["optimizer"])
     loss = _step(model, optimizer, device)
     return loss, model.state_dict(), optimizer.state_dict()["state"]
 
@@ -330,7 +333,10 @@ def test_a_model_that_is_dropped_is_freed(session: object) -> None:
 
 
 def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
-    """Attention with gradients, as a real GPU has it: all of its arguments come in the schema's order, `scale` and `enable_gqa` too."""
+    """Attention with gradients, as a real GPU has it.
+
+    All of its arguments come in the schema's order, `scale` and `enable_gqa` too.
+    """
     q = torch.randn(1, 2, 3, 4)
     out, tape = record(
         "aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False

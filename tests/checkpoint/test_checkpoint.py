@@ -1,4 +1,7 @@
-"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved, and plain PyTorch can read it."""
+"""Checkpoints: what comes back is what was saved, at the point of the program where it was saved.
+
+Plain PyTorch can read it.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,8 @@ def same(got: Any, expected: Any) -> None:
         for one, other in zip(got, expected):
             same(one, other)
     else:
-        assert type(got) is type(expected) and repr(got) == repr(
-            expected
-        )  # repr tells nan from 1.0, and -0.0 from 0.0
+        # repr tells nan from 1.0, and -0.0 from 0.0.
+        assert type(got) is type(expected) and repr(got) == repr(expected)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,7 +324,8 @@ def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
     dr.shutdown()
     fresh_session(world_size=1)
     with dr.on(0):
-        found = dr.load(tmp_path)  # that node and that GPU are not there
+        # That node and that GPU are not there.
+        found = dr.load(tmp_path)
     assert found["gpu"].place == dr.place(0) and found["cpu"].place == dr.place(0)
 
 
@@ -396,7 +399,8 @@ def test_streams_are_waited_for_and_wait(fresh_session: Fresh, tmp_path: Path, a
         a.zero_()
         b.zero_()
     dr.synchronize()
-    found = dr.load(tmp_path)  # waits for the save that is under way
+    # This waits for the save that is under way.
+    found = dr.load(tmp_path)
     assert found[0].unique().tolist() == [1.0] and found[1].unique().tolist() == [2.0]
 
 
@@ -404,7 +408,8 @@ def test_a_save_in_the_background_tells_when_it_is_over(session: object, tmp_pat
     first = dr.save({"n": 1, "x": torch.ones(1000, device=REMOTE)}, tmp_path, async_op=True)
     second = dr.save({"n": 2, "x": torch.ones(1000, device=REMOTE)}, tmp_path, async_op=True)
     assert first is not None and second is not None
-    assert first.done() and first.is_completed()  # the second had to wait for it
+    # The second had to wait for it.
+    assert first.done() and first.is_completed()
     second.wait()
     second.wait(0)
     assert second.done() and "complete" in repr(second)
@@ -593,13 +598,13 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
         assert slots() == before
     finally:
         gc.enable()
-    assert (
-        len(active_session().nodes[0].templates) == templates
-    )  # what changes from save to save is no constant
+    # A value that changes from save to save is no constant.
+    assert len(active_session().nodes[0].templates) == templates
 
 
 def test_this_process_needs_no_safetensors() -> None:
-    code = "import sys, distruntime as dr; print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"
+    code = "import sys, distruntime as dr; "
+    code += "print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90

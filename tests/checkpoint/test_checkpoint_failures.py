@@ -162,7 +162,8 @@ def test_a_tensor_of_a_lost_node(two: Any, tmp_path: Path) -> None:
     with pytest.raises(dr.NodeFailed, match=r"node 1 .* Lost with it: 1 tensor"):
         dr.save(one, tmp_path)
     assert ours(tmp_path) == before
-    found = dr.load(tmp_path)  # by node 0, which shares the disk
+    # Node 0 reads it, as it shares the disk.
+    found = dr.load(tmp_path)
     is_whole(found, 1)
     assert found["one"].place == dr.place(0)
     with pytest.raises(dr.NodeFailed, match="node 1"):
@@ -212,7 +213,8 @@ def test_a_folder_that_is_not_writable(session: object, tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(
             OSError,
-            match=r"Read-only file system \(.*\n  the worker runs as user 0, who must be allowed to write there",
+            match=r"Read-only file system \(.*\n"
+            r"  the worker runs as user 0, who must be allowed to write there",
         ):
             dr.save(tree(2), disk)
         is_whole(dr.load(disk), 1)
@@ -231,14 +233,16 @@ def test_a_disk_that_is_full(session: object, tmp_path: Path, async_op: bool) ->
     with mounted(tmp_path / "m", "size=2m") as disk:
         dr.save(tree(1), disk)
         before = ours(disk)
-        text = r"No space left on device \(.*\n  24000\d\d bytes were to be written, and \d+ are free there: make room, or save elsewhere"
+        text = r"No space left on device \(.*\n  24000\d\d bytes were to be written, and \d+ are free there: "
+        text += "make room, or save elsewhere"
         with pytest.raises(OSError, match=text) as caught:
             saving = dr.save(tree(2, 600_000), disk, async_op=async_op)
             saving.wait()
         assert isinstance(caught.value, dr.RemoteError) and "test_checkpoint_failures.py" in str(caught.value)
         assert ours(disk) == before
         is_whole(dr.load(disk), 1)
-        dr.synchronize()  # what was raised is not raised again
+        # A failure that was raised is not raised again.
+        dr.synchronize()
         dr.save(tree(3), disk)
         is_whole(dr.load(disk), 3)
 
@@ -254,7 +258,8 @@ def test_a_disk_that_is_full_for_one_of_two(session: object, tmp_path: Path) -> 
             dr.save(tree(2, 100_000), tmp_path)
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    assert ours(tmp_path) == before  # what node 0 had written is gone
+    # The file that node 0 had written is gone.
+    assert ours(tmp_path) == before
     is_whole(dr.load(tmp_path), 1)
 
 
@@ -269,7 +274,8 @@ def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(
         dr.synchronize()
     dr.synchronize()
     with pytest.raises(NotADirectoryError):
-        saving.wait()  # it is what became of it, however often one asks
+        # The answer is the same, however often one asks.
+        saving.wait()
     with pytest.raises(NotADirectoryError):
         saving.wait()
     dr.synchronize()
@@ -410,7 +416,8 @@ def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path)
     dr.synchronize()
     with stopped(pid):
         saving = dr.save(two_, tmp_path, async_op=True)
-        until(lambda: len(ours(tmp_path)) > len(before))  # node 0 has written its file
+        # Then node 0 has written its file.
+        until(lambda: len(ours(tmp_path)) > len(before))
         with pytest.raises(
             dr.WaitTimeout, match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures"
         ):
@@ -431,7 +438,8 @@ def test_ctrl_c_in_a_wait(two: Any, tmp_path: Path) -> None:
     dr.synchronize()
     with stopped(dr.nodes()[1].pid), pytest.raises(KeyboardInterrupt), StruckWhileWaiting():
         dr.save(two_, tmp_path)
-    is_whole(dr.load(tmp_path), 1)  # which waits for the one that was left
+    # This waits for the save that was left.
+    is_whole(dr.load(tmp_path), 1)
     assert ours(tmp_path) == before
     dr.save(tree(3), tmp_path)
     is_whole(dr.load(tmp_path), 3)
@@ -462,7 +470,8 @@ def test_a_master_that_is_killed(fresh_session: Fresh, tmp_path: Path) -> None:
         assert found["n"] >= last - 1
         last = int(found["n"])
         dr.save(tree(last), tmp_path)
-        assert len(ours(tmp_path)) == 3  # what the killed one had begun is gone
+        # The file that the killed one had begun is gone.
+        assert len(ours(tmp_path)) == 3
         dr.shutdown()
 
 
@@ -480,7 +489,8 @@ def test_a_worker_that_is_killed_while_it_writes(fresh_session: Fresh, tmp_path:
         saving.wait()
     except dr.NodeFailed:
         is_whole(dr.load(tmp_path), 1)
-    else:  # it was written before the signal came
+    else:
+        # It was written before the signal came.
         assert dr.load(tmp_path)["n"] == 2.0
 
 
@@ -491,7 +501,10 @@ APART = "/proc/self/cwd/c"  # each worker's own folder
 
 @pytest.fixture
 def disks(tmp_path: Path, fresh_session: Fresh) -> Iterator[tuple[list[Path], Callable[[list[int]], Any]]]:
-    """Three folders, and what opens a session with a worker in each of some of them: APART is another one for each worker."""
+    """Three folders, and a function that opens a session with a worker in each of some of them.
+
+    APART stands for another folder for each worker.
+    """
     if not Path("/proc/self/cwd").exists():
         pytest.skip("one path that is another folder for each process is Linux's /proc/self/cwd")
     folders = [tmp_path / f"disk{k}" for k in range(3)]
@@ -540,11 +553,13 @@ def test_each_worker_has_its_own_disk(disks: Any) -> None:
         ["node1.safetensors", "distruntime.json"],
     ]
     is_whole(dr.load(APART), 1)
-    found = dr.load(APART, place=0)  # what node 0 does not have, node 1 reads and sends
+    # Node 1 reads and sends what node 0 does not have.
+    found = dr.load(APART, place=0)
     is_whole(found, 1)
     assert found["one"].place == dr.place(0)
     is_whole(dr.load(APART, place="cpu"), 1)
-    dr.save({"n": 2, "x": there(torch.ones(1), 1)}, APART)  # only node 1 has a part of it
+    # Only node 1 has a part of it.
+    dr.save({"n": 2, "x": there(torch.ones(1), 1)}, APART)
     assert ours(folders[0] / "c") == [] and dr.load(APART)["n"] == 2
     dr.save({"n": 3, "x": there(torch.ones(1), 0)}, APART)
     assert ours(folders[1] / "c") == [] and dr.load(APART)["n"] == 3
@@ -554,7 +569,8 @@ def test_a_worker_without_its_disk(disks: Any) -> None:
     _, attach = disks
     attach([0, 1])
     dr.save(tree(1), APART)
-    attach([1, 0])  # numbered anew: the files are found all the same
+    # The nodes have other numbers now, and the files are found all the same.
+    attach([1, 0])
     is_whole(dr.load(APART), 1)
     attach([0, 2])
     with pytest.raises(
@@ -571,21 +587,21 @@ def test_a_save_that_was_made_the_current_one_on_one_disk_only(disks: Any) -> No
     one = folders[1] / "c"
     pid = dr.nodes()[1].pid
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(
-        pid, resource.RLIMIT_FSIZE, (4000, limits[1])
-    )  # enough for its tensor, not for the index
+    # There is room for its tensor, and not for the index.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4000, limits[1]))
     with pytest.raises(OSError, match=r"was written, and could not be made the current one: File too large"):
         dr.save({**tree(2), "long": "x" * 10_000}, APART)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    # There are both saves. The index of the first has two names or is in its place.
     assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [
         4,
         4,
-    ]  # both saves, and the index of the first under two names or in its place
-    is_whole(
-        dr.load(APART), 2
-    )  # it is whole: every worker had written its part before any made it the current one
+    ]
+    # It is whole: every worker had written its file before any made it the current one.
+    is_whole(dr.load(APART), 2)
     os.remove(file_of_save(one, 2))
-    is_whole(dr.load(APART), 1)  # else the one before is, which is kept until the new one is everywhere
+    # Otherwise the one before is whole. It is kept until the new one is everywhere.
+    is_whole(dr.load(APART), 1)
     dr.save(tree(3), APART)
     is_whole(dr.load(APART), 3)
     assert [len(ours(folders[k] / "c")) for k in (0, 1)] == [2, 2]

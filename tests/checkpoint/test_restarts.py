@@ -25,7 +25,10 @@ def lost(n: int = 1) -> dr.NodeFailed:
 
 
 def training(ckpt: Any, breaks: dict[int, list[int]], async_op: bool = False) -> dict[str, Any]:
-    """Train with dropout, shuffled data and a schedule on two nodes, save every third step; lose a worker at the steps of this attempt."""
+    """Train with dropout, shuffled data and a schedule on two nodes, and save every third step.
+
+    Lose a worker at the steps of this attempt.
+    """
     torch.manual_seed(7)
     data = torch.randn(32, 6)
     body = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.4), nn.Tanh()).to(dr.place(0))
@@ -69,7 +72,8 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_it_ends_bit_equal_to_an_undisturbed_run(session: object, tmp_path: Path, async_op: bool) -> None:
     undisturbed = dr.run_with_restarts(lambda ckpt: training(ckpt, {}), checkpoint=tmp_path / "a")
     assert undisturbed["attempt"] == 0
-    breaks = {0: [1], 1: [6], 2: [8]}  # before the first checkpoint, between two, just after one
+    # The losses come before the first checkpoint, between two, and just after one.
+    breaks = {0: [1], 1: [6], 2: [8]}
     found = dr.run_with_restarts(lambda ckpt: training(ckpt, breaks, async_op), checkpoint=tmp_path / "b")
     assert found["attempt"] == 3 and found["first"] == 9
     equal(found, undisturbed)
@@ -135,13 +139,14 @@ def _raises(error: BaseException) -> Callable[[], None]:
 def test_a_worker_that_is_away_for_longer_than_one_restart_waits(
     fresh_session: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its machine is started anew, say: each wait is as long as the session's own, and counts as one restart."""
+    """A machine that starts anew takes long, say. Each wait is as long as the session's, and one restart."""
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
     workers = [ListeningWorker(folders[0], "--listen", "tcp://127.0.0.1:0")]
     address = workers[0].address
-    fresh_session(workers=[address]).patience = 0.5  # less than this machine takes to start one
+    # This machine takes longer to start one.
+    fresh_session(workers=[address]).patience = 0.5
     attempts = []
 
     def return_late() -> None:
@@ -254,7 +259,8 @@ def test_what_an_attempt_leaves_is_gone_before_the_next(session: object, tmp_pat
         held.append(slots() - before)
         if ckpt.attempt < 2:
             large = [torch.ones(10, device=REMOTE) for _ in range(5)]
-            large[0][torch.tensor([99])]  # nobody reads of this failure
+            # Nobody reads of this failure.
+            large[0][torch.tensor([99])]
             raise lost()
 
     dr.run_with_restarts(train, checkpoint=tmp_path)

@@ -1,4 +1,7 @@
-"""Cuts of a real network, between two network namespaces: TCP itself finds nobody there any more. For root, on Linux."""
+"""Cuts of a real network, between two network namespaces: TCP itself finds nobody there any more.
+
+For root, on Linux.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def start(cable: Cable, key: str, log: Path, *arguments: str) -> subprocess.Pope
 
 
 def master(namespace: str, key: str, listen: str) -> None:
-    """The child: train twice, undisturbed and with a pause for trouble at some steps, at which the parent says when to go on."""
+    """The child: train twice, undisturbed and with pauses for trouble. The parent says when to go on."""
     enter(namespace)
     torch.set_num_threads(1)
     print("listening" if listen else "dialling")

@@ -1,4 +1,4 @@
-"""`dr.config`: torch's settings of the workers, set in the log's order, read, refused, and gone with the session."""
+"""`dr.config`: workers' torch settings are set in order, read, refused, and end with the session."""
 
 from __future__ import annotations
 
@@ -189,11 +189,13 @@ def test_setting_returns_at_once_and_reading_waits() -> None:
         ({"mkldnn_enabled": "yes"}, "mkldnn_enabled is True or False, got 'yes'"),
         (
             {"float32_matmul_precision": "high", "cuda_matmul_allow_tf32": True},
-            'float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the two',
+            'float32_matmul_precision sets cuda_matmul_allow_tf32 too, True below "highest": give one of the '
+            "two",
         ),
         (
             {"warn_only": True},
-            "warn_only goes with use_deterministic_algorithms: give both, as torch.use_deterministic_algorithms takes them",
+            "warn_only goes with use_deterministic_algorithms: give both, as "
+            "torch.use_deterministic_algorithms takes them",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Sessions survive their connections: whatever happens to the network, each instruction runs once, and what waits gets its answer."""
+"""Sessions survive their connections: each instruction runs once, and what waits gets its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import torch
 
 import distruntime as dr
 from cut_training import Trouble, counted, same, train, whole_words
-from distruntime.cluster import keeper
+from distruntime.cluster import connection
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import Goodbye, Join, Refused, Welcome
+from distruntime.wire.messages import Goodbye, Hello, Join, Refused, Welcome
 from greeting_samples import hello
 from network import Network
 from processes import (
@@ -98,11 +98,12 @@ def undisturbed(daemon: ListeningWorker) -> list[torch.Tensor]:
 def test_a_worker_that_answers_later_than_an_attempt_takes_is_found_again(
     attach: Start, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_ATTEMPT", 0.7)
+    monkeypatch.setattr(connection, "ATTEMPT", 0.7)
     attach(unreachable=20)
     x = torch.ones(3, device="remote")
     assert x.sum().item() == 3
-    # A handshake and a greeting take eight ways, 1.2 s: longer than an attempt. The handshake's six are well within its 2 s.
+    # A handshake and a greeting take eight ways, 1.2 s: longer than an attempt. The handshake's six are well
+    # within its 2 s.
     network.slow(0.15)
     network.tear()
     assert dr.fetch(x.sum(), timeout=60).item() == 3
@@ -131,7 +132,7 @@ def test_a_training_goes_on_after_a_cut(
     length: float,
 ) -> None:
     monkeypatch.setattr(
-        "distruntime.cluster.keeper._ATTEMPT", 1.0
+        "distruntime.cluster.connection.ATTEMPT", 1.0
     )  # so that several attempts are made to reach the worker
     attach()
     ends: list[threading.Timer] = []
@@ -266,7 +267,10 @@ def test_memory_of_an_upload_that_was_cut_may_be_written_again(attach: Start, ne
 def test_large_values_that_are_there_already_are_read_whole(
     attach: Start, network: Network, size: int
 ) -> None:
-    """The worker's reader answers, and must hear that they have arrived; what comes meanwhile must not be lost, nor run too early."""
+    """The worker's reader answers, and must hear that they have arrived.
+
+    What comes meanwhile must not be lost, nor run too early.
+    """
     attach()
     x = torch.arange(float(size), device="remote")
     for k in range(4):
@@ -352,7 +356,7 @@ def answer(channel: Channel) -> Any:
 
 
 def test_an_old_greeting_that_comes_late_costs_nothing(attach: Start, daemon: ListeningWorker) -> None:
-    """As on a connection that was given up while it was silent, and whose bytes the kernel delivers after the next one's."""
+    """The kernel may deliver the bytes of a silent connection, which was given up, after the next one's."""
     session = attach()
     x = torch.ones(5, device="remote")
     assert x.sum().item() == 5
@@ -362,7 +366,7 @@ def test_an_old_greeting_that_comes_late_costs_nothing(attach: Start, daemon: Li
         dr.synchronize()
         peer = node.link.peer
         channel = stranger(
-            daemon.address, daemon.log.parent / "key", session.keeper.hello("again", node.link.received)
+            daemon.address, daemon.log.parent / "key", session.connector.hello("again", node.link.received)
         )
         moved(node, peer)
         assert x.sum().item() == 5
@@ -435,7 +439,8 @@ def test_a_master_whose_threads_stand_still_is_not_unreachable(patient: Any) -> 
     x = torch.ones(5, device="remote")
 
     def stand() -> None:
-        ctypes.PyDLL(None).usleep(3_500_000)  # which does not let go of the interpreter
+        # This call does not let go of the interpreter.
+        ctypes.PyDLL(None).usleep(3_500_000)
 
     assert any(quiet_after(stand, patient) for _ in range(3))
     assert x.sum().item() == 5
@@ -517,6 +522,30 @@ def test_an_old_join_that_comes_late_costs_nothing(
         channel.close()
         assert x.sum().item() == 5
     counted()
+
+
+def test_a_place_that_comes_free_while_a_session_begins_is_given_to_who_waits(
+    fresh_session: Start, tmp_path: Path
+) -> None:
+    address, answers = f"ipc://{tmp_path}/master", list[Any]()
+
+    def dial() -> None:
+        with closing(Channel()) as second:
+            with closing(Channel()) as first:
+                for channel, incarnation in ((first, b"first"), (second, b"second")):
+                    channel.connect(address, b"master")
+                    channel.send(b"master", [encode(Join(None, 1, "here", incarnation))])
+                    if channel is first:
+                        answers.append(answer(channel))
+                assert not second.receive(0.3)
+            answers.append(answer(second))
+
+    thread = threading.Thread(target=dial)
+    thread.start()
+    with pytest.raises(dr.ConnectionFailed, match="1 of 1 workers did not dial"):
+        fresh_session(listen=address, world_size=1, timeout=10)
+    thread.join()
+    assert [type(one) for one in answers] == [Hello, Hello]
 
 
 # -- what is left behind

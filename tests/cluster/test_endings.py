@@ -27,7 +27,10 @@ BOUND = 30.0  # that, on a machine that is busy
 
 
 class Strike:
-    """A context in which Ctrl-C is pressed when so many instructions of Python's have run in a file; `struck` says whether it was."""
+    """A context in which Ctrl-C is pressed when so many instructions of Python's have run in a file.
+
+    `struck` says whether it was.
+    """
 
     def __init__(self, file: str, after: int) -> None:
         self._file, self._left, self.struck = file, after, False
@@ -85,7 +88,7 @@ def test_a_save_does_not_hold_the_end_up_while_its_worker_is_away(
 def test_a_save_whose_workers_are_there_is_waited_for(
     fresh_session: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Longer than what is in flight is, or a checkpoint of many gigabytes would be lost with the end of its program."""
+    """It is waited for beyond the limit, or a checkpoint of many gigabytes would be lost with its program."""
     fresh_session(world_size=1)
     x = torch.ones(1000, device=REMOTE)
     pid = dr.nodes()[0].pid
@@ -121,9 +124,9 @@ def test_no_stroke_of_ctrl_c_leaves_a_save_that_never_ends(session: object, tmp_
 def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
     session: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests to a lost worker are taken out of a table before they are answered: between the two they would be nobody's."""
+    """Requests to a lost worker leave a table before they are answered: between the two they are nobody's."""
     finished: list[bool] = []
-    look = active_session().keeper.look
+    look = active_session().connector.poll
 
     def struck() -> None:
         if threading.current_thread() is threading.main_thread() and not finished:
@@ -131,15 +134,15 @@ def test_ctrl_c_does_not_cut_short_what_follows_from_a_loss(
             finished.append(True)
         look()
 
-    monkeypatch.setattr(active_session().keeper, "look", struck)
+    monkeypatch.setattr(active_session().connector, "poll", struck)
     open_session = active_session()
     with pytest.raises(KeyboardInterrupt):
-        open_session.requests.wait(lambda: False, open_session._read, time.monotonic() + 30)
+        open_session.requests.wait(lambda: False, open_session.receiver.read, time.monotonic() + 30)
     assert finished
 
 
 def test_the_pump_is_woken_without_a_line_of_python(session: object) -> None:
-    """Ctrl-C in `threading.Event.set` leaves its lock taken for ever, and the end of the process waits for that."""
+    """Ctrl-C in `threading.Event.set` leaves its lock taken, and the end of the process waits for that."""
     ran: list[str] = []
     stir = active_session().stir
     sys.setprofile(

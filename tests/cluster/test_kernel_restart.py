@@ -15,7 +15,8 @@ import distruntime as dr
 from distruntime.cluster import named_sessions as registry
 from processes import PATH
 
-LAYERS = 64  # of 2048 x 2048 numbers: 1 GB
+# Each has 2048 x 2048 numbers: together 1 GB.
+LAYERS = 64
 
 FIRST = f"""
 import os, signal, torch, distruntime as dr
@@ -68,7 +69,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         monkeypatch.setenv(f"DISTRUNTIME_{variable}", str(tmp_path / name))
     dr.shutdown()
     yield
-    if registry.known():  # only where the test has failed
+    if registry.names():  # only where the test has failed
         dr.init_master_worker(session="sae", resume=True, force=True)
         dr.shutdown()
 

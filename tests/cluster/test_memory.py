@@ -36,7 +36,10 @@ def _a_session_of_this_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_held(_a_session_of_this_file: None) -> None:
-    """Two nodes with a simulated GPU each, and nothing on them: a test that failed is kept by pytest, with all that it holds."""
+    """Two nodes with a simulated GPU each, and nothing on them.
+
+    pytest keeps a test that failed, with all that it holds.
+    """
     gc.collect()
     if not dr.is_initialized() or len(dr.memory().devices) != 4 or dr.memory().lines:
         dr.shutdown()
@@ -168,7 +171,8 @@ def test_it_prints_as_tables() -> None:
         " 1 cuda:0 # GiB # GiB 0 0 B\n"
         "\n"
         " held tensors where made by\n"
-        " 4.0 KiB 2 node 0 cuda:0 test_memory.py:LINE x = [torch.ones(2 * K, device=REMOTE) for _ in range(2)]"
+        " 4.0 KiB 2 node 0 cuda:0 test_memory.py:LINE x = [torch.ones(2 * K, device=REMOTE) for _ in "
+        "range(2)]"
     )
     page = dr.memory()._repr_html_()
     assert page.count("<table>") == page.count("</table>") == 2 and "<td>node 0 cuda:0</td>" in page
@@ -256,7 +260,7 @@ def test_a_lost_node_is_left_out(fresh_session: Callable[..., Any]) -> None:
 
 
 def text_of(code: Callable[[], object], kind: type[Exception] = RuntimeError) -> list[str]:
-    """Return the lines of the error that `code` raises, without what differs between machines and versions of torch."""
+    """Return the lines of the error that `code` raises, without what differs between machines."""
     with pytest.raises(kind) as caught:
         code()
     assert isinstance(caught.value, dr.RemoteError)
@@ -270,12 +274,14 @@ def test_an_allocation_that_fails_names_the_allocators_figures_and_who_holds_mem
     one = torch.ones(100 * K, device="remote:1")  # simulated GPUs are main memory too
     huge = torch.empty(TOO_MUCH, device=REMOTE)
     assert text_of(lambda: huge.sum().item()) == [
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes. Error code 12 (Cannot allocate memory)",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599627370496 bytes. Error "
+        "code 12 (Cannot allocate memory)",
         "  aten::empty.memory_format on node 0 (HOST)",
         "  issued at test_memory.py:LINE   huge = torch.empty(TOO_MUCH, device=REMOTE)",
         '  held there: 100.0 KiB by test_memory.py:LINE   one = torch.ones(100 * K, device="remote:1")'
         "  # simulated GPUs are main memory too (1 tensor)",
-        "  held there: 48.0 KiB by test_memory.py:LINE   many = [torch.ones(4 * K, device=REMOTE) for _ in range(12)] (12 tensors)",
+        "  held there: 48.0 KiB by test_memory.py:LINE   many = [torch.ones(4 * K, device=REMOTE) for _ in "
+        "range(12)] (12 tensors)",
     ]
     assert (many[0] + 1).sum().item() == 8 * K and one.dim() == 1  # the worker lives
 
@@ -285,7 +291,8 @@ def test_an_operators_own_memory_fails_the_same_way() -> None:
     lines = text_of(lambda: (row @ row.t()).sum().item())  # 4 PiB as well
     assert lines[0].startswith("DefaultCPUAllocator: can't allocate memory") and "aten::mm" in lines[1]
     assert lines[3:] == [
-        "  held there: 128.0 MiB by test_memory.py:LINE   row = torch.ones(1 << 25, 1, device=REMOTE) (1 tensor)"
+        "  held there: 128.0 MiB by test_memory.py:LINE   row = torch.ones(1 << 25, 1, device=REMOTE) (1 "
+        "tensor)"
     ]
 
 
@@ -297,9 +304,8 @@ def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
     mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (80 << 20), before[1]))  # type: ignore[attr-defined]
     try:
-        lines = text_of(
-            lambda: local.to(REMOTE).sum().item(), OSError
-        )  # which needs 64 MiB twice: to see it, and to keep it
+        # It needs 64 MiB twice: to see it, and to keep it.
+        lines = text_of(lambda: local.to(REMOTE).sum().item(), OSError)
     finally:
         resource.prlimit(pid, resource.RLIMIT_AS, before)  # type: ignore[attr-defined]
     assert "annot allocate memory" in lines[0] and lines[1].startswith("  upload on node 0")
@@ -322,7 +328,8 @@ def test_only_what_was_there_when_it_failed_is_named() -> None:
     for poisoned in (dependent, again):
         lines = text_of(lambda poisoned=poisoned: poisoned.sum().item())  # type: ignore[misc]
         assert lines[3:] == [
-            "  held there: 10.0 KiB by test_memory.py:LINE   there = torch.ones(10 * K, device=REMOTE) (1 tensor)"
+            "  held there: 10.0 KiB by test_memory.py:LINE   there = torch.ones(10 * K, device=REMOTE) (1 "
+            "tensor)"
         ]
     assert elsewhere.dim() + later.dim() + there.dim() == 3
 

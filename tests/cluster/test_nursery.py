@@ -180,7 +180,7 @@ def test_another_environment_takes_another_nursery(master: Master, monkeypatch: 
 
 def threads_of_kernels() -> tuple[int, int]:
     """Return the number that torch says, and how many threads a large operation starts in the worker."""
-    tasks = Path(f"/proc/{active_session().local_workers[0].pid}/task")
+    tasks = Path(f"/proc/{active_session().workers[0].pid}/task")
     torch.ones(2, device=REMOTE).add_(1).sum().item()
     before = len(list(tasks.iterdir()))
     torch.ones(1 << 22, device=REMOTE).add_(1).sum().item()

@@ -169,7 +169,7 @@ def test_a_worker_that_is_started_again_and_dies_at_once_is_reported(
     for _ in range(2):
         kill(0)
         until(lambda: dr.nodes()[0].state == "connecting")
-        os.kill(session.local_workers[0].pid, signal.SIGKILL)
+        os.kill(session.workers[0].pid, signal.SIGKILL)
         until(lambda: "ended before it was ready: killed by signal 9" in caplog.text)
         until(lambda: dr.nodes()[0].state == "ready")
         caplog.clear()
@@ -186,7 +186,7 @@ def test_a_dead_worker_is_reported_with_its_last_words(
     fresh_session: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh_session(world_size=1)
-    worker = active_session().local_workers[0]
+    worker = active_session().workers[0]
     assert worker is not None
     os.kill(worker.pid, signal.SIGABRT)  # faulthandler writes a stack
     until(lambda: is_lost(0))

@@ -1,4 +1,7 @@
-"""Sessions that have a name outlive their masters; sessions of several masters on one worker do not see each other."""
+"""Sessions that have a name outlive their masters.
+
+Sessions of several masters on one worker do not see each other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster import named_sessions as registry
-from distruntime.cluster.keeper import refuses
+from distruntime.cluster.connector import refuses
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
@@ -42,12 +45,12 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     dr.shutdown()
     yield
     dr.shutdown()
-    for name in registry.known():
+    for name in registry.names():
         entry = registry.read(name)
         if entry is not None and entry.directory:  # else its worker ends with the test
             dr.init_master_worker(session=name, resume=True, force=True)
             dr.shutdown()
-        registry.forget(name)
+        registry.delete(name)
 
 
 def master(code: str, *, status: int = 0) -> str:
@@ -78,14 +81,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """,
         status=KILLED,
     )
-    assert registry.known() == ["sae"]
+    assert registry.names() == ["sae"]
     dr.init_master_worker(session="sae", resume=True)
     assert [node.pid for node in dr.nodes()] == [int(pid) for pid in pids.split()]  # the very workers
     for node in active_session().nodes:  # and what nobody has published is free
         assert active_session().value(active_session().ask(node, AskMemory))[0] == 0
     assert torch.ones(3, device=REMOTE).sum().item() == 3
     dr.shutdown()
-    assert registry.known() == []
+    assert registry.names() == []
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.split()))  # its workers end with it
 
 
@@ -147,7 +150,8 @@ def test_names_that_cannot_be(name: Any) -> None:
         dr.init_master_worker(session=name)
 
 
-# -- one daemon, several masters --------------------------------------------------------------------------------------------------
+# -- one daemon, several masters
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,7 +179,8 @@ for arguments in ({{"resume": True}}, {{}}):
     ), said
     assert (x + 1).tolist() == [2, 2, 2]  # the attempts have cost nothing
     master(
-        f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, force=True)\ndr.detach()"
+        f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, "
+        "force=True)\ndr.detach()"
     )
     with pytest.raises(dr.NodeFailed, match="taken over"):
         until(lambda: x.sum().item() != 3)
@@ -197,7 +202,7 @@ def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
 
 
 def test_two_masters_on_one_worker_do_not_see_each_other(daemon: ListeningWorker) -> None:
-    """Each draws the numbers that it would draw alone, holds its own values, and survives the other's death."""
+    """Each draws the numbers that it would draw alone, has its values, and survives the other's death."""
     code = f"""
 dr.init_master_worker(workers=["{daemon.address}"])
 torch.manual_seed(3)
@@ -236,12 +241,13 @@ def test_a_session_is_kept_for_as_long_as_was_said(daemon: ListeningWorker) -> N
     until(lambda: "its master was away for" in daemon.text())
     with pytest.raises(dr.ConnectionFailed, match="no session 'brief' here"):
         dr.init_master_worker(session="brief", workers=[daemon.address], resume=True)
-    registry.forget("brief")
+    registry.delete("brief")
 
 
 def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
     pids = master(
-        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), flush=True)\ndr.detach()"
+        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), "
+        "flush=True)\ndr.detach()"
     ).split()
     os.kill(int(pids[1]), signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pids[1]}").exists() or "Z" in Path(f"/proc/{pids[1]}/stat").read_text())
@@ -252,7 +258,8 @@ def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
 
 def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too() -> None:
     pids = master(
-        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), flush=True)\ndr.detach()"
+        "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), "
+        "flush=True)\ndr.detach()"
     ).split()
     entry = registry.read("half")
     assert entry is not None
@@ -260,7 +267,8 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
     until(lambda: refuses(entry.workers[1]))
     path = entry.workers[1].removeprefix("ipc://")
     os.unlink(path)
-    # Connections are taken, nobody answers, and they are closed: what a process does whose threads end one after the other.
+    # Connections are taken, nobody answers, and they are closed: what a process does whose threads end one
+    # after the other.
     with socket.socket(socket.AF_UNIX) as dying:
         dying.bind(path)
         dying.listen()
@@ -280,7 +288,10 @@ def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too
 
 
 def test_a_greeting_that_does_not_arrive_whole_is_said_again(daemon: ListeningWorker) -> None:
-    """The worker has the beginning of it, and waits for the rest; its own beats tell the master that the connection lives."""
+    """The worker has the beginning of it, and waits for the rest.
+
+    Its own beats tell the master that the connection lives.
+    """
     with Network(daemon.address) as network:
         for options in ({}, {"resume": True}, {"resume": True, "force": True}):
             network.deafen(130)  # the handshake, and the beginning of the greeting
@@ -311,7 +322,7 @@ def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(
     session = dr.init_master_worker(session="twice", workers=[daemon.address])
     with closing(Channel(keys=choose(daemon.address))) as second:
         second.connect(daemon.address, b"again")
-        second.send(b"again", [encode(session.keeper.hello("resume"))])
+        second.send(b"again", [encode(session.connector.hello("resume"))])
         answers: deque[Any] = deque()
         until(lambda: second.receive(0.1, into=answers) or answers)
         assert isinstance(decode(answers[0][1][0]), Welcome)
@@ -373,7 +384,7 @@ time.time = lambda: _real() + next(_jumps)
 
 
 def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of day is shown, and decides nothing: here it jumps by a day, to and fro, at each look that either side takes."""
+    """The time of day decides nothing: here it jumps by a day, to and fro, at each look of either side."""
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
     path = os.pathsep.join([str(tmp_path), *PATH])
     jumps, real = itertools.cycle([86400.0, -86400.0, 0.0]), time.time

@@ -1,4 +1,6 @@
-"""Gradients of collectives: each functional form against the same formula on local tensors, and torch's own numerical check, in float64."""
+"""Gradients of collectives: each functional form against the same formula on local tensors, and torch's own
+numerical check, in float64.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ FORMS: dict[str, Form] = {
 
 
 def weigh(outs: Tensors, used: Sequence[int]) -> torch.Tensor:
-    """A scalar, at the first output, that depends on those outputs in ways of their own, not on all elements alike."""
+    """A scalar, at the first output, that depends on those outputs in ways of their own, not on all elements
+    alike.
+    """
     total = None
     for k in used:
         weight = numbers(50, k, shape=outs[k].shape).detach()

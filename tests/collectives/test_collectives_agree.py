@@ -1,4 +1,6 @@
-"""Each collective, ReduceOp and dtype on 2, 3 and 4 workers gives what the same call gives under plain torch.distributed, bit for bit."""
+"""Each collective, ReduceOp and dtype on 2, 3 and 4 workers gives what the same call gives under plain
+torch.distributed, bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Copies from worker to worker: `send` and `recv`, `.to(node=)`, `copy_`. Bytes never pass the master; gradients and failures cross too."""
+"""Copies from worker to worker: `send` and `recv`, `.to(node=)`, `copy_`.
+
+Bytes never pass the master; gradients and failures cross too.
+"""
 
 from __future__ import annotations
 

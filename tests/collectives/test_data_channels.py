@@ -1,4 +1,6 @@
-"""Every data channel passes the suite that users are given; how one is found, and what is refused before anything is sent."""
+"""Every data channel passes the suite that users are given; how one is found, and what is refused before
+anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -360,4 +362,5 @@ def check_page(name: str, has: dr.Capabilities) -> None:
 
 @pytest.mark.parametrize("name, channel", [("gloo", Gloo), ("nccl", NCCL), ("tcp", TCP), ("tcp+tls", TLS)])
 def test_the_page_says_what_each_can_do(name: str, channel: type[dr.DataChannel]) -> None:
-    check_page(name, channel.capabilities)  # of mpi, which may not be here, above
+    # The page of mpi is checked above, since mpi may not be here.
+    check_page(name, channel.capabilities)

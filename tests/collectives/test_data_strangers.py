@@ -42,7 +42,9 @@ Fresh = Callable[..., Any]
 
 
 def stores(size: int, rewrite: Callable[[int, str, bytes], bytes] | None = None) -> list[GroupStore]:
-    """The stores of a group whose members are each on a worker of its own; `rewrite` changes what one of them hears."""
+    """The stores of a group whose members are each on a worker of its own; `rewrite` changes what one of them
+    hears.
+    """
     found: list[GroupStore] = []
 
     def tell(source: int) -> Callable[[str, bytes], None]:
@@ -186,7 +188,9 @@ def test_without_a_members_certificate_no_word_is_heard(members: Members) -> Non
 
 
 def test_what_a_member_has_said_proves_nothing_again(members: Members) -> None:
-    """Both ways are recorded by who stands between two members, and said again, to the same one and to the other."""
+    """Both ways are recorded by who stands between two members, and said again, to the same one and to the
+    other.
+    """
     said: list[bytes] = []
     with recorder(port(members[1]), said) as between:
         members[0]._members[1] = ["127.0.0.1", between]
@@ -286,7 +290,8 @@ def test_a_flood_keeps_nobody_out_and_fills_no_log(
     flooding.start()
     try:
         until(lambda: most[0] >= sockets._STRANGERS)
-        for source in (0, 2):  # whose first connections these are
+        # These are the first connections of both.
+        for source in (0, 2):
             assert copies(members, source, 1)
     finally:
         stop.set()
@@ -373,7 +378,9 @@ def test_gloo_finds_each_member_at_the_other_ends() -> None:
 
 
 def test_gloo_refuses_whoever_relays_between_two_members() -> None:
-    """What each hears of the other's address names a relay's port, which passes everything on, what only members know too."""
+    """What each hears of the other's address names a relay's port, which passes everything on, what only
+    members know too.
+    """
     relays: list[Network] = []
     with ExitStack() as stack:
 
@@ -398,7 +405,9 @@ def test_gloo_refuses_whoever_relays_between_two_members() -> None:
 
 
 def test_gloo_refuses_who_does_not_know_the_groups_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One says something else over a connection that looks right, as who had taken a member's place there would."""
+    """One says something else over a connection that looks right, as who had taken a member's place there
+    would.
+    """
     word = gloo._word
     calls = count()
     monkeypatch.setattr(gloo, "_word", lambda secret, source, to: word(secret, source, 100 + next(calls)))
@@ -472,7 +481,9 @@ def test_another_user_gets_nothing_from_workers_of_one_machine(fresh_session: Fr
 def test_another_user_gets_nothing_from_workers_apart(
     fresh_session: Fresh, tmp_path: Path, channel: str
 ) -> None:
-    """Here workers listen at ports: for their master and for each other (ZeroMQ with CURVE), and with their data channel."""
+    """Here workers listen at ports: for their master and for each other (ZeroMQ with CURVE), and with their
+    data channel.
+    """
     with apart(fresh_session, tmp_path, channel):
         pids = [node.pid for node in dr.nodes()]
         command = [listening(pid) for pid in pids]

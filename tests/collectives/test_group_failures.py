@@ -1,4 +1,6 @@
-"""What breaks a group, and what does not: members that die, stop or are late, and masters that go while a collective waits."""
+"""What breaks a group, and what does not: members that die, stop or are late, and masters that go while a
+collective waits.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
     results = {name: run(given, group) for name, run in OPERATIONS.items()}
     works = dr.all_reduce(each([0, 1, 2]), group=group, async_op=True)
     fine = dr.functional.all_reduce(kept[:2], group=survivors)
-    os.kill(session.local_workers[2].pid, signal.SIGKILL)
+    os.kill(session.workers[2].pid, signal.SIGKILL)
     for tensors in results.values():
         broken(tensors[:2], r"node 2 .*exited: killed by signal 9")
         broken(tensors[2:], r"node 2 .*exited: killed by signal 9")
@@ -111,13 +113,16 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
 def test_whoever_dies_the_others_stop_waiting_for_each_other(
     fresh_session: Any, victim: int, closed: bool
 ) -> None:
-    """The others have begun, and none may wait on: gloo knows only of those that are beside it. A group that is closed counts too."""
+    """The others have begun, and none may wait on: gloo knows only of those that are beside it.
+
+    A group that is closed counts too.
+    """
     session = fresh_session(world_size=3)
     group = dr.new_group([0, 1, 2])
     given = each([0, 1, 2], size=1 << 16)
     dr.all_reduce(given, group=group)
     dr.synchronize()
-    stop(session.local_workers[victim].pid)
+    stop(session.workers[victim].pid)
     results = [dr.functional.all_reduce(given, group=group), dr.functional.all_gather(given, group=group)]
     if closed:
         group.close()
@@ -127,7 +132,7 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(
             session.value(session.ask(session.nodes[node], AskStatus))[1] is not None for node in others
         )
     )
-    os.kill(session.local_workers[victim].pid, signal.SIGKILL)
+    os.kill(session.workers[victim].pid, signal.SIGKILL)
     for tensors in results:
         broken([tensors[node] for node in others], rf"node {victim} .*exited: killed by signal 9")
     drain()
@@ -136,7 +141,7 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(
 def test_a_member_that_dies_while_the_group_is_made(fresh_session: Any) -> None:
     session = fresh_session(world_size=3)
     dr.barrier(dr.new_group([0, 1]))
-    pid = session.local_workers[2].pid
+    pid = session.workers[2].pid
     stop(pid)
     killer = threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL))
     killer.start()
@@ -158,7 +163,7 @@ def test_a_copy_to_or_from_a_node_that_dies(fresh_session: Any, size: int) -> No
     assert first.sum().item() == size
     late = there(torch.ones(size), 1) + busy(1, 20)
     copied, further = late.to(node=0), x.to(node=1).to(node=2)
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     broken([copied, further], "node 1 ")
     assert x.to(node=2).sum().item() == size
     drain()
@@ -169,7 +174,7 @@ def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -
     group, values = dr.new_group([0, 1], timeout=3.0), each([0, 1])
     dr.all_reduce(values, group=group)
     assert values[0].tolist() == [3.0] * 3
-    with stopped(session.local_workers[1].pid):
+    with stopped(session.workers[1].pid):
         dr.all_reduce(values, group=group)
         broken(values[:1], "(?i)time")
         assert there(torch.ones(2), 2).to(node=0).tolist() == [1, 1]
@@ -189,7 +194,7 @@ def test_a_member_that_stops_for_a_while_only_delays(fresh_session: Any) -> None
     session = fresh_session()
     values = each([0, 1])
     dr.barrier()
-    with stopped(session.local_workers[1].pid):
+    with stopped(session.workers[1].pid):
         dr.all_reduce(values)
         pause(0.3)
         work = dr.all_reduce(values, async_op=True)
@@ -205,7 +210,7 @@ def _interrupted() -> None:
         values = each([0, 1])
         group = dr.new_group([0, 1])
         dr.synchronize()
-        with stopped(session.local_workers[1].pid):
+        with stopped(session.workers[1].pid):
             results = dr.functional.all_reduce(values, group=group)
             for wait in (results[0].cpu, lambda: dr.barrier(group)):
                 try:
@@ -300,7 +305,9 @@ def message_at(channel: Channel) -> Any:
 
 
 def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(tmp_path: Path) -> None:
-    """Step by step, in this process: the end of the one connection and the Hello of the next are taken in together."""
+    """Step by step, in this process: the end of the one connection and the Hello of the next are taken in
+    together.
+    """
     tmp_path.chmod(0o700)
     hello = encode(replace(HELLO, mode="force new"))
     daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
@@ -320,7 +327,9 @@ def test_a_master_that_comes_while_the_worker_has_not_seen_its_predecessor_die(t
 
 
 def test_a_master_that_is_gone_before_its_greeting_is_read_keeps_no_session_in_use(tmp_path: Path) -> None:
-    """Step by step, in this process: two masters, of which the first has given up, perhaps as another worker of its does not answer."""
+    """Step by step, in this process: two masters, of which the first has given up, perhaps as another worker
+    of its does not answer.
+    """
     tmp_path.chmod(0o700)
     hello = replace(HELLO, mode="new", lasting=True)
     daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
@@ -348,7 +357,7 @@ def test_groups_come_and_go_without_leaving_connections(session: object) -> None
     """Closed groups let go of their sockets on the workers."""
     from distruntime.session.session import active_session
 
-    pid = active_session().local_workers[0].pid
+    pid = active_session().workers[0].pid
 
     def sockets() -> int:
         listing = subprocess.run(

@@ -1,4 +1,6 @@
-"""Collectives from several threads, under Ctrl-C, with full windows and across streams: order holds, and nothing is left behind."""
+"""Collectives from several threads, under Ctrl-C, with full windows and across streams: order holds, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
 
 
 def _collectives_under_interrupts(seed: int) -> None:
-    """Child: interrupts at every moment of collectives, copies, sends and receives; each either happens on all members or on none."""
+    """Child: interrupts at every moment of collectives, copies, sends and receives; each either happens on
+    all members or on none.
+    """
     draw, armed, over = random.Random(seed), [False], threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -100,7 +104,9 @@ def test_interrupts_leave_no_member_alone() -> None:
 
 
 def test_collectives_between_full_windows(session: object) -> None:
-    """One worker has far more to do than the other, so that the master must wait for it, with the other's part still to be sent."""
+    """One worker has far more to do than the other, so that the master must wait for it, with the other's
+    part still to be sent.
+    """
     x, values, full = there(torch.zeros(10), 1), [there(torch.ones(10), node) for node in (0, 1)], 0
     dr.all_reduce(values)
     dr.synchronize()
@@ -145,7 +151,9 @@ def test_collectives_leave_nothing_behind(session: object) -> None:
 
 
 def _waits_across() -> None:
-    """Child: node 1 has much to do once an event of node 0 has come, which it cannot before all is issued: node 0 is held still."""
+    """Child: node 1 has much to do once an event of node 0 has come, which it cannot before all is issued:
+    node 0 is held still.
+    """
     session = dr.init_master_worker()
     dr.all_reduce([there(torch.ones(2), node) for node in (0, 1)])  # they have met
     with dr.node(0):
@@ -153,7 +161,7 @@ def _waits_across() -> None:
     with dr.node(1):
         work = torch.ones(1200, 1200, device=REMOTE)
     dr.synchronize()
-    stop(session.local_workers[0].pid)
+    stop(session.workers[0].pid)
     gate = gate @ gate / 1200
     event, side = dr.current_stream(0, "cpu").record_event(), dr.Stream(1)
     side.wait_event(event)
@@ -162,7 +170,7 @@ def _waits_across() -> None:
             work = work @ work / 1200
     for node in session.nodes:
         node.flush()
-    print("pids", *(worker.pid for worker in session.local_workers), flush=True)
+    print("pids", *(worker.pid for worker in session.workers), flush=True)
     sys.stdin.readline()
     side.cancel()
     session.shutdown(raise_unread=False)

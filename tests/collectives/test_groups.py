@@ -296,7 +296,7 @@ def test_a_late_barrier_names_the_member_and_what_it_does(fresh_session: Any) ->
     assert "has run " in text and "test_groups.py" in text, text
     dr.barrier(group)
     with (
-        stopped(session.local_workers[0].pid),
+        stopped(session.workers[0].pid),
         pytest.raises(dr.WaitTimeout, match=r"rank 0, node 0 cpu, is late: node 0 .*does not answer"),
     ):
         dr.barrier(group, timeout=0.2)

@@ -1,4 +1,6 @@
-"""Groups at their edges: what is cancelled, closed by another thread, written through odd views, or said by a worker that lies."""
+"""Groups at their edges: what is cancelled, closed by another thread, written through odd views, or said by a
+worker that lies.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,7 @@ def test_workers_that_answer_before_anyone_listens_meet_all_the_same(
 
     opened.ask = ask_and_wait
     groups = Groups(opened, "auto")
-    groups.meeting.begin()
+    groups.meeting.start()
     opened.ask = ask
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
 
@@ -182,7 +184,7 @@ def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callab
     groups = Groups(opened, "auto")
     pid = dr.nodes()[2].pid
     with stopped(pid):
-        groups.meeting.begin()
+        groups.meeting.start()
         os.kill(pid, signal.SIGKILL)
     until(lambda: opened.nodes[2].failed)
     both_hear(groups.open(homes_of(opened, [0, 1]), timeout=20.0))
@@ -214,7 +216,8 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
         ):
             liar.send(name, [encode(message)])
         until(lambda liar=liar: liar.sent_bytes)  # type: ignore[misc]
-        both_hear(group)  # whose fifth and sixth operations are these
+        # These are the group's fifth and sixth operations.
+        both_hear(group)
         liar.close()
     tensors = [there(torch.ones(2), 0), there(torch.ones(2), 1)]
     dr.all_reduce(tensors, group=group)
@@ -284,3 +287,31 @@ def test_a_group_that_is_none(session: object, group: Any) -> None:
             dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"
         ):
             call()
+
+
+def test_a_tensor_of_an_ended_session_is_refused_before_anything_is_issued(
+    fresh_session: Callable[..., Any],
+) -> None:
+    fresh_session(world_size=2)
+    old = there(torch.ones(2), 1)
+    dr.shutdown()
+    fresh_session(world_size=2)
+    a, b, group = there(torch.ones(2), 0), there(torch.ones(2), 1), dr.new_group()
+    for given in (None, group):
+        with pytest.raises(dr.UsageError, match=r"tensors\[1\] is of another session than"):
+            dr.all_reduce([a, old], group=given)
+        dr.all_reduce([a, b], group=given)
+    assert a.tolist() == b.tolist() == [4.0, 4.0]
+
+
+def test_the_group_of_some_places_is_found_again_and_made_again_when_it_is_closed(session: object) -> None:
+    a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
+    groups = active_session().groups
+    dr.all_reduce([a, b])
+    first = groups.of_places((a.place, b.place))
+    assert groups.of_places((a.place, b.place)) is first
+    assert groups.of_places((b.place, a.place)) is not first
+    first.close()
+    dr.all_reduce([a, b])
+    assert groups.of_places((a.place, b.place)) is not first
+    assert a.tolist() == b.tolist() == [4.0, 4.0]

@@ -1,4 +1,6 @@
-"""The primitives of partitioned tensors: each against plain local code, its gradients too, and the adjoint test; plans; errors; poison."""
+"""The primitives of partitioned tensors: each against plain local code, its gradients too, and the adjoint
+test; plans; errors; poison.
+"""
 
 from __future__ import annotations
 
@@ -322,7 +324,8 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     crossed = part((3, 2, 1, 0), (2, 2))
     assert readable(F.repartition(shards(0), part(N4, (4, 1)), crossed)) == [False] * 4  # one all_to_all
     square = part(N4, (2, 2))
-    assert readable(F.all_sum_reduce(shards(0), square, 1)) == [False, False, True, True]  # of other groups
+    # The last two are of other groups.
+    assert readable(F.all_sum_reduce(shards(0), square, 1)) == [False, False, True, True]
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -1,7 +1,8 @@
-"""The 33 cases that torch.distributed's first test suite had (THD, 2017), each through the master: see what became of their semantics.
+"""The 33 cases that torch.distributed's first test suite had (THD, 2017), each through the master: see what
+became of their semantics.
 
-That suite ran one script in every process and checked each rank's result; here one process issues what all ranks did. The two CUDA cases
-run on simulated GPUs.
+That suite ran one script in every process and checked each rank's result; here one process issues what all
+ranks did. The two CUDA cases run on simulated GPUs.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ def test_all_gather(ranks: list[int], group: dr.ProcessGroup) -> None:
 
 @BOTH
 def test_barrier(ranks: list[int], group: dr.ProcessGroup) -> None:
-    """Nobody passes before the last has come: what the others do afterwards happens after what the last did before."""
+    """Nobody passes before the last has come: what the others do afterwards happens after what the last did
+    before.
+    """
     for late in ranks:
         with dr.node(late):
             busy = dr.rand(400, 400)

@@ -1,4 +1,6 @@
-"""Checkpoints of a GPU's tensors: copied to pinned memory in the order of the stream, and back to the GPU where they were."""
+"""Checkpoints of a GPU's tensors: copied to pinned memory in the order of the stream, and back to the GPU
+where they were.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams of a GPU worker are CUDA streams: side by side, in order where they share a value, memory kept while somebody reads it."""
+"""Streams of a GPU worker are CUDA streams: side by side, in order where they share a value, memory kept
+while somebody reads it.
+"""
 
 from __future__ import annotations
 

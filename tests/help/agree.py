@@ -1,6 +1,7 @@
 """Remote results must be what the same code gives locally: metadata, values, gradients, kinds of error.
 
-Every comparison here runs the same code twice, once on "cpu" and once on a worker. Nothing is compared with a stored number.
+Every comparison here runs the same code twice, once on "cpu" and once on a worker. Nothing is compared with a
+stored number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
 
 
 class Copier:
-    """Copies trees of tensors to a device with everything that code can see: strides, offsets, shared storages, shared identity."""
+    """Copies trees of tensors to a device with everything that code can see: strides, offsets, shared
+    storages, shared identity.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -78,15 +81,19 @@ class Copier:
 
 
 def gradients(outputs: Any, leaves: list[torch.Tensor], device: str) -> list[torch.Tensor | None]:
-    """Gradients of all differentiable outputs, weighted at random: a plain sum would hide what is constant along it."""
+    """Gradients of all differentiable outputs, weighted at random: a plain sum would hide what is constant
+    along it.
+    """
     outs = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not outs or not leaves:
         return []
     generator = torch.Generator().manual_seed(1)
-    # Complex weights are drawn as such; `randn` keeps to the layout that the output has no say in: contiguous.
+    # Complex weights are drawn as such; `randn` keeps to the layout that the output has no say in:
+    # contiguous.
     weights = [torch.randn(o.shape, dtype=o.dtype, generator=generator).to(device) for o in outs]
     found = torch.autograd.grad(outs, leaves, weights, allow_unused=True)
-    # Detached: whether a gradient is a view is an accident (C++ formulas take other branches for tensor subclasses).
+    # Detached: whether a gradient is a view is an accident (C++ formulas take other branches for tensor
+    # subclasses).
     return [None if g is None else g.detach() for g in found]
 
 
@@ -116,7 +123,10 @@ def check(
     atol: float | None = None,
     must_work: bool = False,
 ) -> bool:
-    """Run both and raise `Disagreement` unless they agree. True if there was a result to compare, False if both raised alike."""
+    """Run both and raise `Disagreement` unless they agree.
+
+    True if there was a result to compare, False if both raised alike.
+    """
     __tracebackhide__ = True
     if must_work:  # an error of the local run is then the case's own
         expected, expected_error = _settled(local), None
@@ -230,9 +240,11 @@ def agrees(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Any:
-    """Make a test of `case(device)`: run on "cpu" and on a worker, it must give equal results, or raise errors of the same class.
+    """Make a test of `case(device)`: run on "cpu" and on a worker, it must give equal results, or raise
+    errors of the same class.
 
-    Unless `remote_result=False`, something in the remote result must live on the worker: a case that never left would prove nothing.
+    Unless `remote_result=False`, something in the remote result must live on the worker: a case that never
+    left would prove nothing.
     """
     if case is None:
         return functools.partial(agrees, remote_result=remote_result, rtol=rtol, atol=atol)
@@ -264,7 +276,9 @@ def agrees(
 def tensor(
     device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: bool = False
 ) -> torch.Tensor:
-    """Equal random numbers on every device, drawn here: a case must not depend on the worker's generator by accident."""
+    """Equal random numbers on every device, drawn here: a case must not depend on the worker's generator by
+    accident.
+    """
     value = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     return value.to(device).requires_grad_(grad)
 

@@ -1,4 +1,7 @@
-"""Workers that do not share their files, as if each had a machine of its own: then they meet at tcp ports. And who listens where."""
+"""Workers that do not share their files, as if each had a machine of its own: then they meet at tcp ports.
+
+And who listens where.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 @contextmanager
 def apart(start: Callable[..., Any], folder: Path, channel: str) -> Iterator[Any]:
-    """A session with two workers on loopback, each with a mount namespace of its own. Skips the test where there can be none."""
+    """A session with two workers on loopback, each with a mount namespace of its own.
+
+    Skips the test where there can be none.
+    """
     under = ("unshare", "--mount")
     if shutil.which("unshare") is None or subprocess.run([*under, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces take Linux, root and util-linux")

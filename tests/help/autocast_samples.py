@@ -1,4 +1,6 @@
-"""Calls of every operator that torch's autocast lists: from PyTorch's operator database by name, and by hand where it has none."""
+"""Calls of every operator that torch's autocast lists: from PyTorch's operator database by name, and by hand
+where it has none.
+"""
 
 from __future__ import annotations
 

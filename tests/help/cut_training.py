@@ -1,4 +1,6 @@
-"""A training that uses every way to a worker, while somebody troubles the network: it must end as an undisturbed one does, bit by bit."""
+"""A training that uses every way to a worker, while somebody troubles the network: it must end as an
+undisturbed one does, bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from distruntime.wire.messages import AskMemory
 from network import Network
 from processes import pause
 
-_PRIME = 6364136223846793005  # what is added to a product of it tells of every step, of its order, and of steps that ran twice
+# What is added to a product of it tells of every step, of its order, and of steps that ran twice.
+_PRIME = 6364136223846793005
+# Numbers of float32: frames of one size are copied, those of the other are the user's own memory.
 _BYTES_200K, _BYTES_3M = (
     50_000,
     750_000,
-)  # of float32: payload frames that are copied, and that are the user's own memory
+)
 
 
 def whole_words() -> None:
@@ -31,7 +35,9 @@ def whole_words() -> None:
 def train(
     steps: int, disturb: Callable[[int], object] = lambda step: None, node: int = 0
 ) -> list[torch.Tensor]:
-    """Train a small model on a node; return all that it computed: losses, weights, counts, and what was fetched on the way."""
+    """Train a small model on a node; return all that it computed: losses, weights, counts, and what was
+    fetched on the way.
+    """
     torch.manual_seed(7)
     device = dr.default_stream(node, "cpu").device
     side = dr.Stream(node, "cpu")
@@ -48,7 +54,8 @@ def train(
     for step in range(steps):
         disturb(step)
         small.normal_(generator=numbers)
-        batch = small.to(device).view(-1, 50)  # whose memory is written again in the next step
+        # The next step writes this memory again.
+        batch = small.to(device).view(-1, 50)
         loss = (model(batch) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -100,7 +107,10 @@ def counted(node: int = 0) -> None:
 
 
 class Trouble:
-    """Cuts, tears and slows a network at moments that a seed draws. A context manager: at its end the network is whole."""
+    """Cuts, tears and slows a network at moments that a seed draws.
+
+    A context manager: at its end the network is whole.
+    """
 
     def __init__(
         self, network: Network, seed: int, steps: int, faults: int = 4, longest: float = 1.5

@@ -1,7 +1,8 @@
-"""Runs the entries of PyTorch's own operator database on DTensors, operands in every layout that `DTensorConverter` of torch's tests has.
+"""Runs the entries of PyTorch's own operator database on DTensors, operands in every layout that
+`DTensorConverter` of torch's tests has.
 
-Shared by `test_torchs_dtensor.py`, where the DTensors are over a mesh's tensors, and `long/dtensor_op_db.py`, which also asks torch's own
-single-process `LocalTensor` what DTensor makes of the same calls.
+Shared by `test_torchs_dtensor.py`, where the DTensors are over a mesh's tensors, and `long/dtensor_op_db.py`,
+which also asks torch's own single-process `LocalTensor` what DTensor makes of the same calls.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def of_mesh(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 @dataclass
 class Side:
-    """Whose DTensors: the mesh, what each of its members has of tensors, what must be entered to use them, and seconds to an alarm."""
+    """Whose DTensors: the mesh, what each of its members has of tensors, what must be entered to use them,
+    and seconds to an alarm.
+    """
 
     mesh: Any
     members: Callable[[list[torch.Tensor]], list[list[torch.Tensor]]] = of_mesh
@@ -48,7 +51,9 @@ class Side:
 
 
 def run_entry(op: OpInfo, side: Side, samples: int, layouts: int) -> Iterator[list[str]]:
-    """Yield, for each sample input of an entry, what comes of it in each combination of layouts: RIGHT, or what is wrong."""
+    """Yield, for each sample input of an entry, what comes of it in each combination of layouts: RIGHT, or
+    what is wrong.
+    """
     torch.manual_seed(0)
     grad = differentiable(op, torch.float32)
     for sample in some(
@@ -113,7 +118,10 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
 
 
 class _Watch(TorchDispatchMode):
-    """Whether random numbers are drawn. The database puts the generator back behind entries that draw, so each operator is looked at."""
+    """Whether random numbers are drawn.
+
+    The database puts the generator back behind entries that draw, so each operator is looked at.
+    """
 
     drawn = False
 

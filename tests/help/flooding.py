@@ -1,4 +1,6 @@
-"""What strangers do to a listening port without a key: connections that say nothing, that stop half way, that announce gigabytes."""
+"""What strangers do to a listening port without a key: connections that say nothing, that stop half way, that
+announce gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def frame(size: int) -> bytes:
 
 
 class Flood:
-    """Strangers at one port, in one thread: so many silent connections, made again as they are closed, and so many half-open handshakes a
-    second; `holders` send greetings and all but the last byte of the largest frame that is taken, `bombs` announce 8 GiB. These two are
-    dialled again so many seconds after they were hung up on: `again`.
+    """Strangers at one port, in one thread: so many silent connections, made again as they are closed, and so
+    many half-open handshakes a second; `holders` send greetings and all but the last byte of the largest
+    frame that is taken, `bombs` announce 8 GiB. These two are dialled again so many seconds after they were
+    hung up on: `again`.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ def run(port: str, silent: str, half_open: str, bombs: str, holders: str, again:
 def flooded(
     port: int, silent: int = 0, half_open: float = 0, bombs: int = 0, holders: int = 0, again: float = 0.1
 ) -> Iterator[None]:
-    """Flood a port for the length of a `with` block, from a process of its own; it begins once all have connected."""
+    """Flood a port for the length of a `with` block, from a process of its own; it begins once all have
+    connected.
+    """
     process = subprocess.Popen(
         [sys.executable, __file__, *map(str, (port, silent, half_open, bombs, holders, again))],
         stdin=subprocess.PIPE,

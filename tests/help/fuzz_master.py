@@ -54,7 +54,9 @@ _DEVICES = ("cpu", "cuda:0")
 
 
 def master() -> None:
-    """Open a session for each line of standard input, `round seed address address`; say what happened as a line of JSON."""
+    """Open a session for each line of standard input, `round seed address address`; say what happened as a
+    line of JSON.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     torch.set_num_threads(1)
@@ -260,7 +262,10 @@ _ACTS: list[Callable[[], None]] = [
 
 
 class Relay:
-    """Stands between a master and a worker for one session; changes what the worker says. `counts` are the changed messages, by class."""
+    """Stands between a master and a worker for one session; changes what the worker says.
+
+    `counts` are the changed messages, by class.
+    """
 
     def __init__(self, address: str, worker: str, mutator: Mutator, counts: Counter[str]) -> None:
         self._near, self._far = Channel(listen=address), Channel()

@@ -1,4 +1,6 @@
-"""Structure-aware mutations of recorded messages and sessions, all from one `random.Random`: the same seed gives the same bytes."""
+"""Structure-aware mutations of recorded messages and sessions, all from one `random.Random`: the same seed
+gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,37 @@ from distruntime.wire.codec import OPERAND
 from distruntime.wire.messages import MESSAGES, Hello, MeshBody, MeshSegment, Segment
 from fuzz_seeds import Recording, Seed
 
-INTS = [0, 1, 2, 3, 7, 15, 16, 17, 255, 4095, 4096, 65535, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 53, 1 << 62,
-        (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1, -2, -16, -4096, -(1 << 31), -(1 << 62), -(1 << 63)]  # fmt: skip
+INTS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    15,
+    16,
+    17,
+    255,
+    4095,
+    4096,
+    65535,
+    1 << 20,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 32,
+    1 << 53,
+    1 << 62,
+    # Fmt: skip.
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    -1,
+    -2,
+    -16,
+    -4096,
+    -(1 << 31),
+    -(1 << 62),
+    -(1 << 63),
+]
 FLOATS = [0.0, -0.0, 1.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
 TEXTS = [
     "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text",
@@ -44,8 +75,9 @@ DEPTHS = [
     10_000,
 ]  # msgpack's own limit is 1024 levels; what is deeper is written by hand, in `bomb`
 
-# Operators that a mutated call may name. Whoever holds the key may run any; what is not here would end the worker by its nature or be a
-# crash of torch's own, which checks no arguments of functions that only its autograd calls:
+# Operators that a mutated call may name. Whoever holds the key may run any; what is not here would end the
+# worker by its nature or be a crash of torch's own, which checks no arguments of functions that only its
+# autograd calls:
 #   distruntime::resize_storage     frees memory under tensors that are then read, as torch's own does: a segmentation fault
 #   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length into its generator
 #   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their forward promised
@@ -115,7 +147,9 @@ class Mutator:
         return self.random.choice(INTS)
 
     def near(self, number: int) -> int:
-        """Return another integer: one beside it, its negative, a boundary, or one that may name something else of the session."""
+        """Return another integer: one beside it, its negative, a boundary, or one that may name something
+        else of the session.
+        """
         how = self.random.randrange(6)
         if how == 0:
             return number + self.random.choice((-1, 1))
@@ -225,7 +259,9 @@ class Mutator:
         return payloads
 
     def frames(self, seed: Seed) -> list[bytes]:
-        """Return the bytes of a message, mutated as bytes too once in a while; what cannot travel becomes noise."""
+        """Return the bytes of a message, mutated as bytes too once in a while; what cannot travel becomes
+        noise.
+        """
         try:
             frames = seed.frames()
         except (
@@ -268,7 +304,9 @@ class Mutator:
     # -- sessions ----------------------------------------------------------------------------------------------------------------
 
     def session(self, by: str, most: int = 60) -> list[Seed | bytes]:
-        """Return a recorded session, mutated: messages changed, dropped, doubled, swapped, those of another spliced in."""
+        """Return a recorded session, mutated: messages changed, dropped, doubled, swapped, those of another
+        spliced in.
+        """
         random = self.random
         recorded = [r for r in self.recordings if r.by == by]
         seeds: list[Any] = list(random.choice(recorded).seeds)
@@ -333,7 +371,9 @@ def restrained(message: Any, mutator: Mutator) -> Any:
 
 
 def renumbered(seeds: list[Any]) -> list[Any]:
-    """Return messages whose segments are numbered as a master would, so that more is wrong with them than that."""
+    """Return messages whose segments are numbered as a master would, so that more is wrong with them than
+    that.
+    """
     seq = start = 0
     found: list[Any] = []
     for seed in seeds:

@@ -1,7 +1,9 @@
-"""Seeds of the fuzzer: the messages of real sessions, as workers sent and received them, in `fuzz_seeds.msgpack`.
+"""Seeds of the fuzzer: the messages of real sessions, as workers sent and received them, in
+`fuzz_seeds.msgpack`.
 
-A message is stored as [class name, fields by name, payloads], so that seeds outlive a change of the protocol: a field that the class no
-longer has is dropped, one that is new gets a value of its type. `record` makes the file anew: `python tests/help/fuzzing.py record`.
+A message is stored as [class name, fields by name, payloads], so that seeds outlive a change of the protocol:
+a field that the class no longer has is dropped, one that is new gets a value of its type. `record` makes the
+file anew: `python tests/help/fuzzing.py record`.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Seed:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one worker was sent (`by` "master", or "peer" by another worker), or has sent (`by` "worker"), in a session."""
+    """What one worker was sent (`by` "master", or "peer" by another worker), or has sent (`by` "worker"), in
+    a session.
+    """
 
     name: str
     by: str
@@ -115,7 +119,9 @@ def revived(name: str, values: dict[str, Any]) -> Any:
 
 
 def _harmless(message: Any) -> Any:
-    """Return a recorded message as a hostile master may say it at any time: a greeting takes its session over, and is not kept for long."""
+    """Return a recorded message as a hostile master may say it at any time: a greeting takes its session
+    over, and is not kept for long.
+    """
     if not isinstance(message, Hello):
         return message
     return replace(message, mode="force new" if message.mode in ("", "new") else message.mode, keep=KEEP)
@@ -158,7 +164,9 @@ def _payload(stored: Any) -> Any:
 
 
 def shape(value: Any) -> Any:
-    """Return what of a message makes it another kind of message: its structure, its words' opcodes, its texts if they are short."""
+    """Return what of a message makes it another kind of message: its structure, its words' opcodes, its texts
+    if they are short.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(shape(item) for item in value)
     if isinstance(value, dict):
@@ -220,7 +228,10 @@ def tapped_worker(path: str, *arguments: str) -> int:
 
 
 class _Tapped:
-    """Workers in processes of their own, tapped. A context manager: at its end they are stopped, and there are `recordings`."""
+    """Workers in processes of their own, tapped.
+
+    A context manager: at its end they are stopped, and there are `recordings`.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -296,7 +307,7 @@ def _calm(value: Any) -> Any:
         return [_calm(item) for item in value]
     if isinstance(value, bytes):
         value = re.sub(rb"(/[\w.-]+)+/checkpoint\b", b"checkpoint", value)
-        # Of the same length, in an envelope that says who signed it.
+        # An envelope of equal length says who signed it.
         return re.sub(rb"[a-z][\w.-]+@[\w.-]+", lambda found: b"me@" + b"x" * (len(found[0]) - 3), value)
     if isinstance(value, str) and "Traceback" in value:
         return "the worker's words\n  of an error"
@@ -540,7 +551,8 @@ def _leaving() -> None:
     until(lambda: dr.nodes()[0].state in ("left", "lost"))
 
 
-_SESSIONS: list[tuple[Callable[[], None], int, int]] = [  # what to do, with how many workers, each with how many simulated GPUs
+# What to do, with how many workers, each with how many simulated GPUs.
+_SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
     (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
     (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
@@ -587,7 +599,9 @@ def _listening(folder: Path, name: str, address: str) -> tuple[_Tapped, str]:
 
 
 def _comings_and_goings(folder: Path) -> list[list[Any]]:
-    """A session that is left, resumed, taken over, and torn; one that is dropped as its worker has forgotten it."""
+    """A session that is left, resumed, taken over, and torn; one that is dropped as its worker has forgotten
+    it.
+    """
     tapped, address = _listening(folder, "comings", "tcp://127.0.0.1:0")
     options: dict[str, Any]
     with tapped, Network(address) as network:
@@ -631,7 +645,9 @@ def _refusals(folder: Path) -> list[list[Any]]:
 
 
 def addresses_dropped(message: Any) -> Any:
-    """Return a recorded `Peers` whose addresses nobody listens at any more, as one of workers without channels; others as they are."""
+    """Return a recorded `Peers` whose addresses nobody listens at any more, as one of workers without
+    channels; others as they are.
+    """
     return (
         Peers(message.node, message.secret, [""] * len(message.addresses))
         if isinstance(message, Peers)

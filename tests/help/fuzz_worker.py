@@ -1,4 +1,6 @@
-"""The fuzzer against a worker: a daemon in a process of its own, hostile masters, and legitimate ones beside and after them."""
+"""The fuzzer against a worker: a daemon in a process of its own, hostile masters, and legitimate ones beside
+and after them.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,13 @@ class Finding(Exception):
 
 
 def daemon(report: str, *arguments: str) -> int:
-    """Run a worker that writes what it holds to the file `report` at each SIGUSR1, and its stacks to its log at SIGUSR2."""
+    """Run a worker that writes what it holds to the file `report` at each SIGUSR1, and its stacks to its log
+    at SIGUSR2.
+    """
     import faulthandler
 
-    # Some operators import these at their first call: a hundred thousand objects that stay, and are no growth.
+    # Some operators import these at their first call: a hundred thousand objects that stay, and are no
+    # growth.
     for name in ("torch._dynamo", "torch._refs", "torch.distributed.tensor"):
         importlib.import_module(name)
 
@@ -89,7 +94,9 @@ def _report(path: Path, frame: FrameType | None) -> None:
 
 
 def holdings() -> dict[str, Any]:
-    """Return what this process holds: bytes, threads, descriptors, Python objects, and the commonest classes of those."""
+    """Return what this process holds: bytes, threads, descriptors, Python objects, and the commonest classes
+    of those.
+    """
     gc.collect()
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -118,7 +125,9 @@ def _file(name: str) -> str:
 
 
 class FuzzedWorker:
-    """A listening worker with two simulated GPUs, its log and what it holds; `check` finds what must not be in its log."""
+    """A listening worker with two simulated GPUs, its log and what it holds; `check` finds what must not be
+    in its log.
+    """
 
     def __init__(self, folder: Path, *, key: bool = True) -> None:
         self.log, self._report = folder / "worker.log", folder / "report"
@@ -234,7 +243,8 @@ class Speaker:
     def hears(self, kind: type, what: str, number: int | None = None, patience: float = PATIENCE) -> Any:
         """Wait for a message of a class, and return it; a `Finding` if it does not come.
 
-        What has come is acknowledged: while a large value waits for that, nothing else of its session is read.
+        What has come is acknowledged: while a large value waits for that, nothing else of its session is
+        read.
         """
         deadline, told = time.monotonic() + patience, 0
         while True:
@@ -295,7 +305,8 @@ class Legitimate:
         self._speaker = Speaker(worker)
         deadline = time.monotonic() + PATIENCE
         while True:
-            self._speaker.say(encode(hello(name=f"friend {next(_numbers)}")))  # which no attacker names
+            # No attacker names this session.
+            self._speaker.say(encode(hello(name=f"friend {next(_numbers)}")))
             answer = self._speaker.hears((Welcome, Refused), "Hello")  # type: ignore[arg-type]
             if isinstance(answer, Welcome):
                 break

@@ -1,12 +1,14 @@
-"""The structure-aware fuzzer: recorded traffic, mutated, against a worker and against a master, before and behind authentication.
+"""The structure-aware fuzzer: recorded traffic, mutated, against a worker and against a master, before and
+behind authentication.
 
     python tests/help/fuzzing.py record                          make tests/help/fuzz_seeds.msgpack anew from real sessions
     python tests/help/fuzzing.py run --seconds 60 --seed 1       against a worker, a master, and as a stranger, in turns
     python tests/help/fuzzing.py run --against worker --round 417 --seed 1      one round again, which has found something
 
-PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends, hangs, unpickles or starts
-programs; a legitimate peer that is not served in time or reads a wrong value; a traceback in the log; an exception of a class that is not
-distruntime's own; memory, threads, descriptors or Python objects that grow from round to round.
+PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends,
+hangs, unpickles or starts programs; a legitimate peer that is not served in time or reads a wrong value; a
+traceback in the log; an exception of a class that is not distruntime's own; memory, threads, descriptors or
+Python objects that grow from round to round.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ _LOOK = 100  # rounds between looks at what a process holds
 _WAITS = (
     10  # looks, two seconds apart, at what has grown: a kernel or the joining of a group may take its time
 )
-# What may come without being growth: a kernel that still runs, a cache that fills, pyzmq's thread that frees what was sent without a copy,
-# which starts with the first such message and has seven descriptors.
+# What may come without being growth: a kernel that still runs, a cache that fills, pyzmq's thread that frees
+# what was sent without a copy, which starts with the first such message and has seven descriptors.
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 12, "objects": 4000}
 
 
 class Growth:
-    """What a process held at each look; `check` raises where the last looks all lie above the first ones by more than the slack."""
+    """What a process held at each look; `check` raises where the last looks all lie above the first ones by
+    more than the slack.
+    """
 
     def __init__(self) -> None:
         self.looks: list[dict[str, Any]] = []
@@ -113,7 +117,9 @@ class Run:
             self.close()
 
     def look(self) -> None:
-        """Note what the target holds; a `Finding` where that has grown, and stays so when all that was begun has had time to end."""
+        """Note what the target holds; a `Finding` where that has grown, and stays so when all that was begun
+        has had time to end.
+        """
         found = self._target.holds()
         first = self.growth.looks[0] if self.growth.looks else found
         for _ in range(_WAITS):

@@ -1,6 +1,8 @@
-"""The same collective under plain torch.distributed and from the master: what a case is, how each side runs it. Imports no distruntime.
+"""The same collective under plain torch.distributed and from the master: what a case is, how each side runs
+it. Imports no distruntime.
 
-`python group_calls.py SIZE` runs every case of a size in processes of their own over gloo and writes the results to standard output.
+`python group_calls.py SIZE` runs every case of a size in processes of their own over gloo and writes the
+results to standard output.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ def members(case: Case, size: int) -> list[int]:
 
 
 def value(dtype: torch.dtype, *seeds: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
-    """Equal on both sides. Small whole numbers: sums and products of any order are exact, so results must be equal bit for bit."""
+    """Equal on both sides. Small whole numbers: sums and products of any order are exact, so results must be
+    equal bit for bit.
+    """
     generator = torch.Generator().manual_seed(hash(seeds) & 0xFFFF)
     numbers = torch.randint(0, 4, shape, generator=generator)
     if dtype.is_complex:
@@ -171,7 +175,8 @@ def under_torch(case: Case, rank: int, n: int, group: Any, root: int) -> list[to
             dist.gather(given, into if at_root else None, root, group=group)
         case "scatter":
             dist.scatter(into, given if at_root else None, root, group=group)
-        case "all_to_all":  # which gloo's process group has only for one tensor: by its definition
+        # gloo's process group has it for one tensor only, so it is compared with its definition.
+        case "all_to_all":
             for k in range(n):
                 dist.scatter(
                     into[k], given if k == rank else None, dist.get_global_rank(group, k), group=group

@@ -1,4 +1,6 @@
-"""A worker in a thread of the test, which looks into what is kept there of sessions whose masters come and go."""
+"""A worker in a thread of the test, which looks into what is kept there of sessions whose masters come and
+go.
+"""
 
 from __future__ import annotations
 

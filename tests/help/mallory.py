@@ -1,6 +1,8 @@
-"""Another user of the machine, who holds no key: tries what listens there, and says what it got. Python alone, no distruntime.
+"""Another user of the machine, who holds no key: tries what listens there, and says what it got. Python
+alone, no distruntime.
 
-Reads from standard input, as JSON, the ports to try and the folders to look into; prints what came back, as JSON.
+Reads from standard input, as JSON, the ports to try and the folders to look into; prints what came back, as
+JSON.
 """
 
 from __future__ import annotations

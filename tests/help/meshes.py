@@ -1,4 +1,6 @@
-"""Meshes for the tests of DTensor, tensor parallelism and FSDP2: one session, three shapes, and what is compared with serial code."""
+"""Meshes for the tests of DTensor, tensor parallelism and FSDP2: one session, three shapes, and what is
+compared with serial code.
+"""
 
 from __future__ import annotations
 

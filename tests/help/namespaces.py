@@ -1,4 +1,6 @@
-"""Two network namespaces joined by a cable, for tests that pull it: a worker's and a master's machine, as far as the network goes."""
+"""Two network namespaces joined by a cable, for tests that pull it: a worker's and a master's machine, as far
+as the network goes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def enter(name: str) -> None:
 
 
 class Cable:
-    """A namespace at each end: `worker` with the address 10.77.0.2, `master` with 10.77.0.1 and more. A context manager."""
+    """A namespace at each end: `worker` with the address 10.77.0.2, `master` with 10.77.0.1 and more.
+
+    A context manager.
+    """
 
     def __init__(self) -> None:
         self.worker, self.master = f"dr-w-{os.getpid()}", f"dr-m-{os.getpid()}"

@@ -1,4 +1,6 @@
-"""A network between master and worker that can be cut, slowed, torn or made to garble: it forwards connections, a process of its own."""
+"""A network between master and worker that can be cut, slowed, torn or made to garble: it forwards
+connections, a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -94,16 +96,20 @@ class Network:
         self._say(f"truncate {where}")
 
     def flip(self, where: float) -> None:
-        """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way; on the way up one of its last bytes.
+        """Once: flip one bit of the next longer piece, at this part of it (0 to 1), either way; on the way up
+        one of its last bytes.
 
-        Elsewhere it may be a message's length: a worker whose master still beats waits for the rest of it for ever. See docs/limits.md.
+        Elsewhere it may be a message's length: a worker whose master still beats waits for the rest of it for
+        ever. See docs/limits.md.
         """
         self._say(f"flip {where}")
 
     def deafen(self, after: int) -> None:
-        """Once: let the target hear so many bytes of the next connection and no more, while all goes on the other way.
+        """Once: let the target hear so many bytes of the next connection and no more, while all goes on the
+        other way.
 
-        So a connection looks, to both ends, on which a message's length was changed: its receiver waits for the rest of it.
+        So a connection looks, to both ends, on which a message's length was changed: its receiver waits for
+        the rest of it.
         """
         self._say(f"deafen {after}")
 

@@ -1,4 +1,7 @@
-"""Runs the entries of PyTorch's own operator database here and on a worker. Shared by `test_op_db.py` and `long/op_db_dtypes.py`."""
+"""Runs the entries of PyTorch's own operator database here and on a worker.
+
+Shared by `test_op_db.py` and `long/op_db_dtypes.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
 
 
 def run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
-    """Compare one entry on up to `limit` of its sample inputs, its variants on a few. Raises `Disagreement` at the first difference."""
+    """Compare one entry on up to `limit` of its sample inputs, its variants on a few.
+
+    Raises `Disagreement` at the first difference.
+    """
     return int(quietly(lambda: _run_entry(op, dtype, limit)))
 
 
@@ -115,7 +121,9 @@ def _into(function: Callable[..., Any], *, resize: bool) -> Callable[..., Any]:
 
 
 def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The results' memory in its own order: shows a worker's tensor that is laid out otherwise than its proxy says."""
+    """The results' memory in its own order: shows a worker's tensor that is laid out otherwise than its proxy
+    says.
+    """
 
     def flat(tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor.layout is not torch.strided or not _fills_its_memory(tensor):

@@ -1,4 +1,6 @@
-"""Partitioned tensors here, by torch's and numpy's own words, to hold `distruntime.primitives` to: cases of each, and the adjoint test."""
+"""Partitioned tensors here, by torch's and numpy's own words, to hold `distruntime.primitives` to: cases of
+each, and the adjoint test.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def readable(ts: Tensors) -> list[bool]:
 
 
 class Case:
-    """A primitive on shards of these sizes, on these places (node numbers, or as `gpus` those of node 0); and the same here."""
+    """A primitive on shards of these sizes, on these places (node numbers, or as `gpus` those of node 0); and
+    the same here.
+    """
 
     def __init__(
         self, sizes: list[Shape], on: Any, run: Callable[..., Any], formula: Callable[[Tensors], Tensors]
@@ -149,7 +153,8 @@ def sizes(size: Shape, shape: Shape) -> list[Shape]:
 
 def broadcast(x: Any, y: Any, size: Shape) -> Case:
     n = len(x[0]) if not isinstance(x[0], str) else int(x[0][4:])
-    each = [(size[0] + k, *size[1:]) for k in range(n)] if size else [()] * n  # of any sizes
+    # The sizes may be any.
+    each = [(size[0] + k, *size[1:]) for k in range(n)] if size else [()] * n
     return Case(
         each,
         x,

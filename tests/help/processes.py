@@ -1,4 +1,6 @@
-"""Help for tests that signal, kill or measure: conditions with deadlines, and test functions run in a process of their own."""
+"""Help for tests that signal, kill or measure: conditions with deadlines, and test functions run in a process
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ T = TypeVar("T")
 
 _HELP = Path(__file__).resolve().parent
 ROOT = _HELP.parents[1]
-STARTING = 90.0  # seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it yet
+# Seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it
+# yet.
+STARTING = 90.0
 PATH = [str(ROOT), str(ROOT / "worker"), str(_HELP)]
 _never = threading.Event()
 
@@ -46,7 +50,9 @@ def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
 
 
 def within(seconds: float, act: Callable[[], T], tries: int = 3) -> T:
-    """Return what `act` does, once it has taken no longer than so many seconds; fail if it never does: a busy machine may delay one."""
+    """Return what `act` does, once it has taken no longer than so many seconds; fail if it never does: a busy
+    machine may delay one.
+    """
     for _ in range(tries):
         started = time.monotonic()
         result = act()
@@ -97,7 +103,10 @@ def slots(node: int = 0) -> int:
 
 
 def stop(pid: int) -> None:
-    """Hold a process still (SIGSTOP). When this returns, none of its threads runs: on a busy machine the signal takes its time."""
+    """Hold a process still (SIGSTOP).
+
+    When this returns, none of its threads runs: on a busy machine the signal takes its time.
+    """
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _stands(pid))
 
@@ -113,7 +122,9 @@ def _stands(pid: int) -> bool:
 
 
 def _letter(entry: Path) -> str:
-    """Return what /proc says of a process or a thread: "R" for one that runs, "S" for one that sleeps, "T", "Z"."""
+    """Return what /proc says of a process or a thread: "R" for one that runs, "S" for one that sleeps, "T",
+    "Z".
+    """
     return (entry / "stat").read_text().rpartition(") ")[2][:1]
 
 
@@ -130,7 +141,9 @@ def state(pid: int) -> str:
 
 
 def asleep(pid: int) -> bool:
-    """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on its way there."""
+    """Whether the main thread of a process has slept for a moment: it is in a system call that blocks, not on
+    its way there.
+    """
     return all(state(pid) == "S" for _ in range(50))
 
 
@@ -146,7 +159,8 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def blocked(stream: dr.Stream) -> Iterator[None]:
-    """Keep a stream from getting any further for the length of a `with` block; its worker and its node's other streams go on.
+    """Keep a stream from getting any further for the length of a `with` block; its worker and its node's
+    other streams go on.
 
     It stands in a wait for a signal, as for another node's event, which this process sends at the end.
     """
@@ -166,7 +180,9 @@ def blocked(stream: dr.Stream) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that a process started later can listen at: the system gives it to nobody who asks for any."""
+    """Return a port of this machine that a process started later can listen at: the system gives it to nobody
+    who asks for any.
+    """
     while True:
         port = random.SystemRandom().randrange(
             20_000, 30_000
@@ -233,9 +249,11 @@ class StruckWhileWaiting:
 
 @contextmanager
 def struck(handler: Callable[[], None]) -> Iterator[None]:
-    """Run `handler` as a signal's handler in the main thread, again and again, wherever that thread is; never within itself.
+    """Run `handler` as a signal's handler in the main thread, again and again, wherever that thread is; never
+    within itself.
 
-    Not by a timer: the next stroke waits until the last one has been handled, so that the main thread gets on, however busy the machine.
+    Not by a timer: the next stroke waits until the last one has been handled, so that the main thread gets
+    on, however busy the machine.
     """
     over, handled = threading.Event(), threading.Event()
 
@@ -265,7 +283,9 @@ def struck(handler: Callable[[], None]) -> Iterator[None]:
 
 
 class Child:
-    """A function of a test module, running in a process of its own; what it prints is read line by line, with deadlines."""
+    """A function of a test module, running in a process of its own; what it prints is read line by line, with
+    deadlines.
+    """
 
     def __init__(self, function: Callable[..., None], *args: object) -> None:
         module = Path(function.__code__.co_filename).stem

@@ -1,15 +1,18 @@
-"""Random programs of every kind of operation, run twice at the same time: on workers, and here, one operation after the other.
+"""Random programs of every kind of operation, run twice at the same time: on workers, and here, one operation
+after the other.
 
-A program is 20 to 70 operations. Each takes values, does something to them on their workers, and does the same at once to their local
-twins; whatever is read must be the twin, bit for bit. Numbers wrap around (int64) or are computed element by element (float32), so
-equal means equal. A failure is an operation too: it poisons its results and what is computed of them, and nothing else.
+A program is 20 to 70 operations. Each takes values, does something to them on their workers, and does the
+same at once to their local twins; whatever is read must be the twin, bit for bit. Numbers wrap around (int64)
+or are computed element by element (float32), so equal means equal. A failure is an operation too: it poisons
+its results and what is computed of them, and nothing else.
 
-A program follows from its seed. Its operation k draws from a generator of its own, so one that is left out changes no other's draws.
-Programs of several threads share a session's places, groups and meshes, and no values.
+A program follows from its seed. Its operation k draws from a generator of its own, so one that is left out
+changes no other's draws. Programs of several threads share a session's places, groups and meshes, and no
+values.
 
 A new kind of operation is one method with a weight, `@operation(3)`, in the class of its subject:
-it picks values (`any`, `like`), does the thing on `value.remote` within `self.where(value.place)` and on `value.local`, and keeps the
-result (`keep`).
+it picks values (`any`, `like`), does the thing on `value.remote` within `self.where(value.place)` and on
+`value.local`, and keeps the result (`keep`).
 """
 
 from __future__ import annotations
@@ -120,7 +123,9 @@ class Wanted:
 
 
 class World:
-    """What programs that run side by side share: places, groups, meshes, a folder; and a lock for what a session has only one of."""
+    """What programs that run side by side share: places, groups, meshes, a folder; and a lock for what a
+    session has only one of.
+    """
 
     def __init__(self, folder: Path) -> None:
         table = dr.nodes()
@@ -220,7 +225,9 @@ class Base:
         self.said[-1] += " " + " ".join(map(str, words))
 
     def where(self, place: dr.Place) -> AbstractContextManager[object]:
-        """Return a context in which new tensors go to a place, and what runs there runs on one of its streams."""
+        """Return a context in which new tensors go to a place, and what runs there runs on one of its
+        streams.
+        """
         stream = self.random.choice([None, *self.streams[place]])
         return dr.on(place.node, place.device) if stream is None else dr.stream(stream)
 
@@ -300,7 +307,9 @@ class Base:
         return self.random.choice(found) if found else self.new(place or self.place(), dtype=dtype)
 
     def like(self, value: Value, place: dr.Place, apart: Collection[Memory] = ()) -> Value:
-        """Pick a value of another's shape and dtype, at a place, that shares no memory with some; make one where there is none."""
+        """Pick a value of another's shape and dtype, at a place, that shares no memory with some; make one
+        where there is none.
+        """
 
         def good(other: Value) -> bool:
             alike = other.local.shape == value.local.shape and other.local.dtype == value.local.dtype
@@ -350,7 +359,9 @@ class Base:
 
     @contextmanager
     def failures_of_others(self) -> Iterator[None]:
-        """Let pass what `synchronize` raises of another program's operations, or of this one's: the first failure that nobody has read."""
+        """Let pass what `synchronize` raises of another program's operations, or of this one's: the first
+        failure that nobody has read.
+        """
         try:
             yield
         except IndexError as error:
@@ -605,7 +616,9 @@ class Reading(Base):
 
     @operation(1)
     def fetch_then_write(self) -> None:
-        """A fetch is a read: what is written or freed afterwards, on whatever stream and behind whatever of a mesh, does not reach it."""
+        """A fetch is a read: what is written or freed afterwards, on whatever stream and behind whatever of a
+        mesh, does not reach it.
+        """
         a = self.any()
         self.say(a)
         if self.wholes:
@@ -887,7 +900,9 @@ class OnMeshes(Base):
 
     @operation(0.5)
     def mesh_of_values(self) -> None:
-        """Values of the members' places become shards: the same memory, unless they are a tensor's of this mesh already."""
+        """Values of the members' places become shards: the same memory, unless they are a tensor's of this
+        mesh already.
+        """
         mesh = self.random.randrange(len(self.world.meshes))
         places = self.world.meshes[mesh].places
         first = self.any(places[0])
@@ -905,7 +920,9 @@ class OnMeshes(Base):
 
     @operation(0.4)
     def mesh_mixture(self) -> None:
-        """Shards of two tensors of a mesh become a third one, by copies; all shards of one are that one again."""
+        """Shards of two tensors of a mesh become a third one, by copies; all shards of one are that one
+        again.
+        """
         a = self.whole()
         alike = [
             w
@@ -1099,7 +1116,8 @@ class Drawing(Base):
                 with self.where(place):
                     remote = kind(device=REMOTE)
                 made.append((place, remote, kind(generator=generators[place.node])))
-            # Whoever seeds next must not come before these draws: they are in the order of the program on each node.
+            # Whoever seeds next must not come before these draws: they are in the order of the program on
+            # each node.
         for place, remote, local in made:
             self.keep(place, remote, local)
 
@@ -1197,7 +1215,9 @@ class Living(Base):
 class Program(
     Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Failing, Drawing, Deriving, Living
 ):
-    """One random program. `only` runs these of its operations and leaves out the others; after `run`, see `wrong`."""
+    """One random program. `only` runs these of its operations and leaves out the others; after `run`, see
+    `wrong`.
+    """
 
     def run(self, only: Collection[int] | None = None, progress: Callable[[], None] = lambda: None) -> None:
         self.said.append("begin")
@@ -1222,7 +1242,10 @@ class Program(
             self.differs(f"raised {type(error).__name__}: {str(error)[:600]}\n{last}")
 
     def weights(self) -> dict[str, float]:
-        """Return this program's weight of each operation. Many lack some, or are about one subject, so that rare things meet."""
+        """Return this program's weight of each operation.
+
+        Many lack some, or are about one subject, so that rare things meet.
+        """
         subject = self.random.choice((None, None, *type(self).__bases__))
         quiet = self.random.choice((0.0, 0.0, 0.2, 0.5))
         weights = {}
@@ -1306,7 +1329,9 @@ class Publisher:
 
 
 class Reader:
-    """Looks a publisher's pairs up: each is of one version, none is older than one that was seen before, and a foreign one is read only."""
+    """Looks a publisher's pairs up: each is of one version, none is older than one that was seen before, and
+    a foreign one is read only.
+    """
 
     def __init__(self, owner: str | None = None) -> None:
         self.name, self.foreign = (

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "worker" / "distruntime_worker"}
 
-# From the bottom up: a room imports only rooms that stand before it. "face" is what stands outside the folders.
+# From the bottom up: a room imports only rooms that stand before it. "face" is what stands outside the
+# folders.
 ROOMS = {
     "distruntime": (
         "errors wire log session operators tensors streams publishing collectives backend mesh cluster checkpoint face"
@@ -46,7 +47,9 @@ def room(module: str) -> str:
 
 @cache
 def imports(module: str) -> list[Import]:
-    """Return every import of `module`, as the module that it names: `from .wire import codec` is `distruntime.wire.codec`."""
+    """Return every import of `module`, as the module that it names: `from .wire import codec` is
+    `distruntime.wire.codec`.
+    """
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[Import] = []

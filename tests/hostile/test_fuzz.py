@@ -1,6 +1,8 @@
-"""The fuzzer, with fixed seeds: rounds against a worker, as a stranger, and against a master; and every one that found something.
+"""The fuzzer, with fixed seeds: rounds against a worker, as a stranger, and against a master; and every one
+that found something.
 
-`tests/long/fuzz_hour.py` runs other ones for an hour; `python tests/help/fuzzing.py run` as long as it is told to.
+`tests/long/fuzz_hour.py` runs other ones for an hour; `python tests/help/fuzzing.py run` as long as it is
+told to.
 """
 
 from __future__ import annotations
@@ -53,21 +55,26 @@ from fuzz_mutations import Mutator
 from fuzz_worker import ADD, AgainstWorker, FuzzedWorker, Legitimate, Speaker, hello
 from fuzzing import target
 
-ROUNDS = {"worker": 20, "raw": 6, "master": 3}  # of a block; each takes some tenths of a second
-# (against, seed, round) of what has found a defect. What they say changes with the seeds' file and the mutations; what each has found has
-# a test of its own too.
+# A block has so many rounds. Each takes some tenths of a second.
+ROUNDS = {"worker": 20, "raw": 6, "master": 3}
+# (against, seed, round) of what has found a defect. What they say changes with the seeds' file and the
+# mutations; what each has found has a test of its own too.
 FOUND = [
     ("worker", 20261122, 1678),  # a greeting behind what ended the session while a large value was on its way
     ("worker", 3, 1416),  # an upload cut short
     ("worker", 3, 2092),  # peers at addresses that are none
     ("worker", 3, 1607),
-    ("worker", 1, 25), ("worker", 1, 119),  # the next master was taken for the one before it: the kernel had given it the same fd
+    # The next master was taken for the one before it: the kernel had given it the same fd.
+    ("worker", 1, 25), ("worker", 1, 119),
     ("master", 1, 5), ("master", 1, 60), ("master", 1, 73),  # replies that are no tensors
     ("master", 1, 28), ("master", 1, 63),  # devices that are none
-    ("master", 20261122, 726),  # a version before the first: what was published after it, an honest worker refused
+    # A version before the first: what was published after it, an honest worker refused.
+    ("master", 20261122, 726),
     ("master", 20261125, 1631), ("master", 20261123, 160),  # figures that are none
-    ("master", 20261122, 1980), ("master", 20261121, 1818),  # a number that comes as the description of a tensor
-    ("master", 1, 35), ("master", 1, 57),  # settings that are none; a request that was made as its worker was lost
+    # A number that comes as the description of a tensor.
+    ("master", 20261122, 1980), ("master", 20261121, 1818),
+    # Settings that are none; a request that was made as its worker was lost.
+    ("master", 1, 35), ("master", 1, 57),
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Random programs of two threads, with a publisher beside them, give what the same programs give here, one operation after the other.
+"""Random programs of two threads, with a publisher beside them, give what the same programs give here, one
+operation after the other.
 
 A few here; `tests/long/programs.py` runs thousands, and runs one alone, by the seed that a failure names.
 """

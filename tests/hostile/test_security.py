@@ -1,4 +1,6 @@
-"""Strangers and breakers of the protocol, at a listening worker and a listening master: dropped with a log line, all else goes on."""
+"""Strangers and breakers of the protocol, at a listening worker and a listening master: dropped with a log
+line, all else goes on.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,8 @@ class Target:
         return KeyPair.load(self.key) if self.key is not None else None
 
 
-_open: list[
-    Channel
-] = []  # of the attackers; closed at the end of the test, since closing drops what was not sent yet
+# The attackers' sockets are closed at the end of the test, since closing drops what was not sent yet.
+_open: list[Channel] = []
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +301,9 @@ FIELDS: list[Any] = [
 
 
 def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
-    """Messages of the right shape whose fields are of the right classes as often as not, and whose contents make no sense."""
+    """Messages of the right shape whose fields are of the right classes as often as not, and whose contents
+    make no sense.
+    """
     random_ = random.Random(seed)
     frames = []
     for _ in range(count):
@@ -527,7 +530,8 @@ UNPICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
-# structure.py opens what a trusted key has signed, and nothing else: tests/publishing/test_signing.py holds that.
+# structure.py opens what a trusted key has signed, and nothing else: tests/publishing/test_signing.py holds
+# that.
 _PLAIN = [path for path in sorted((ROOT / "distruntime").rglob("*.py")) if path.name != "structure.py"]
 
 
@@ -537,9 +541,8 @@ def test_the_master_unpickles_nothing(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Import(names=names):
-                modules = [
-                    name.name for name in names if name.name != "cloudpickle"
-                ]  # which writes here; its `loads` is caught below
+                # Its `dumps` writes here. Its `loads` is caught below.
+                modules = [name.name for name in names if name.name != "cloudpickle"]
             case ast.ImportFrom(module=str(module), names=names):
                 modules = [module, *(f"{module}.{name.name}" for name in names)]
             case ast.Call(func=ast.Name(id=name)) if name in CALLS:

@@ -1,4 +1,6 @@
-"""A master that holds the key and says nonsense of meshes: its worker says what is wrong, ends that session, and serves the next."""
+"""A master that holds the key and says nonsense of meshes: its worker says what is wrong, ends that session,
+and serves the next.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,9 @@ def test_strangers_open_no_mesh(worker: ListeningWorker) -> None:
 def test_random_messages_about_meshes_harm_no_later_master(
     worker: ListeningWorker, fresh_session: Callable[..., Any], seed: int
 ) -> None:
-    """Fields of all classes, and of the right ones, in messages that follow what makes some of them plausible."""
+    """Fields of all classes, and of the right ones, in messages that follow what makes some of them
+    plausible.
+    """
     random_ = random.Random(seed)
     numbers = [0, 1, 2, -1, 7, 16, 17, 4095, 4096, 1 << 31, BIG]
     vocabulary = [*numbers, *range(12), [7], [7, 8], [], "x", None, 1.5, b"\0\0\0\0", [1], "member"]

@@ -1,6 +1,7 @@
 """Before the key is proven a stranger costs nothing: no descriptors, no memory, no log lines.
 
-So it is at a listening worker, a listening master, and the ports of workers for each other. A session goes on, and new masters get in.
+So it is at a listening worker, a listening master, and the ports of workers for each other. A session goes
+on, and new masters get in.
 """
 
 from __future__ import annotations

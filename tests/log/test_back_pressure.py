@@ -1,4 +1,6 @@
-"""A master that runs ahead of a worker blocks; memory stays bounded on both sides, Ctrl-C works, nothing is lost."""
+"""A master that runs ahead of a worker blocks; memory stays bounded on both sides, Ctrl-C works, nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MIB = 1 << 20
 
 
 def issue_ahead() -> None:
-    """The child: count to OPERATIONS on a worker, telling how far it is; Ctrl-C is told and otherwise ignored."""
+    """The child: count to OPERATIONS on a worker, telling how far it is; Ctrl-C is told and otherwise
+    ignored.
+    """
     torch.set_num_threads(1)
     dr.init_master_worker(world_size=1)
     x = torch.ones(20, 20, device="remote")

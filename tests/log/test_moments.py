@@ -1,4 +1,6 @@
-"""One moment of the program in several logs: a read beside a mesh, and copies beside a mesh's collectives from other threads."""
+"""One moment of the program in several logs: a read beside a mesh, and copies beside a mesh's collectives
+from other threads.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,8 @@ def test_an_operation_that_gets_to_some_members_only_breaks_its_group_and_nobody
     with pytest.raises(TimeoutError):
         x.to(node=0)
     monkeypatch.undo()
-    # The half that was issued fails and is not read; what follows on both nodes runs, and a copy finds another group.
+    # The half that was issued fails and is not read; what follows on both nodes runs, and a copy finds
+    # another group.
     assert x.add(1).tolist() == [2, 2]
     with dr.on(0):
         assert torch.ones(1, device="remote").item() == 1

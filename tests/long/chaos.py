@@ -1,14 +1,17 @@
-"""Chaos: a training on two daemons, during which all that can go wrong does: the network, the workers, the master, the disk, strangers.
+"""Chaos: a training on two daemons, during which all that can go wrong does: the network, the workers, the
+master, the disk, strangers.
 
     python tests/long/chaos.py --seed 0 --faults 1000
     python tests/long/chaos.py --seed 1 --seconds 600
     python tests/long/chaos.py --seed 2 --faults 40 --kinds flip,truncate
 
-It must end with the losses, counts and weights of an undisturbed run of as many steps, bit by bit, and go on after each fault within a
-bound that follows from its settings. Exits with 1 if not, after the stacks of all processes and the ends of their logs.
+It must end with the losses, counts and weights of an undisturbed run of as many steps, bit by bit, and go on
+after each fault within a bound that follows from its settings. Exits with 1 if not, after the stacks of all
+processes and the ends of their logs.
 
-The faults follow from the seed; what they strike depends on the machine. Several may run side by side: each has ports and folders of its
-own. What is saved goes to a small tmpfs where this runs as root; elsewhere the disk does not fill.
+The faults follow from the seed; what they strike depends on the machine. Several may run side by side: each
+has ports and folders of its own. What is saved goes to a small tmpfs where this runs as root; elsewhere the
+disk does not fill.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "help"))
 import torch
 
 import distruntime as dr
-from distruntime.cluster import keeper
+from distruntime.cluster import connection
 from distruntime.wire.keys import KeyPair
 from network import Network
 from processes import Child, ListeningWorker, pause, stopped
@@ -53,9 +56,9 @@ CONNECT = 60.0
 GRACE = 120.0
 STARTING = 120.0  # seconds for a process to start, which imports torch, beside others that do
 
-# What the bounds are made of. An attempt to connect may begin just before the fault ends, and be lost in it; the next one, which is given
-# twice as long, is not.
-DIAL = SILENCE + 3 * keeper._ATTEMPT + 2 * keeper._PAUSE
+# What the bounds are made of. An attempt to connect may begin just before the fault ends, and be lost in it.
+# The next attempt has twice as long, and is not.
+DIAL = SILENCE + 3 * connection.ATTEMPT + 2 * connection.LONGEST_PAUSE
 AGAIN = DIAL + MEET  # another worker, or another master: connections, then groups, are made anew
 ENDING = (
     DETACH + 6.0
@@ -72,7 +75,9 @@ NEVER = 1 << 40
 
 
 def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
-    """Train with dropout and shuffled data on two nodes, with an upload that is checked in each step; say each step's loss."""
+    """Train with dropout and shuffled data on two nodes, with an upload that is checked in each step; say
+    each step's loss.
+    """
     torch.manual_seed(7)
     data, wanted = (
         torch.randn(256, 64),
@@ -190,7 +195,9 @@ def master() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, with all that was drawn for it: whom it strikes, for how long, how often, which part of something, what comes after."""
+    """One fault, with all that was drawn for it: whom it strikes, for how long, how often, which part of
+    something, what comes after.
+    """
 
     kind: str
     k: int
@@ -200,7 +207,8 @@ class Fault:
     gap: float
 
 
-# How many there are of each kind among fifty. Those that make a process start again are few, as that takes longer than all others.
+# How many there are of each kind among fifty. Those that make a process start again are few, as that takes
+# longer than all others.
 DECK = {
     "cut": 4,
     "swallow_up": 3,
@@ -225,7 +233,9 @@ DECK = {
 
 
 def faults_of(seed: int, kinds: list[str]) -> Iterator[Fault]:
-    """Yield faults for ever: fifty cards in an order of their own, again and again; with `kinds`, one card of each."""
+    """Yield faults for ever: fifty cards in an order of their own, again and again; with `kinds`, one card of
+    each.
+    """
     draw = random.Random(seed)
     deck = kinds or [kind for kind, count in DECK.items() for _ in range(count)]
     while True:
@@ -240,7 +250,8 @@ def faults_of(seed: int, kinds: list[str]) -> Iterator[Fault]:
 
 
 class World:
-    """Two daemons behind networks, a third to take the place of one that is killed, the master, its successor, and a small disk.
+    """Two daemons behind networks, a third to take the place of one that is killed, the master, its
+    successor, and a small disk.
 
     A context manager.
     """
@@ -381,7 +392,9 @@ class World:
         self.child.finish()
 
     def stop(self) -> None:
-        """Let the training end after the last of all steps that any master has done: another may just be doing some of them again."""
+        """Let the training end after the last of all steps that any master has done: another may just be
+        doing some of them again.
+        """
         written = self.stop_file.with_suffix(".new")
         written.write_text(str(max(self.losses)))
         written.rename(self.stop_file)
@@ -590,7 +603,9 @@ def strike(world: World, number: int, fault: Fault) -> float:
 
 
 def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
-    """Run a training through so many faults, or for so long, and then undisturbed; raise `AssertionError` where one waits too long."""
+    """Run a training through so many faults, or for so long, and then undisturbed; raise `AssertionError`
+    where one waits too long.
+    """
     waits: dict[str, list[float]] = {}
     began = time.monotonic()
     print(f"seed {seed}", flush=True)

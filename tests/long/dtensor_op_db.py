@@ -1,10 +1,12 @@
-"""Every float32 entry of PyTorch's operator database on DTensors over a mesh of two workers, and on torch's own in one process.
+"""Every float32 entry of PyTorch's operator database on DTensors over a mesh of two workers, and on torch's
+own in one process.
 
     PYTHONPATH=.:worker:tests/help python tests/long/dtensor_op_db.py [--samples N] [--layouts N] [entry ...]
 
-Each entry's sample inputs are laid out in every combination that `DTensorConverter` of torch's tests knows, forward and backward, and
-compared with the plain operator. What does not come out right is compared with what DTensor itself makes of it: on torch's `LocalTensor`,
-which plays both ranks, in a process where no mesh of ours has been made. The exit code says whether anything is ours.
+Each entry's sample inputs are laid out in every combination that `DTensorConverter` of torch's tests knows,
+forward and backward, and compared with the plain operator. What does not come out right is compared with what
+DTensor itself makes of it: on torch's `LocalTensor`, which plays both ranks, in a process where no mesh of
+ours has been made. The exit code says whether anything is ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The fuzzer for an hour, with seeds of its own each time: against a worker, as a stranger, and against a master, in turns.
+"""The fuzzer for an hour, with seeds of its own each time: against a worker, as a stranger, and against a
+master, in turns.
 
     PYTHONPATH=.:worker:tests/help python tests/long/fuzz_hour.py [seconds] [seed]
 

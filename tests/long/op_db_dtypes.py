@@ -1,4 +1,5 @@
-"""Every entry of PyTorch's operator database in every other dtype, here and on a worker, with the count. Half an hour; not in `make test`.
+"""Every entry of PyTorch's operator database in every other dtype, here and on a worker, with the count. Half
+an hour; not in `make test`.
 
     PYTHONPATH=.:worker:tests/help python tests/long/op_db_dtypes.py [dtype ...]
 

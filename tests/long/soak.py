@@ -1,10 +1,12 @@
-"""Soak: mixed work for a long time, with workers that join, leave, are killed and come back, and sessions that are left and resumed.
+"""Soak: mixed work for a long time, with workers that join, leave, are killed and come back, and sessions
+that are left and resumed.
 
     python tests/long/soak.py --minutes 30
 
-Samples resident memory, descriptors and threads of this process and of a worker that stays all the time, after each round. Flat means, for
-the rounds after the first third: no more threads and descriptors in the last quarter than in the first quarter of them, and memory that a
-straight line through the samples lets grow by less than 5 % or 10 MiB, whichever is more. Prints a table; exits with 1 if something grows.
+Samples resident memory, descriptors and threads of this process and of a worker that stays all the time,
+after each round. Flat means, for the rounds after the first third: no more threads and descriptors in the
+last quarter than in the first quarter of them, and memory that a straight line through the samples lets grow
+by less than 5 % or 10 MiB, whichever is more. Prints a table; exits with 1 if something grows.
 """
 
 from __future__ import annotations

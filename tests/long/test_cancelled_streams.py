@@ -1,4 +1,6 @@
-"""Cancelled streams at length; `PYTHONPATH=.:worker:tests/help python tests/long/test_cancelled_streams.py 600` goes on for ten minutes."""
+"""Cancelled streams at length; `PYTHONPATH=.:worker:tests/help python tests/long/test_cancelled_streams.py
+600` goes on for ten minutes.
+"""
 
 from __future__ import annotations
 

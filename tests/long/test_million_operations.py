@@ -1,4 +1,6 @@
-"""A million operations with the garbage collector off: the worker's table and both processes' memory end where they began. Two minutes."""
+"""A million operations with the garbage collector off: the worker's table and both processes' memory end
+where they began. Two minutes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A storm of Ctrl-C, two thousand a second, at every moment of an operation's way. Longer and harsher than `make test` has it."""
+"""A storm of Ctrl-C, two thousand a second, at every moment of an operation's way.
+
+Longer and harsher than `make test` has it.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""As many architectures of `transformers` as build from a small config: loss and every gradient here and on a worker, with the count.
+"""As many architectures of `transformers` as build from a small config: loss and every gradient here and on a
+worker, with the count.
 
     PYTHONPATH=.:worker:tests/help python tests/long/transformers_many.py [--part 1/4] [model type ...]
 
-About two hours; not in `make test`. Nothing is downloaded. An architecture counts if it builds small and its forward runs locally on
-one of the batches below; what then differs on the worker makes the exit code 1. What differs in float32 is compared again in float64:
-batch norm over two samples magnifies rounding beyond any fixed tolerance, a mistake stays as large as it was.
+About two hours; not in `make test`. Nothing is downloaded. An architecture counts if it builds small and its
+forward runs locally on one of the batches below; what then differs on the worker makes the exit code 1. What
+differs in float32 is compared again in float64: batch norm over two samples magnifies rounding beyond any
+fixed tolerance, a mistake stays as large as it was.
 
-The comparisons run in a child process. One that crashes or hangs costs its own architecture, and a new child goes on with the next.
+The comparisons run in a child process. One that crashes or hangs costs its own architecture, and a new child
+goes on with the next.
 """
 
 from __future__ import annotations
@@ -143,8 +146,8 @@ _SMALL = {
         "layer_types": None,
     },
 }
-# Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators there, from one here. So is some
-# of the noise of `vits`: its flows draw it here and send it.
+# Whether a layer is dropped is drawn in this process, and its dropout on the worker: from two generators
+# there, from one here. So is some of the noise of `vits`: its flows draw it here and send it.
 _NO_CHANCE = dict.fromkeys(
     (
         "layerdrop",
@@ -166,12 +169,15 @@ _KINDS = (
 )
 
 
-# From all sizes to none, for configs whose numbers depend on each other: sizes left alone are those whose names hold one of these.
+# From all sizes to none, for configs whose numbers depend on each other: sizes left alone are those whose
+# names hold one of these.
 _LEFT_ALONE = ((), ("layer_types", "num_key_value_heads"), ("layer_types", "head", "lora", "qk_", "patch"))
 
 
 def _configs(config_class: Any) -> Iterator[Any]:
-    """The config with every size that it has set small, in its parts too; then with fewer and fewer of them set."""
+    """The config with every size that it has set small, in its parts too; then with fewer and fewer of them
+    set.
+    """
     seen = set()
     for level in range(len(_LEFT_ALONE) + 2):
         try:
@@ -253,7 +259,9 @@ def _parts(config_class: Any, plain: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _classes(model_type: str, config_class: Any) -> Iterator[Any]:
-    """What the auto classes know for it; else, for a part of another architecture, the classes of its module that take this very config."""
+    """What the auto classes know for it; else, for a part of another architecture, the classes of its module
+    that take this very config.
+    """
     known = False
     for kind in _KINDS:
         names = getattr(modeling_auto, f"{kind}_MAPPING_NAMES").get(model_type)
@@ -280,9 +288,11 @@ def _classes(model_type: str, config_class: Any) -> Iterator[Any]:
 
 
 def _build(model_type: str) -> Any:
-    """The first class of this architecture that builds small and runs here, with the batch that it takes; or why none does.
+    """The first class of this architecture that builds small and runs here, with the batch that it takes; or
+    why none does.
 
-    It comes as a function that builds it: a model that has run on one device may keep what it has computed there.
+    It comes as a function that builds it: a model that has run on one device may keep what it has computed
+    there.
     """
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
     reasons: dict[str, int] = {}  # and how much each says: that an argument is missing or strange says little
@@ -436,9 +446,11 @@ def _compare(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
 
 
 def _compare_in_float64(build: Callable[[], Any], batch: dict[str, torch.Tensor]) -> None:
-    """As `_compare`, with models whose numbers are float64, a hundred times as strict, by the length of each gradient.
+    """As `_compare`, with models whose numbers are float64, a hundred times as strict, by the length of each
+    gradient.
 
-    Not number by number: where a gradient reaches 1e7, its small elements carry the rounding of the large ones.
+    Not number by number: where a gradient reaches 1e7, its small elements carry the rounding of the large
+    ones.
     """
     doubled = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     results = []
@@ -493,7 +505,9 @@ def _child(model_types: Sequence[str], out: Connection) -> None:
 
 
 def _verdicts(model_types: Sequence[str]) -> Iterator[Verdict]:
-    """Compare every type; a child process that ends or is silent for too long costs the one that it had in hand."""
+    """Compare every type; a child process that ends or is silent for too long costs the one that it had in
+    hand.
+    """
     processes = multiprocessing.get_context("spawn")
     left = list(model_types)
     while left:

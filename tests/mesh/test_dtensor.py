@@ -1,4 +1,6 @@
-"""torch's DTensor over a mesh's tensors: every way from one layout to another, its operators, and what is refused."""
+"""torch's DTensor over a mesh's tensors: every way from one layout to another, its operators, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_each_member_has_the_part_that_is_its_own(mesh: dr.DeviceMesh) -> None:
 
 
 def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
-    """torch indexes by the mask of what is other members', and of one number it reads the mask here, for all members."""
+    """torch indexes by the mask of what is other members', and of one number it reads the mask here, for all
+    members.
+    """
     table = torch.arange(48.0).reshape(16, 3)
     weight = distribute_tensor(table.to(mesh.device), mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)])
     for row in (0, 7, 8, 15):
@@ -199,7 +203,9 @@ def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None
 
 
 def test_a_local_tensor_is_each_members_own(two_workers: None) -> None:
-    """It went to the current place, where nothing of the mesh could use it; torch sends it to the mesh's device."""
+    """It went to the current place, where nothing of the mesh could use it; torch sends it to the mesh's
+    device.
+    """
     mesh, local = make("2"), torch.ones(2, requires_grad=True)
     t = DTensor.from_local(local, mesh, [Shard(0)])
     same(t, torch.ones(4))
@@ -256,7 +262,9 @@ def test_flattened_dimensions(two_workers: None) -> None:
 
 
 def test_a_rank_is_no_one_number(two_workers: None) -> None:
-    """It equalled nothing, so `if rank == 0:` was nobody's; and what was written to a member's own columns went to a copy of them."""
+    """It equalled nothing, so `if rank == 0:` was nobody's; and what was written to a member's own columns
+    went to a copy of them.
+    """
     mesh = make("2x2")
     rank = mesh.get_local_rank("tp")
     for ask in (lambda: bool(rank == 0), lambda: bool(rank < 1), lambda: int(rank), lambda: bool(rank)):
@@ -444,7 +452,8 @@ def test_convolutions_of_replicas_and_of_images_apart(two_workers: None) -> None
     mesh = make("2")
     image = torch.arange(384.0).reshape(2, 3, 8, 8) / 100 - 2
     serial = nn.Conv2d(3, 4, 3, padding=1)
-    old = torch.__version__ < "2.12"  # whose rule calls the gradients of replicas Partial
+    # Its rule calls the gradients of replicas Partial.
+    old = torch.__version__ < "2.12"
     for layout in [Shard(0)] if old else [Replicate(), Shard(0)]:
         weight, bias, x = (
             distribute_tensor(t.detach().to(mesh.device), mesh, [p]).requires_grad_()

@@ -1,4 +1,6 @@
-"""torch's own FSDP2 on a mesh: different data on each member, gradients and steps as in serial data parallelism."""
+"""torch's own FSDP2 on a mesh: different data on each member, gradients and steps as in serial data
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ __all__ = ["two_workers"]
 
 
 def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the parts, one of each."""
+    """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the
+    parts, one of each.
+    """
     count = mesh.size() if whole else mesh.size(0)
     parts = [
         torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * step + k), device="cpu")
@@ -104,7 +108,9 @@ def test_within_the_mesh_its_streams_are_the_meshs(two_workers: None) -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_two_meshes_of_one_shape(two_workers: None) -> None:
-    """torch makes a mesh of both dimensions, which equalled that of other members: what it remembered of one was for the other."""
+    """torch makes a mesh of both dimensions, which equalled that of other members: what it remembered of one
+    was for the other.
+    """
     for places in (None, [dr.place(k, f"cuda:{g}") for g in (1, 0) for k in (1, 0)]):
         mesh = (
             make("2x2")

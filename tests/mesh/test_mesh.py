@@ -277,7 +277,9 @@ def test_collectives_along_a_dimension(mesh: Mesh, dim: str | None) -> None:
 
 @pytest.mark.parametrize("dim", ["dp", "tp", None])
 def test_adjoints_of_collectives(mesh: Mesh, dim: str | None) -> None:
-    """<F x, y> = <x, F* y>, summed over the members; and where a member is the least or the greatest, its gradient is the sum."""
+    """<F x, y> = <x, F* y>, summed over the members; and where a member is the least or the greatest, its
+    gradient is the sum.
+    """
     lines, n = mesh.lines(dim), mesh.lines(dim).size
     operations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: dr.lines.all_reduce(lines, x),
@@ -470,7 +472,7 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     before = slots(0)
     x, unsent = torch.ones(2, device=mesh.device), torch.ones(3, device=mesh.device)
     dr.synchronize()
-    session.local_workers[1].terminate()
+    session.workers[1].terminate()
     until(lambda: session.nodes[1].failed)
     with pytest.raises(
         dr.NodeFailed,
@@ -505,7 +507,9 @@ def test_a_poisoned_shard_poisons_its_line_and_no_other(mesh: Mesh) -> None:
 
 
 def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]) -> None:
-    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of those who are."""
+    """Its fellow waits for it in a collective, and stops waiting; what is left can be taken to a mesh of
+    those who are.
+    """
     session = fresh_session(world_size=2)
     mesh = dr.init_device_mesh("cpu", (2,))
     model = torch.nn.Linear(4, 4).to(mesh.device)
@@ -513,11 +517,11 @@ def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]
     x = torch.ones(2, 4, device=mesh.device)
     model(x).sum().backward()
     dr.synchronize()
-    stop(session.local_workers[1].pid)
+    stop(session.workers[1].pid)
     loss = model(x).sum()
     loss.backward()
     until(lambda: session.value(session.ask(session.nodes[0], AskStatus))[1] is not None)  # it has begun
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
         loss.item()
     until(lambda: session.nodes[1].failed)

@@ -1,4 +1,6 @@
-"""What goes wrong on meshes: members that fail one by one, streams that are cancelled, workers that stand still."""
+"""What goes wrong on meshes: members that fail one by one, streams that are cancelled, workers that stand
+still.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_what_a_cancelled_stream_would_have_written_is_spoilt_under_all_its_name
 
 
 def test_shards_that_one_stream_puts_together_and_another_takes(mesh: Mesh) -> None:
-    """The names of a mesh's value are no instructions of its own log: on a worker nothing kept the second after the first."""
+    """The names of a mesh's value are no instructions of its own log: on a worker nothing kept the second
+    after the first.
+    """
     with dr.on(mesh.places[0]):
         first = torch.full((1,), 3.0)
     rest = [of(mesh, 4).member(k) + 0 for k in range(1, mesh.size())]  # type: ignore[attr-defined]
@@ -163,7 +167,9 @@ def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> 
 
 
 def test_a_shard_that_a_cancelled_stream_takes(mesh: Mesh) -> None:
-    """It is a name, which costs nothing: there all the same, once what it names is, for which the stream does not wait any more."""
+    """It is a name, which costs nothing: there all the same, once what it names is, for which the stream does
+    not wait any more.
+    """
     shards = [of(mesh, 4).member(k) + 0 for k in range(mesh.size())]  # type: ignore[attr-defined]
     one, two = dr.Stream(mesh.places[0]), dr.Stream(mesh.places[0])
     with blocked(one):
@@ -185,7 +191,7 @@ def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh)
     lines, stream = mesh.lines("dp"), dr.Stream(mesh.device)
     x = of(mesh, 1, 2)
     settle()
-    with stopped(active_session().local_workers[1].pid):
+    with stopped(active_session().workers[1].pid):
         total = dr.lines.all_reduce(lines, x)
         with dr.stream(stream):
             event = (total + 1, stream.record_event())[1]

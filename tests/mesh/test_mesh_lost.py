@@ -1,4 +1,6 @@
-"""A member of a mesh is killed in the midst of something: every wait ends, and says who and why; the others' shards are there."""
+"""A member of a mesh is killed in the midst of something: every wait ends, and says who and why; the others'
+shards are there.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def session() -> Iterator[Any]:
 
 @pytest.fixture
 def mesh(session: Any) -> Mesh:
-    """Two members of worker 0, and two of the worker that will be killed: the first dimension goes from one to the other."""
+    """Two members of worker 0, and two of the worker that will be killed: the first dimension goes from one
+    to the other.
+    """
     victim = max(node.index for node in session.nodes if node.failed is None)
     return dr.init_device_mesh(
         [dr.place(w, f"cuda:{k}") for w in (0, victim) for k in range(2)], (2, 2), mesh_dim_names=("dp", "tp")
@@ -44,12 +48,14 @@ def mesh(session: Any) -> Mesh:
 
 @contextmanager
 def dying(mesh: Mesh, standing: bool = True) -> Iterator[str]:
-    """Kill the last member's worker within a `with` block, whether that waits for it or not; `standing` still from its beginning.
+    """Kill the last member's worker within a `with` block, whether that waits for it or not; `standing` still
+    from its beginning.
 
-    Gives what every error must say. In the end its loss is known, and the failures that it has caused are read.
+    Gives what every error must say. In the end its loss is known, and the failures that it has caused are
+    read.
     """
     node = mesh.places[-1].node
-    worker, pid = mesh.session.nodes[node], mesh.session.local_workers[node].pid
+    worker, pid = mesh.session.nodes[node], mesh.session.workers[node].pid
     if standing:
         stop(pid)
     killer = threading.Timer(0.5, lambda: os.kill(pid, signal.SIGKILL))

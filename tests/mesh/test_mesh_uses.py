@@ -1,4 +1,6 @@
-"""What users meet on meshes beside the core: attention, autocast, checkpointing, memory, wrong operands, the page of documentation."""
+"""What users meet on meshes beside the core: attention, autocast, checkpointing, memory, wrong operands, the
+page of documentation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def same(t: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def test_attention_and_autocast_know_what_the_members_are(mesh: Mesh) -> None:
-    """A mesh of CPUs computes as a CPU does: its fused attention, its list of autocast; simulated GPUs have the GPU's list."""
+    """A mesh of CPUs computes as a CPU does: its fused attention, its list of autocast; simulated GPUs have
+    the GPU's list.
+    """
     q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
     found = []
     for device in ("cpu", mesh.device):
@@ -106,9 +110,8 @@ def test_lines_that_broke_are_opened_again(mesh: Mesh) -> None:
 
 
 def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
-    assert (
-        sys.excepthook.__module__ != "torch.distributed.distributed_c10d"
-    )  # which writes "[rank0]: " before every line
+    # It writes "[rank0]: " before every line.
+    assert sys.excepthook.__module__ != "torch.distributed.distributed_c10d"
 
 
 def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
@@ -161,7 +164,9 @@ def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
     "ignore:.* is deprecated:FutureWarning"
 )  # newer names, which torch 2.11 does not have
 def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> None:
-    """The members' channel found out, and broke the group; DistributedDataParallel over the default group does so."""
+    """The members' channel found out, and broke the group; DistributedDataParallel over the default group
+    does so.
+    """
     group, x = mesh.get_group("dp"), torch.ones(2, device=mesh.device)
 
     def empty(count: int, size: int) -> list[torch.Tensor]:

@@ -217,7 +217,9 @@ def test_transformer_of_torchs_tests(two_workers: None, name: str) -> None:
 def test_mlp_of_torchs_tests(
     mesh: dr.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool
 ) -> None:
-    """With rows of the batch on each member the gradients are of all rows: the serial model's of the whole batch."""
+    """With rows of the batch on each member the gradients are of all rows: the serial model's of the whole
+    batch.
+    """
     first, last = (
         (ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0)))
         if over_sequence
@@ -267,7 +269,9 @@ def test_norms_over_a_sequence(mesh: dr.DeviceMesh, name: str) -> None:
     reason="the experts of torch's tests are from torch 2.13 on",
 )
 def test_experts_of_torchs_tests(two_workers: None) -> None:
-    """Each member has its own tokens and its own experts, and what all members share gets a gradient from each one's tokens."""
+    """Each member has its own tokens and its own experts, and what all members share gets a gradient from
+    each one's tokens.
+    """
     mesh = make("4")
     serial = Transformer(ModelArgs(n_layers=1, dropout_p=0.0, num_experts=4))
     model: Any = copied(serial, mesh)
@@ -335,7 +339,8 @@ def test_attention_with_a_mask_and_with_dropout(two_workers: None) -> None:
         (F.scaled_dot_product_attention(q, k, v, bias) ** 2).sum().backward()
         (F.scaled_dot_product_attention(q_, k_, v_, added) ** 2).sum().backward()
         assert bias.grad is not None and added.grad is not None
-        same(bias.grad, added.grad)  # of all batches and heads, from the members that have them
+        # The gradient sums all batches and heads, from the members that have them.
+        same(bias.grad, added.grad)
         mask = torch.randn(shape, generator=torch.Generator().manual_seed(5)) > -1
         given = distribute_tensor(mask.to(mesh.device), mesh, [Replicate()] * 2)
         same(F.scaled_dot_product_attention(q, k, v, given), F.scaled_dot_product_attention(q_, k_, v_, mask))

@@ -1,4 +1,5 @@
-"""A part of PyTorch's operator database on DTensors over two workers, operands laid out by torch's own `DTensorConverter`.
+"""A part of PyTorch's operator database on DTensors over two workers, operands laid out by torch's own
+`DTensorConverter`.
 
 All of it, with what torch's DTensor refuses by itself, is `long/dtensor_op_db.py`.
 """
@@ -30,7 +31,8 @@ CHOSEN = {
     "softmax": "softmax log_softmax nn.functional.cross_entropy",
     "norms": "nn.functional.layer_norm nn.functional.rms_norm",
 }
-# In DTensor's own words, on LocalTensor as on a mesh: of tensors without dimensions, of dimensions of 5 in two, of what it has no rule for.
+# In DTensor's own words, on LocalTensor as on a mesh: of tensors without dimensions, of dimensions of 5 in
+# two, of what it has no rule for.
 REFUSED = {
     "view": r"Cannot unflatten unevenly sharded tensor",
     "transpose": r"Expected dim1 < ndim",
@@ -38,7 +40,8 @@ REFUSED = {
     "nn.functional.embedding": r"embedding_renorm_.* does not have a sharding strategy",
     "nn.functional.rms_norm": r"in-place operations that require placement changes",
 }
-OLD = torch.__version__ < "2.12"  # whose DTensor refuses more
+# Its DTensor refuses more.
+OLD = torch.__version__ < "2.12"
 if OLD:
     REFUSED |= {
         "nn.functional.linear": r"Attempted to flatten multiple dimensions",
@@ -85,4 +88,5 @@ def test_in_place_and_out(two_workers: None, name: str) -> None:
         local = t.to_local()
         assert op.inplace_variant(t, *given) is t
         same(t, wanted)
-        assert torch.equal(local, t.to_local())  # the same memory
+        # Both have one memory.
+        assert torch.equal(local, t.to_local())

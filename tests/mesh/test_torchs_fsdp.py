@@ -1,4 +1,6 @@
-"""The models and cases of torch's own tests of FSDP2, `torch.testing._internal.common_fsdp` and what PyTorch tests with them."""
+"""The models and cases of torch's own tests of FSDP2, `torch.testing._internal.common_fsdp` and what PyTorch
+tests with them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def given(parts: Sequence[torch.Tensor], mesh: dr.DeviceMesh) -> torch.Tensor:
 def trains(
     model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Train both, and compare losses, gradients and parameters: `serial` with the mean of the gradients of all parts of a batch."""
+    """Train both, and compare losses, gradients and parameters: `serial` with the mean of the gradients of
+    all parts of a batch.
+    """
     both = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad], 1e-2) for m in (model, serial)]
     for parts in batches:
         loss = model(given(parts, mesh)).sum()
@@ -96,7 +100,8 @@ def test_mlps_of_torchs_tests_over_a_sequence(two_workers: None) -> None:
     model: Any = copied(serial, mesh)
     model.parallelize(mesh["tp"], mesh["dp"], False)
     parts = drawn(2, 2, 4, 16)
-    out = model(given(parts, mesh)).to_local()  # of each member some positions of its row's part
+    # Each member has some positions of its row's part.
+    out = model(given(parts, mesh)).to_local()
     for found, at in zip(dr.shards(out.detach()), mesh.coordinates()):
         torch.testing.assert_close(found, serial(parts[at[0]]).chunk(2, 1)[at[1]].detach())
     (out.sum() / 8).backward()

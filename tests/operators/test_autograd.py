@@ -1,4 +1,5 @@
-"""Autograd on remote tensors is autograd: graphs, hooks, in-place, views, version counters, custom functions, all as here.
+"""Autograd on remote tensors is autograd: graphs, hooks, in-place, views, version counters, custom functions,
+all as here.
 
 Each case runs on "cpu" and on a worker and must give equal results (see `agree.agrees`).
 """

@@ -1,7 +1,8 @@
-"""What wrapper tensors are known to get wrong where the operator database does not look: devices, random state, refusals, autocast.
+"""What wrapper tensors are known to get wrong where the operator database does not look: devices, random
+state, refusals, autocast.
 
-Elsewhere: autograd in `test_autograd.py`; `p.data`, ties and weak references in `test_modules.py`; transforms in `test_func.py`;
-numbers, texts and indices in `test_values.py`; local code in `test_local_code.py`.
+Elsewhere: autograd in `test_autograd.py`; `p.data`, ties and weak references in `test_modules.py`; transforms
+in `test_func.py`; numbers, texts and indices in `test_values.py`; local code in `test_local_code.py`.
 """
 
 from __future__ import annotations
@@ -392,7 +393,10 @@ def test_deepcopy_of_a_part(device: str) -> Any:
 def test_attention_that_travels_whole_as_for_a_gpu(
     session: object, monkeypatch: pytest.MonkeyPatch, causal: bool
 ) -> None:
-    """A GPU chooses its kernel itself: one instruction forward, recorded, and one backward. Here a CPU takes its place."""
+    """A GPU chooses its kernel itself: one instruction forward, recorded, and one backward.
+
+    Here a CPU takes its place.
+    """
     monkeypatch.setattr(Residence, "has_cpu_kernels", False)
 
     def attend(device: str) -> Any:
@@ -408,7 +412,10 @@ def test_attention_that_travels_whole_as_for_a_gpu(
 
 
 def test_autocast_is_never_without_effect(session: object) -> None:
-    """What it does to each operator: test_autocast_lists.py. (`torch.autocast("cpu")` leaves them alone, as it leaves CUDA's alone.)"""
+    """What it does to each operator: test_autocast_lists.py.
+
+    (`torch.autocast("cpu")` leaves them alone, as it leaves CUDA's alone.)
+    """
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(REMOTE), tensor(REMOTE, 3, 4)
     with torch.autocast(REMOTE, dtype=torch.bfloat16):
         products = [

@@ -1,4 +1,6 @@
-"""Inference mode, in which torch hands composite operators over whole: moves bring values, and views stay views, as on a CPU."""
+"""Inference mode, in which torch hands composite operators over whole: moves bring values, and views stay
+views, as on a CPU.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ aten = torch.ops.aten
 
 
 def plain(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return an argument's part of the signature, and its operand words: what `dispatch` and `_scan` do in one pass."""
+    """Return an argument's part of the signature, and its operand words: what `dispatch` and `_scan` do in
+    one pass.
+    """
     if isinstance(value, dr.DistributedTensor):
         return [value._handle.spec], [value._handle.ref]
     if type(value) is float:
@@ -32,7 +34,8 @@ def plain_call(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any,
     key, words = [id(func)], []
     for value in args:
         part, operands = plain(value)
-        # Among the arguments themselves a list of something else than integers starts with its length, as anywhere.
+        # Among the arguments themselves a list of something else than integers starts with its length, as
+        # anywhere.
         key += part
         words += operands
     for name, value in kwargs.items():

@@ -1,4 +1,7 @@
-"""Publishing: what is looked up is what was published, whoever asks, and stays so whatever becomes of the master."""
+"""Publishing: what is looked up is what was published, whoever asks.
+
+It stays so, whatever becomes of the master.
+"""
 
 from __future__ import annotations
 
@@ -178,9 +181,8 @@ def test_what_is_published_is_alive(clean: object) -> None:
     x = torch.ones(3, device=REMOTE)
     dr.publish("x", x)
     x += 1
-    x.copy_(
-        torch.tensor([1.0, 2.0, 3.0])
-    )  # of a local tensor: it must not become another value on the worker
+    # This is a local tensor. It must not become another value on the worker.
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
     del x
     assert dr.lookup("x").tolist() == [1.0, 2.0, 3.0]
     y = dr.lookup("x")
@@ -415,7 +417,8 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     del x
     with pytest.raises(
         dr.UsageError,
-        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): publish it again",
+        match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): "
+        "publish it again",
     ):
         dr.lookup("x")
 
@@ -436,7 +439,7 @@ def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:
     with dr.node(1):
         dr.publish("far", torch.ones(2, device=REMOTE))
     dr.publish("near", torch.ones(2, device=REMOTE))
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
     with pytest.raises(dr.NodeFailed, match="node 1"):
         dr.lookup("far")
@@ -579,5 +582,6 @@ def test_a_session_with_fewer_nodes_says_which_one_is_missing(
             dr.UsageError, match=r"some of 'pair' is on node 1 of the session .* connect to that worker too"
         ):
             dr.lookup("pair")
-        enter(fresh_session, daemons[::-1], "alice")  # which numbers them otherwise
+        # This session numbers them otherwise.
+        enter(fresh_session, daemons[::-1], "alice")
         assert [t.get_node() for t in dr.lookup("pair")] == [1, 0]

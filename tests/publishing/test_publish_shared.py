@@ -1,4 +1,4 @@
-"""One model in memory, many readers: what another session shares can be read, and written by nobody but its owner."""
+"""One model in memory, many readers: only its owner can write what a session shares."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_a_reader_computes_with_it(daemon: Keeping) -> None:
     with torch.no_grad():
         out = model(torch.ones(3, 4, device=REMOTE))
     assert out.shape == (3, 2)
-    out += 1  # what is made of it is one's own
+    # A result of it belongs to the reader.
+    out += 1
     loss = model(torch.ones(3, 4, device=REMOTE)).sum()
     loss.backward()
     assert model[0].weight.grad.abs().sum().item() > 0
@@ -129,9 +130,8 @@ def test_a_write_is_refused_though_the_same_was_done_to_ones_own_before(daemon: 
 def test_training_needs_a_copy_of_ones_own(daemon: Keeping) -> None:
     theirs = dr.lookup("alice/model")
     batch = torch.ones(3, 4, device=REMOTE)
-    with pytest.raises(
-        dr.UsageError, match=READ_ONLY
-    ):  # the running statistics, of which torch's schema says nothing
+    # torch's schema says nothing of the running statistics.
+    with pytest.raises(dr.UsageError, match=READ_ONLY):
         theirs(batch)
     theirs.eval()
     for cls in (torch.optim.SGD, torch.optim.AdamW):
@@ -153,7 +153,8 @@ def test_it_cannot_be_published_again_but_a_copy_can(
     x = dr.lookup("alice/x")
     with pytest.raises(
         dr.UsageError,
-        match="'mine' would hold a tensor of 'alice/x', which is another session's: publish a copy, copy=True",
+        match="'mine' would hold a tensor of 'alice/x', which is another session's: "
+        "publish a copy, copy=True",
     ):
         dr.publish("mine", [x[0]])
     dr.publish("mine", x, copy=True)

@@ -1,4 +1,4 @@
-"""Who may have a pickle opened by this process: nobody but whose key is trusted, and nothing but what that key has signed as that.
+"""This process opens a pickle only if a key that is trusted has signed it, as what it is taken for.
 
 The worker is hostile here: whatever it holds is changed between a publish and a lookup, and what it sends
 instead would leave a mark if it were opened.
@@ -155,7 +155,8 @@ def test_a_strangers_key_is_named_with_how_to_trust_it(daemon: Keeping, tmp_path
     assert str(caught.value).splitlines()[1].endswith(f"add the line:  {shown} mallory@pit")
     assert not (tmp_path / "mark").exists()
     (keys / "trusted").write_text(str(caught.value).rpartition("add the line:  ")[2] + "\n")
-    dr.lookup("x").close()  # a file: trusted now, and so opened
+    # This is a file. It is trusted now, and so it is opened.
+    dr.lookup("x").close()
     assert (tmp_path / "mark").exists()
 
 
@@ -332,7 +333,8 @@ def test_the_default_is_beside_the_clusters_key(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_importing_distruntime_does_not_import_what_signs() -> None:
-    code = "import sys, distruntime, distruntime_worker.session.daemon; print({'nacl', 'distruntime.publishing.publish'} & set(sys.modules))"
+    code = "import sys, distruntime, distruntime_worker.session.daemon; "
+    code += "print({'nacl', 'distruntime.publishing.publish'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'worker'}"}
     assert (
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Failures are values: they poison results, surface where these are read, in their own class and under the line that issued them."""
+"""Failures are values: they poison results, and surface where these are read, in their own class."""
 
 from __future__ import annotations
 
@@ -294,7 +294,8 @@ def test_the_error_names_operator_node_operands_and_line(session: object) -> Non
 
 @pytest.mark.parametrize("behind", [0, 1, 3, 50])
 def test_the_line_is_there_whenever_the_value_is_asked_for(session: object, behind: int) -> None:
-    # With more or less work in the same segment, so that the answer overtakes the segment's acknowledgement or does not.
+    # With more or less work in the same segment, so that the answer overtakes the segment's acknowledgement
+    # or does not.
     for _ in range(20):
         slow = torch.ones(200, 200, device=REMOTE)
         y = out_of_range()
@@ -539,7 +540,7 @@ def test_all_workers_may_die_and_a_new_session_starts(fresh_session: Callable[..
 
 
 def wait_for_a_stopped_worker() -> None:
-    """The child: wait in every way there is, each of which Ctrl-C must end, and hold that everything works afterwards."""
+    """The child: wait in every way there is. Ctrl-C must end each, and everything works afterwards."""
     torch.set_num_threads(1)
     dr.init_master_worker(world_size=2)
     worker = dr.nodes()[0].pid

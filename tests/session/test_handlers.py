@@ -1,4 +1,4 @@
-"""Signal handlers that read values: they break no read that they interrupt, and get true values or are told why not."""
+"""Signal handlers that read values break no read, and get true values or are told why not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def test_a_handler_that_reads_breaks_no_read(session: dr.Session) -> None:
 def test_a_message_that_a_handler_has_taken_is_not_missed(
     session: dr.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The handler runs after the look whether something has come, and before it is taken: played, as it is a matter of one bytecode."""
+    """The handler runs after the look whether something has come, and before it is taken.
+
+    It is played, as this is a matter of one bytecode.
+    """
 
     class Struck(deque[Any]):
         def popleft(self) -> Any:
@@ -49,8 +52,8 @@ def test_a_message_that_a_handler_has_taken_is_not_missed(
             return super().popleft()
 
     opened = active_session()
-    monkeypatch.setattr(opened, "_arrived", Struck([(b"peer", [])]))
-    opened._take_in()
+    monkeypatch.setattr(opened.receiver, "_arrived", Struck([(b"peer", [])]))
+    opened.receiver._take_in()
     monkeypatch.undo()
     assert torch.ones(1, device=REMOTE).item() == 1
 

@@ -1,4 +1,4 @@
-"""At a real terminal: what a prompt says while it waits, how it is interrupted and left, what it completes."""
+"""At a real terminal: what a prompt says while it waits, how it is left, what it completes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def repl() -> Iterator[Terminal]:
         terminal.close()
 
 
-SLOW = "x = torch.ones(1500, 1500, device='remote'); any(x @ x is None for k in range(400))"  # a minute's work, issued at once
+# This issues a minute's work at once.
+SLOW = "x = torch.ones(1500, 1500, device='remote'); any(x @ x is None for k in range(400))"
 
 
 def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Terminal) -> None:

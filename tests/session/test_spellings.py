@@ -1,4 +1,4 @@
-"""Every spelling of a place, through every function that takes one: the place it means, or the error it raises."""
+"""Every spelling of a place, through every function that takes one: the place it means, or its error."""
 
 from __future__ import annotations
 

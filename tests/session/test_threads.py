@@ -1,4 +1,7 @@
-"""One session, many hands: threads, asyncio, finalizers and Ctrl-C at any moment; every value right, nothing stuck."""
+"""One session, many hands: threads, asyncio, finalizers and Ctrl-C at any moment.
+
+Every value right, nothing stuck.
+"""
 
 from __future__ import annotations
 
@@ -283,7 +286,8 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
                 assert dr.zeros(2).get_node() == 1
             assert dr.zeros(2).get_node() == 0
 
-    together(*[enter] * 3)  # the same context object may be entered by several threads
+    # Several threads may enter one context object.
+    together(*[enter] * 3)
 
 
 # Finalizers run wherever the collector does: inside locks, inside the socket's code, in the pump
@@ -450,7 +454,7 @@ class Storm:
 
 
 def under_interrupts(seed: int, rounds: int, rate: float) -> None:
-    """The child: operations and reads under a storm of Ctrl-C, with a thread beside that must never notice."""
+    """The child: operations and reads under a storm of Ctrl-C, which a second thread must not notice."""
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)
     dr.init_master_worker(world_size=2)

@@ -1,6 +1,8 @@
-"""Random programs whose streams are cancelled at random: what is not poisoned is what a serial run gives, and everything ends.
+"""Random programs whose streams are cancelled at random: what is not poisoned is what a serial run gives, and
+everything ends.
 
-Integers, so that equal means equal. Products of which nobody reads the result delay what follows, so that there is something to drop.
+Integers, so that equal means equal. Products of which nobody reads the result delay what follows, so that
+there is something to drop.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ History = dict[int, int]  # by stream, the first of its instructions that a valu
 
 @dataclass(eq=False)
 class Value:
-    """A value on a node, the same here, and what may have gone wrong with it: views of one memory share their history."""
+    """A value on a node, the same here, and what may have gone wrong with it: views of one memory share their
+    history.
+    """
 
     node: int
     there: torch.Tensor
@@ -50,7 +54,8 @@ class Program:
         self.choose = choose
         nodes = choose.choice(([0], [0, 1]))
         self.streams = [dr.Stream(nodes[k % len(nodes)], "cpu") for k in range(choose.randint(2, 4))]
-        self.rate = choose.choice((0.02, 0.05, 0.15))  # of cancelling
+        # How often something is cancelled.
+        self.rate = choose.choice((0.02, 0.05, 0.15))
         self.cancelled: dict[
             int, int
         ] = {}  # by stream, the last of its instructions that may have been dropped
@@ -61,7 +66,9 @@ class Program:
         self.now = 0
 
     def run(self) -> Counter[str]:
-        """Issue the program and read everything; return how many reads were right, dropped, wrong or dropped for no reason."""
+        """Issue the program and read everything; return how many reads were right, dropped, wrong or dropped
+        for no reason.
+        """
         for self.now in range(1, INSTRUCTIONS + 1):
             self.step()
         for value in self.values:
@@ -211,7 +218,10 @@ def settle(stream: dr.Stream) -> None:
 
 
 def run(seed: int, programs: int) -> Counter[str]:
-    """Run so many programs; return how their reads went. Fail where something does not end, or stays behind."""
+    """Run so many programs; return how their reads went.
+
+    Fail where something does not end, or stays behind.
+    """
     choose, found = random.Random(seed), Counter[str]()
     for node in (0, 1):
         settle(dr.default_stream(node))

@@ -1,6 +1,7 @@
 """Random programs over 2 nodes and 3 streams each: every read sees what a serial run gives.
 
-Integers, so that equal means equal. Products of random size on the same streams, of which nobody reads the result, delay what follows.
+Integers, so that equal means equal. Products of random size on the same streams, of which nobody reads the
+result, delay what follows.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "streams.md"
 
 @pytest.fixture(autouse=True)
 def _two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes with a simulated GPU each; the next test gets the same, unless this one has made another session."""
+    """Two nodes with a simulated GPU each; the next test gets the same, unless this one has made another
+    session.
+    """
     monkeypatch.setattr("distruntime.log.order._KEPT", 1 << 30)  # so that `waits` counts all of them
     if not (dr.is_initialized() and _ours and _ours[0] is active_session()):
         dr.shutdown()
@@ -57,7 +59,10 @@ def slow(node: int = 0, products: int = 12) -> torch.Tensor:
 
 
 def waits(node: int = 0) -> int:
-    """How many waits between streams have been issued on a node. Counts the clocks' snapshots: one for each wait."""
+    """How many waits between streams have been issued on a node.
+
+    Counts the clocks' snapshots: one for each wait.
+    """
     return sum(len(past) for past in active_session().nodes[node].order._past.values())
 
 
@@ -197,7 +202,8 @@ def test_event_that_was_never_recorded() -> None:
 def test_elapsed_time_agrees_with_the_workers_clock(
     tmp_path: Path, fresh_session: Callable[..., Any]
 ) -> None:
-    # The worker runs in a thread of this process, and an operator of the test's own notes the time when it runs there.
+    # The worker runs in a thread of this process, and an operator of the test's own notes the time when it
+    # runs there.
     clock: list[float] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -323,7 +329,9 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 def held() -> None:
-    """Hold node 0 still and give the current stream work: until `resume` no instruction of it can be known to have run."""
+    """Hold node 0 still and give the current stream work: until `resume` no instruction of it can be known to
+    have run.
+    """
     stop(_pid())
     slow()
 
@@ -733,7 +741,7 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
     event.wait(here)
     with dr.stream(here):
         after = torch.ones(2, device="remote")
-    os.kill(session.local_workers[1].pid, signal.SIGKILL)
+    os.kill(session.workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
     for use in (
         event.query,

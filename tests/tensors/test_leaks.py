@@ -1,4 +1,6 @@
-"""What is let go of on the master is gone from the worker, with the garbage collector off: a cycle here is memory on a GPU."""
+"""What is let go of on the master is gone from the worker, with the garbage collector off: a cycle here is
+memory on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch._dynamo  # meta kernels import it on first use, and its import leaves frames in cycles: torch's, once
+
+# Meta kernels import it on first use, and its import leaves frames in cycles: torch's, once.
+import torch._dynamo
 from torch import nn
 
 import distruntime as dr
@@ -161,7 +165,8 @@ def test_a_graph_that_is_never_run_backward_leaves_nothing(session: object) -> N
     leaves_nothing(code)
 
 
-# Exceptions: a traceback holds frames, a frame holds proxies, and an exception kept in a local would close the circle
+# Exceptions: a traceback holds frames, a frame holds proxies, and an exception kept in a local would close
+# the circle
 
 
 def _raises(kind: type[BaseException], code: Callable[[], object]) -> None:
@@ -236,7 +241,9 @@ def test_an_abandoned_future_leaves_nothing(session: object) -> None:
 
 
 def operate(count: int) -> None:
-    """The child: `count` operations with the collector off, pausing before and after so that memory can be looked at."""
+    """The child: `count` operations with the collector off, pausing before and after so that memory can be
+    looked at.
+    """
     torch.set_num_threads(1)
     gc.disable()
     dr.init_master_worker(world_size=1)

@@ -1,4 +1,6 @@
-"""With the garbage collector off, everything that is let go of is freed on the worker: a reference cycle here is memory there."""
+"""With the garbage collector off, everything that is let go of is freed on the worker: a reference cycle here
+is memory there.
+"""
 
 from __future__ import annotations
 

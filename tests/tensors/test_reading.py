@@ -299,10 +299,10 @@ def counted(code: Callable[[], Any]) -> tuple[Any, int]:
     """Run `code`; return its result and how many requests it made."""
     session = active_session()
     before = session.requests.new(session.nodes[0], "done")
-    session.requests.forget(before)
+    session.requests.discard(before)
     out = code()
     after = session.requests.new(session.nodes[0], "done")
-    session.requests.forget(after)
+    session.requests.discard(after)
     return out, after.number - before.number - 1
 
 

@@ -1,4 +1,4 @@
-"""Autocast's operators, one by one: on a CPU place the list of torch's own CPU autocast, on a GPU place that of its CUDA autocast."""
+"""Autocast's operators, one by one: torch's list for CPUs on a CPU place, and CUDA's on a GPU place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from autocast_samples import calls, recast
 from distruntime.backend import autocast
 from distruntime.backend.fused import KERNELS
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# It warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.autocast_test_lists import AutocastTestLists, TestAutocast
 
 HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
 
-NAMED = re.compile(
-    r"(?i)dimname|names_"
-)  # overloads by the names of dimensions (torch 2.11), which remote tensors do not have
+# These overloads take names of dimensions (torch 2.11), which remote tensors do not have.
+NAMED = re.compile(r"(?i)dimname|names_")
 
 
 def registered(backend: str) -> list[str]:
@@ -49,7 +49,8 @@ def test_exactly_the_listed_operators_have_kernels(session: object) -> None:
     more = {
         op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in KERNELS
     }  # recurrent layers
-    more |= {"aten::_transformer_encoder_layer_fwd"}  # calls listed operators from within
+    # This one calls listed operators from within.
+    more |= {"aten::_transformer_encoder_layer_fwd"}
     assert set(registered("AutocastPrivateUse1")) == {
         *registered("AutocastCPU"),
         *registered("AutocastCUDA"),
@@ -152,7 +153,8 @@ class Claims(torch.Tensor):
 
 def on_a_claimed_gpu(function: Callable[..., Any], sample: Any) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda t: Claims.of(t.detach().to("meta")), sample)
-    torch.set_autocast_enabled("cuda", True)  # `torch.autocast("cuda")` declines without a GPU
+    # `torch.autocast("cuda")` declines without a GPU.
+    torch.set_autocast_enabled("cuda", True)
     try:
         return function(*args, **kwargs)
     finally:
@@ -172,19 +174,22 @@ def dtypes_or_error(run: Callable[..., Any], function: Callable[..., Any], sampl
                 t.dtype if isinstance(t, torch.Tensor) else type(t)
                 for t in tree_leaves(quietly(lambda: run(function, sample)))
             ]
-    except Exception as error:  # any kind: it is compared with the other side's
+    except Exception as error:
+        # It may be of any class, and is compared with the other side's.
         text = str(error)
         return type(error).__name__, text if "to autocast" in text or "at::autocast" in text else ""
 
 
 NEED_A_GPU = {
-    "aten::_cudnn_rnn",  # and these have neither a meta kernel nor one for CPUs
+    # These have neither a meta kernel nor one for CPUs.
+    "aten::_cudnn_rnn",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_thnn_fused_gru_cell",
     "aten::_thnn_fused_lstm_cell",
     "aten::cudnn_convolution",
     "aten::cudnn_convolution_transpose",
-    "aten::_convolution",  # these ask the GPU something first (the convolutions in torch 2.11); the lists below have what is promised
+    # These ask the GPU something first (the convolutions in torch 2.11). The lists below have the rest.
+    "aten::_convolution",
     "aten::_convolution.deprecated",
     "aten::cosine_similarity",
     "aten::gru_cell",
@@ -221,7 +226,10 @@ def test_gpu_operators_give_the_dtypes_that_they_give_there(fresh_session: Calla
 
 @pytest.mark.timeout(300)
 def test_gpu_operators_do_what_torchs_own_lists_promise(fresh_session: Callable[..., Any]) -> None:
-    """The body of torch's test of its CUDA autocast: dtypes, functions and methods alike, and the very bits of casting by hand."""
+    """The body of torch's test of its CUDA autocast.
+
+    It compares dtypes, for functions and methods alike, and the very bits with those of casting by hand.
+    """
     fresh_session(world_size=1, simulate_cuda=1)
     lists, body = AutocastTestLists(REMOTE), TestAutocast()._run_autocast_outofplace
     run = 0
@@ -238,9 +246,8 @@ def test_gpu_operators_do_what_torchs_own_lists_promise(fresh_session: Callable[
         ("methods_fp32", FLOAT32, None),
     ):
         for op, args, *rest in getattr(lists, name):
-            if op.startswith("cudnn_") or isinstance(
-                args, str
-            ):  # no such kernel on a CPU; einsum's entry does not fit its operands
+            # There is no such kernel on a CPU, and einsum's entry does not fit its operands.
+            if op.startswith("cudnn_") or isinstance(args, str):
                 continue
             options: dict[str, Any] = (
                 {"out_type": rest[0]} if "builtin" in name else {"add_kwargs": rest[0]} if rest else {}

@@ -11,24 +11,30 @@ from torch.utils._pytree import tree_leaves
 
 from agree import REMOTE, Copier, Disagreement, check, quietly, some
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# It warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
 STEPS = 5
-INPUTS = 12  # of a module's input variants at most
+# A module has at most so many input variants here.
+INPUTS = 12
 
 # What does not agree, and why. A module that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {}
 
 
 def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> Any:
-    """SGD on parameters and floating inputs alike, so that losses and activations, which have no parameters, train too."""
+    """SGD trains parameters and floating inputs alike.
+
+    So losses and activations, which have no parameters, train too.
+    """
     copier = Copier(device)
     args, kwargs = copier((call.forward_input.args, call.forward_input.kwargs))
     leaves = copier.leaves()
     made_of = Copier(device)((call.constructor_input.args, call.constructor_input.kwargs))
-    torch.manual_seed(1)  # parameters are drawn here, then moved
+    # Parameters are drawn here, then moved.
+    torch.manual_seed(1)
     module = info.module_cls(*made_of[0], **made_of[1]).to(device).train(training)
     trained = [p for p in module.parameters() if p.requires_grad] + leaves
     optimizer = torch.optim.SGD(trained, lr=0.01) if trained else None
@@ -47,9 +53,8 @@ def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> 
 
 def _run(info: ModuleInfo, training: bool) -> int:
     torch.manual_seed(0)
-    dtype = (
-        torch.float64 if "Fractional" in info.formatted_name else torch.float32
-    )  # the database draws their samples in float64
+    # The database draws their samples in float64.
+    dtype = torch.float64 if "Fractional" in info.formatted_name else torch.float32
     calls = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
 
     def same(call: ModuleInput) -> bool:

@@ -10,7 +10,9 @@ from op_samples import entries, run_entry
 
 CHUNKS = 24
 SAMPLES = (
-    120  # of an entry's sample inputs at most: seven entries have many hundreds that differ in one number
+    # An entry has at most so many sample inputs here. Seven entries have many hundreds that differ in one
+    # number.
+    120
 )
 
 # What does not agree, and why. An entry that starts to agree must leave this table: the test says so.

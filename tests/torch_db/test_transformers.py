@@ -15,7 +15,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from small_models import MODELS, Small
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own deprecations are not our subject
+# The library's own deprecations are not our subject.
+pytestmark = pytest.mark.filterwarnings("ignore")
 each_model = pytest.mark.parametrize("small", MODELS.values(), ids=MODELS.keys())
 
 

@@ -76,7 +76,9 @@ def receive(channel: Channel, count: int = 1, wait: float = 1.0) -> list[tuple[b
 
 
 def unknown(channel: Channel, peer: bytes) -> bool:
-    """Whether the channel says that it has no such peer (any more): it may hear of a hang-up before its socket has let go of the peer."""
+    """Whether the channel says that it has no such peer (any more): it may hear of a hang-up before its
+    socket has let go of the peer.
+    """
     channel.receive(0)
     try:
         channel.send(peer, [b"x"])
@@ -233,7 +235,9 @@ def test_a_new_connection_under_the_same_name_replaces_the_old_one(make: Make, a
 def test_the_end_of_a_connection_is_told_whose_message_was_read_before_its_arrival(
     make: Make, address: str
 ) -> None:
-    """As where the reader is held up between looking for connections and for messages, while more than one come."""
+    """As where the reader is held up between looking for connections and for messages, while more than one
+    come.
+    """
     listener, silent, speaker = make(address), make(), make()
     for dialler in (silent, speaker):
         dialler.connect(listener.address, b"listener")
@@ -295,7 +299,9 @@ def test_without_the_right_key_nothing_gets_in(
 
 
 class Meddler:
-    """Passes bytes on to a channel, for one connection to `address`; changes one of what comes while it `meddles`."""
+    """Passes bytes on to a channel, for one connection to `address`; changes one of what comes while it
+    `meddles`.
+    """
 
     def __init__(self, listener: Channel) -> None:
         self.meddles = threading.Event()
@@ -323,7 +329,9 @@ class Meddler:
 
 
 def test_a_byte_changed_on_the_way_ends_the_connection_and_nothing_else(make: Make) -> None:
-    """libzmq 4.3.5 may lose track of such a connection, and abort at the next heartbeat: see `_MONITORED` of connections.py."""
+    """libzmq 4.3.5 may lose track of such a connection, and abort at the next heartbeat: see `_MONITORED` of
+    connections.py.
+    """
     listener = make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True)
     for k in range(4):
         dialler, meddler = make(None, KEYS), Meddler(listener)
@@ -789,7 +797,9 @@ def test_the_socket_file_is_private(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_send_never_waits_for_who_uses_the_socket(make: Make, address: str) -> None:
-    """Its holder may be in a finalizer that waits for a lock of the sender's: what is sent meanwhile goes when it lets go."""
+    """Its holder may be in a finalizer that waits for a lock of the sender's: what is sent meanwhile goes
+    when it lets go.
+    """
     listener, dialler = pair(make, address)
     with dialler._lock:
         threads = [
@@ -820,7 +830,9 @@ def hasty_and_late(address: str) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, address: str, known: bool) -> None:
-    """The last words of a peer that has gone lie unread when the next one connects: the kernel has given that one its fd."""
+    """The last words of a peer that has gone lie unread when the next one connects: the kernel has given that
+    one its fd.
+    """
     server = make(address)
     with Child(hasty_and_late, server.address) as diallers:
         diallers.expect("sent")
@@ -846,7 +858,10 @@ def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, addre
 def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connection_up(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message whose length was changed on the way looks so. The patient side waits as long as a slow network takes for one frame."""
+    """A message whose length was changed on the way looks so.
+
+    The patient side waits as long as a slow network takes for one frame.
+    """
     monkeypatch.setattr("distruntime.wire.channel._SLOWEST", 1 << 30)
     listener, dialler = (
         make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True),

@@ -1,4 +1,6 @@
-"""Shared memory between a master and workers of its machine: sealed, and only the segments of the master that a worker talks to."""
+"""Shared memory between a master and workers of its machine: sealed, and only the segments of the master that
+a worker talks to.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def test_a_segment_that_holds_tensors_is_no_secret(pool: SharedPool) -> None:
     worker = Attached(process(), loan.name)
     assert worker.secret() == b""
     with pytest.raises(ProtocolError, match="is not the memory of this session's master"):
-        worker[loan.name]  # which the look for a secret has mapped
+        # The look for a secret has mapped this one.
+        worker[loan.name]
 
 
 @pytest.mark.parametrize(

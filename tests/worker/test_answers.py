@@ -15,7 +15,8 @@ from distruntime_worker.session.executor import Executor
 
 
 def test_a_reader_waits_for_no_thread_that_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream's thread sends a large value, and waits until the reader hears that it has arrived. A fetch for it comes just then.
+    """A stream's thread sends a large value, and waits until the reader hears that it has arrived. A fetch
+    for it comes just then.
 
     The stream gets there after the reader has looked, and before the reader looks again.
     """

@@ -1,4 +1,6 @@
-"""A session holds what its worker was told that one may hold (`--max-memory`), and what it is refused harms nobody."""
+"""A session holds what its worker was told that one may hold (`--max-memory`), and what it is refused harms
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from processes import STARTING, free_port, slots, until
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
-FLOATS = MIB // 4  # of a mebibyte
+# A mebibyte has so many.
+FLOATS = MIB // 4
 ON_CPU = ["device", "cpu"]
 TEMPLATES: list[list[Any]] = [
     ["aten::empty.memory_format", [["list", FLOATS]], {"device": ON_CPU}, 1],
@@ -378,7 +381,8 @@ def test_a_session_that_asks_for_too_much_hears_who_holds_what_and_goes_on(tmp_p
             x.resize_(1).fill_(float(k))
         assert [x.item() for x in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
         del kept, x, caught
-        with pytest.raises(torch.OutOfMemoryError, match=r"aten\.empty_strided"):  # which the upload was for
+        # The upload was for this operator.
+        with pytest.raises(torch.OutOfMemoryError, match=r"aten\.empty_strided"):
             dr.synchronize()
         again = torch.ones(60 * FLOATS, device="remote")
         assert again.sum().item() == 60 * FLOATS

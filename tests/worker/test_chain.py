@@ -19,7 +19,8 @@ from distruntime_worker.values.step import Run, Step
 from distruntime_worker.values.streams import Work
 
 MIB = 1 << 20
-FLOATS = MIB // 4  # of a mebibyte
+# A mebibyte has so many.
+FLOATS = MIB // 4
 MEMBER = ["device", "member"]
 SMALL, LARGE = ["float32", [4], None], ["float32", [3 * FLOATS], None]
 OUT_OF_PLACE, IN_PLACE = [-1, None, None, False, [], []], [-1, None, None, True, [], []]

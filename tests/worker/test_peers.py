@@ -61,7 +61,9 @@ def test_each_message_arrives_once_and_in_order(two: Two, seed: int) -> None:
 def test_a_connection_that_is_there_before_its_dialler_has_noted_it(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader heard of a connection that it did not know yet, and never introduced itself on it: what was said there waited for ever."""
+    """The reader heard of a connection that it did not know yet, and never introduced itself on it: what was
+    said there waited for ever.
+    """
     connect = Channel.connect
 
     def slowly(self: Channel, address: str, peer: bytes) -> None:

@@ -1,4 +1,6 @@
-"""The store where a group's members find each other: what it does, what it refuses, who it listens to, and when waiting in it ends."""
+"""The store where a group's members find each other: what it does, what it refuses, who it listens to, and
+when waiting in it ends.
+"""
 
 from __future__ import annotations
 
@@ -198,5 +200,5 @@ def test_a_member_that_dies_while_others_meet_wakes_them(fresh_session: Callable
     dr.register_data_channel("waits", Waits)
     with pytest.raises(dr.NodeFailed, match=r"node 2 .*killed by signal 9"):
         dr.new_group([0, 1, 2], backend="waits")
-    for worker in session.local_workers[:2]:
+    for worker in session.workers[:2]:
         until(lambda worker=worker: "woke: group " in worker.last_lines(50))  # type: ignore[misc]

@@ -1,4 +1,6 @@
-"""Sessions of one worker take turns: each gets its part of the time, whatever the others run, and none waits for another's long work."""
+"""Sessions of one worker take turns: each gets its part of the time, whatever the others run, and none waits
+for another's long work.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ library.impl("hold", hold, "CPU")
 
 
 class Session:
-    """An executor without a socket, whose threads run what is issued; with `endless`, as much again as has run."""
+    """An executor without a socket, whose threads run what is issued; with `endless`, as much again as has
+    run.
+    """
 
     def __init__(
         self, turns: Turns, name: str, streams: int = 1, instructions: int = SHORT, endless: bool = True
@@ -125,7 +129,9 @@ def work_of(several: list[Session]) -> int:
 def shares(
     turns: Turns, several: list[Session], instructions: int = 400_000
 ) -> tuple[list[float], list[float], list[int]]:
-    """Return, while so much is run, what part each has of the time and of the instructions, and how many turns it takes."""
+    """Return, while so much is run, what part each has of the time and of the instructions, and how many
+    turns it takes.
+    """
     before, ran = turns.report(), [session.done * session.length for session in several]
     start = work_of(several)
     until(lambda: work_of(several) > start + instructions, 120)
@@ -224,7 +230,9 @@ def test_one_that_waits_for_a_signal_has_no_turn() -> None:
 
 
 def test_workers_whose_sessions_wait_for_each_other_go_on() -> None:
-    """Sessions 0 and 1 play ball between two workers, each the other way round, while a third has both of them busy."""
+    """Sessions 0 and 1 play ball between two workers, each the other way round, while a third has both of
+    them busy.
+    """
     rounds, here, there = 150, Turns(), Turns()
     options = [{"endless": False, "instructions": 20}, {"endless": False, "instructions": 20}, {}]
     with sessions(here, *options) as near, sessions(there, *options) as far:
@@ -275,7 +283,9 @@ def test_what_goes_wrong_in_a_turn_ends_it() -> None:
 
 
 def test_no_wake_up_is_lost() -> None:
-    """Many threads of several sessions, which begin, block and end at random moments: all of them end, and nothing stays taken."""
+    """Many threads of several sessions, which begin, block and end at random moments: all of them end, and
+    nothing stays taken.
+    """
     turns = Turns()
     several = [turns.enter(str(k)) for k in range(5)]
     count = [0]

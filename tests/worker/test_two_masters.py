@@ -1,4 +1,6 @@
-"""Two sessions at work on one daemon: fair turns, separate memory, and one that exceeds its share harms only itself."""
+"""Two sessions at work on one daemon: fair turns, separate memory, and one that exceeds its share harms only
+itself.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from processes import PATH, ListeningWorker
 
 REMOTE = "remote"
 
-# A training that runs ahead of the worker, so that it always has work there, however little of this machine's time its master gets: who
-# reads a loss and is then held up has no claim to turns. The marks make both train at the same time, whoever started first.
+# A training that runs ahead of the worker, so that it always has work there, however little of this machine's
+# time its master gets: who reads a loss and is then held up has no claim to turns. The marks make both train
+# at the same time, whoever started first.
 TRAIN = """
 import json, sys
 from pathlib import Path

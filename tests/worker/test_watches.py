@@ -1,4 +1,6 @@
-"""What stands around an instruction goes on standing there when another session's values are looked up: shares of memory, own draws."""
+"""What stands around an instruction goes on standing there when another session's values are looked up:
+shares of memory, own draws.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SHARE = 16 << 20  # bytes
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ListeningWorker]:
-    """A worker process with a share of memory for each session: in this one, the test's own draws would come between."""
+    """A worker process with a share of memory for each session: in this one, the test's own draws would come
+    between.
+    """
     started = ListeningWorker(
         tmp_path_factory.mktemp("worker"), "--listen", "tcp://127.0.0.1:0", "--max-memory", "16MiB"
     )
@@ -31,7 +35,10 @@ Enter = Callable[[str], None]
 
 @pytest.fixture
 def enter(daemon: ListeningWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Enter]:
-    """Opens a session of a name, or goes on with it; the one that is open is left. Alice has published, and bob's is open."""
+    """Opens a session of a name, or goes on with it; the one that is open is left.
+
+    Alice has published, and bob's is open.
+    """
     for variable in ("SIGNING_KEY", "TRUSTED_KEYS", "STATE"):
         monkeypatch.setenv(f"DISTRUNTIME_{variable}", str(tmp_path / variable))
     entered: list[str] = []

@@ -16,6 +16,7 @@ import gc
 # Importing torch makes objects that stay, and a collection would look through them again and again.
 gc.disable()
 
+import atexit  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import select  # noqa: E402
@@ -23,6 +24,7 @@ import signal  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 from collections import deque  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
@@ -43,8 +45,7 @@ from .values import draws  # noqa: E402
 gc.freeze()
 gc.enable()
 
-# Seconds between looks whether the master still lives.
-_LOOK = 1.0
+_LOOK = 1.0  # seconds between looks whether the master still lives
 # Seconds without a worker and without a request, after which the nursery ends.
 _IDLE = 60.0
 _LARGEST = 1 << 20  # bytes of a request
@@ -54,16 +55,13 @@ _LARGEST = 1 << 20  # bytes of a request
 class Request:
     """What the master asks for: a worker with these descriptors of input and output, or a signal for one."""
 
-    # Of the request; 0: a signal.
-    number: int = 0
+    number: int = 0  # 0: a request for a signal
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    # "": the master's working directory was removed.
-    directory: str = ""
+    directory: str = ""  # "": the master's working directory was removed
     umask: int = 0
     descriptors: list[int] = field(default_factory=list)
-    # Of the worker that gets the signal.
-    pid: int = 0
+    pid: int = 0  # gets the signal
     signal: int = 0
 
 
@@ -83,11 +81,9 @@ class Nursery:
         self._directory = os.getcwd()
         # By process id: the number of the request, and the Popen object of a worker that could not be forked.
         self._workers: dict[int, tuple[int, subprocess.Popen[bytes] | None]] = {}
-        # To the master, which may not read for a long time.
-        self._reports: deque[bytes] = deque()
+        self._reports: deque[bytes] = deque()  # to the master, which may not read for a long time
         self._woken, self._wake = socket.socketpair()
-        # Whether the master can still ask for workers.
-        self._open = True
+        self._open = True  # whether the master can still ask for workers
         self._last_use = time.monotonic()
         for end in (self._woken, self._wake):
             end.setblocking(False)
@@ -229,7 +225,13 @@ def main(arguments: Sequence[str]) -> int:
     request = Nursery(control, int(arguments[0])).serve()
     if request is None:
         return 0
-    return run_worker(request.arguments)
+    code = run_worker(request.arguments)
+    # What Python and C++ do last looks through all that was imported. That would copy the memory that workers share.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""The parts of a log: its base, which a worker and a mesh share, templates, predictions and failures."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime.log.checks import Checks
+from distruntime.log.ledger import Cause, Ledger
+from distruntime.log.log import Log
+from distruntime.log.mesh_log import MeshLog
+from distruntime.log.node import Node
+from distruntime.log.templates import Templates
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure
+from processes import until
+
+
+@pytest.mark.parametrize("kind", [Node, MeshLog])
+def test_a_log_overrides_no_concrete_method(kind: type[Log]) -> None:
+    own = {
+        name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)
+    }
+    shared = {name for name in own & vars(Log).keys() if name != "__init__"}
+    assert shared == Log.__abstractmethods__
+    assert not inspect.isabstract(kind)
+
+
+def test_the_first_log_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Log(None, 0, None, None, active=True, checks=0)  # type: ignore[abstract, arg-type]
+
+
+def test_two_generations_of_templates_live() -> None:
+    templates = Templates()
+    first = templates.add(b"first", ["op"])
+    assert (first, templates.find(b"first"), templates.find(b"second")) == (FIRST_TEMPLATE, first, None)
+    assert templates.untold == [[first, "op"]]
+    assert templates.expire() == first and templates.find(b"first") == first
+    second = templates.add(b"second", ["op"])
+    assert templates.expire() == second
+    assert (templates.find(b"first"), templates.find(b"second"), len(templates)) == (None, second, 1)
+
+
+def test_a_prediction_is_corrected_until_it_is_confirmed() -> None:
+    checks, told = Checks(100), []  # type: ignore[var-annotated]
+    numbers = [checks.add(lambda *what, k=k: told.append((k, *what))) for k in range(2)]
+    assert numbers == [101, 102] and checks.last == 102
+    checks.correct(101, 0, ["spec"])
+    checks.correct(7, 0, ["nobody's"])
+    checks.confirm(101)
+    checks.confirm(101)
+    checks.correct(101, 0, ["too late"])
+    assert told == [(0, 0, ["spec"]), (0, None, [])]
+    checks.confirm(200)
+    assert told[2:] == [(1, None, [])]
+
+
+def _cause(kind: str = "builtins.ValueError") -> Cause:
+    return Cause(Failure(1, 1, kind, "text", "", "aten::add", ""), "x.py:1")
+
+
+def test_a_failure_that_was_read_stays_for_who_reads_again() -> None:
+    ledger, cause = Ledger(), _cause()
+    ledger.file((1, 4), cause)
+    assert (1, 4) in ledger and (1, 5) not in ledger and ledger.unread == {(1, 4): cause}
+    assert ledger.read((1, 4)) is cause and ledger.read((1, 5)) is None
+    assert not ledger.unread and ledger.read((1, 4)) is cause
+
+
+def test_nobody_is_told_of_a_cancellation_that_somebody_has_asked_for() -> None:
+    ledger, cause = Ledger(), _cause("distruntime.errors.StreamCancelled")
+    ledger.file((1, 4), cause)
+    assert not ledger.unread and ledger.read((1, 4)) is cause
+
+
+def test_the_oldest_of_too_many_failures_goes() -> None:
+    ledger = Ledger()
+    for position in range(1001):
+        ledger.file((1, position), _cause())
+    assert (1, 0) not in ledger and (1, 1) in ledger and (1, 1000) in ledger
+    assert len(ledger.unread) == 1000 and (1, 1000) not in ledger.unread
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Session, on_mesh: bool) -> None:
+    """A read of its values waited for ever: nothing else was left to send."""
+    mesh = dr.init_device_mesh("cpu", (len(session.nodes),)) if on_mesh else None
+    x = torch.ones(3, device="remote" if mesh is None else mesh.device)
+    log = x._handle.place.node
+    dr.synchronize()
+    until(lambda: not log.flights)
+    send = log.outlet.send
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        log.outlet.send = send
+        raise KeyboardInterrupt
+
+    with log.lock:
+        # No word may be sent meanwhile but the one of the operation.
+        log.flush()
+        log.outlet.send = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            x + 1
+            log.flush()
+    until(lambda: log.outlet.unsent is None and not log.flights)
+    assert (x + 2).tolist() == [3, 3, 3]

@@ -116,7 +116,7 @@ class Mutator:
             self.by_kind.setdefault(seed.kind, []).append(seed)
         self.operators = sorted(operators(self.pool)) + UNKNOWN
 
-    # -- values ------------------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def value(self) -> Any:
         """Return a value of any type."""
@@ -228,7 +228,7 @@ class Mutator:
             found[self.random.choice(OPTIONS)] = self.value()
         return found
 
-    # -- messages ----------------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def seed(self, seed: Seed) -> Seed:
         """Change a field or two of a message, or its payload frames."""
@@ -301,7 +301,7 @@ class Mutator:
             b"\x95\x05" + b"\xcf" + b"\xff" * 8 + b"\xc0\xc0\xc0",
         ])  # fmt: skip
 
-    # -- sessions ----------------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def session(self, by: str, most: int = 60) -> list[Seed | bytes]:
         """Return a recorded session, mutated: messages changed, dropped, doubled, swapped, those of another

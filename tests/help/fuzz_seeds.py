@@ -93,7 +93,7 @@ class Recording:
     seeds: tuple[Seed, ...]
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def default(annotation: Any) -> Any:
@@ -194,7 +194,7 @@ def save(recordings: list[list[Any]]) -> None:
     )
 
 
-# -- recording: a worker that notes what goes through its channels ------------------------------------------------------------------
+# -- recording: a worker that notes what goes through its channels ---------------------------------
 
 
 def tapped_worker(path: str, *arguments: str) -> int:
@@ -317,7 +317,7 @@ def _calm(value: Any) -> Any:
     return re.sub(r"(/[\w.-]+){3,}", "/a/path", value) if isinstance(value, str) else value
 
 
-# -- the sessions -------------------------------------------------------------------------------------------------------------------
+# -- the sessions ----------------------------------------------------------------------------------
 
 
 def _plain_operations() -> None:

@@ -106,11 +106,14 @@ def test_what_has_found_something(hostile: tuple[str, Any]) -> None:
             made.round(number)
 
 
-# -- the fuzzer itself -------------------------------------------------------------------------------------------------------------
+# -- the fuzzer itself -----------------------------------------------------------------------------
 
 
 def test_every_message_has_a_seed() -> None:
-    """A new message: `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it."""
+    """A new message.
+
+    `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it.
+    """
     found = {type(m).__name__ for r in fuzz_seeds.load() for s in r.seeds for m in (s.message, *s.payloads)}
     assert {cls.__name__ for cls in MESSAGES} - found == set()
 
@@ -165,7 +168,7 @@ def test_a_defect_is_found(tmp_path: Path) -> None:
         worker.stop()
 
 
-# -- what it has found -------------------------------------------------------------------------------------------------------------
+# -- what it has found -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -375,7 +378,9 @@ def test_every_question_has_a_good_answer_here() -> None:
 
 @pytest.mark.parametrize("form", GOOD)
 def test_what_is_answered_is_checked_where_it_is_taken(form: str) -> None:
-    """`dr.names()` and `dr.load()` unpacked what a worker had answered, and raised a `ValueError` of Python's."""
+    """`dr.names()` and `dr.load()` unpacked what a worker had answered, and raised a `ValueError` of
+    Python's.
+    """
     assert fits(form, GOOD[form])
     for bad in ([3], ["a"], ["a", ["b"]], ["a", [[]]], ["a", None], 3, [[], {"a": ""}], [[["a"]], {}]):
         assert not fits(form, bad)

@@ -58,7 +58,7 @@ from processes import ListeningWorker, free_port, until
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# -- attacks -----------------------------------------------------------------------------------------------------------------------
+# -- attacks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ BREAKERS = [messages_that_are_none, messages_out_of_place]
 Attack = Callable[[Target], None]
 
 
-# -- a listening worker ------------------------------------------------------------------------------------------------------------
+# -- a listening worker ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     assert computes() and worker.process.poll() is None, worker.text()
 
 
-# -- a listening master ------------------------------------------------------------------------------------------------------------
+# -- a listening master ----------------------------------------------------------------------------
 
 
 def dial_in(folder: Path, address: str, node: int, *arguments: str) -> subprocess.Popen[bytes]:
@@ -510,7 +510,7 @@ def test_a_worker_cannot_answer_for_another(bad_worker: BadWorker) -> None:
         assert computes()
 
 
-# -- what may listen, and what may be unpickled -------------------------------------------------------------------------------------
+# -- what may listen, and what may be unpickled ----------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])

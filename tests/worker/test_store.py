@@ -100,7 +100,7 @@ def test_what_it_cannot_do_it_says() -> None:
             store.set(key, value)
 
 
-# -- what other workers say ------------------------------------------------------------------------------------------------------
+# -- what other workers say ------------------------------------------------------------------------
 
 
 class Worker:
@@ -168,7 +168,7 @@ def test_a_key_is_told_to_each_other_worker_once() -> None:
     assert {message for _, message in worker.told} == {Entry(1, "a", b"b")}
 
 
-# -- between workers ---------------------------------------------------------------------------------------------------------------
+# -- between workers -------------------------------------------------------------------------------
 
 
 class Waits(dr.DataChannel):

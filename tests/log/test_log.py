@@ -101,9 +101,10 @@ def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Sessio
     with log.lock:
         # No word may be sent meanwhile but the one of the operation.
         log.flush()
+        log.enough = 1 << 30
+        y = x + 1
         log.outlet.send = interrupted
         with pytest.raises(KeyboardInterrupt):
-            x + 1
             log.flush()
     until(lambda: log.outlet.unsent is None and not log.flights)
-    assert (x + 2).tolist() == [3, 3, 3]
+    assert y.tolist() == [2, 2, 2]

@@ -22,11 +22,15 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
-    Ask,
+    AskDevices,
+    AskMemory,
+    DeviceRow,
     Done,
     Fetch,
     Hello,
+    ListenForPeers,
     MeshSegment,
+    Question,
     Reply,
     Segment,
     Welcome,
@@ -35,8 +39,9 @@ from distruntime.wire.messages import (
 _SEGMENTS = {MESSAGES.index(Segment), MESSAGES.index(MeshSegment)}
 _DONE = MESSAGES.index(Done)
 _BYTE = 8e-7  # seconds: `x + y`, with the free of an earlier result, has 25 bytes of a segment
-_DEVICES = [["cpu", "played", 0, 0, "", 0, 0]]
-_ANSWERS = {"listen": "", "info": _DEVICES, "memory": [0, 0, []]}  # "": no channel to other workers
+_DEVICES = [DeviceRow("cpu", "played", 0, 0, "", 0, 0)]
+# An address that is empty says that there is no channel to other workers.
+_ANSWERS: dict[type, object] = {ListenForPeers: "", AskDevices: _DEVICES, AskMemory: [0, 0, []]}
 
 
 def addresses(port: int, count: int) -> list[str]:
@@ -93,8 +98,8 @@ def main(count: int) -> None:
         message = decode(head.bytes)
         if isinstance(message, Hello):
             router.send_multipart([peer, welcome])
-        elif isinstance(message, Ask):
-            router.send_multipart([peer, encode(Reply(message.request, _ANSWERS.get(message.what)))])
+        elif isinstance(message, Question):
+            router.send_multipart([peer, encode(Reply(message.request, _ANSWERS.get(type(message))))])
         elif isinstance(message, Fetch):
             router.send_multipart([peer, encode(Reply(message.request, None))])
 

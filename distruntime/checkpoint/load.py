@@ -29,7 +29,8 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
-from .phases import VERSION, IndexSummary, other_version, summaries
+from ..wire.messages import IndexSummary, ListFolder, ReadIndex
+from .phases import VERSION, other_version
 from .save import GRAD, PARAMETER, SMALL, folder_of, host_of, send_plan, under_way
 from .tree import Json, unpacked
 
@@ -106,17 +107,17 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
     nodes = [node for node in session.nodes if node.failed is None]
     if not nodes:
         session.nodes[0].require_alive()
-    looks = [session.ask(node, "checkpoint", ["look", folder]) for node in nodes]
+    looks = [session.ask(node, ListFolder, folder) for node in nodes]
     _await(session, looks)
     holders: dict[tuple[str, int], list[Node]] = {}
     indexes: dict[str, tuple[Node, IndexSummary]] = {}
     problems: list[str] = []
     for node, look in zip(nodes, looks):
-        for file, nbytes in look.value[1].items():
+        for file, nbytes in look.value.sizes.items():
             holders.setdefault((file, nbytes), []).append(node)
-        for summary in summaries(look):
+        for summary in look.value.indexes:
             if summary.problem:
-                problems.append(f"{summary.index_file} on {node}: {summary.problem}")
+                problems.append(f"{summary.name} on {node}: {summary.problem}")
             elif summary.version != VERSION:
                 raise CheckpointError(
                     other_version(folder, summary.version)
@@ -135,7 +136,7 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
                     folder,
                     "; ".join(problems),
                 )
-            text = session.value(session.ask(node, "checkpoint", ["index", folder, summary.index_file]))
+            text = session.value(session.ask(node, ReadIndex, folder, summary.name))
             try:
                 index: dict[str, Json] = _DECODER.decode(text)
                 same = index["save"] == summary.save

@@ -24,6 +24,7 @@ from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.session import Session
 from ..session.timeouts import checked
+from ..wire.messages import CommitSave, RemoveFiles, SweepSaves
 from ..wire.shield import shield
 from .tree import Json
 
@@ -41,25 +42,6 @@ class Contents(NamedTuple):
 
     tensors: dict[str, dict[str, Json]]
     tree: Json
-
-
-class IndexSummary(NamedTuple):
-    """An index in a folder as a worker describes it. `problem` is empty unless it cannot be read."""
-
-    index_file: str
-    problem: str
-    version: int
-    number: int
-    save: str
-    files: list[tuple[str, int]]
-
-
-def summaries(request: Request) -> list[IndexSummary]:
-    """Return the indexes that a worker has found in a folder."""
-    return [
-        IndexSummary(index_file, problem, version, number, save, [(file, nbytes) for file, nbytes in files])
-        for index_file, problem, version, number, save, files in request.value[0]
-    ]
 
 
 @dataclass(frozen=True)
@@ -185,7 +167,7 @@ class Saving:
             failed = partial(CheckpointError, f"the checkpoint in {self.folder} was abandoned by Ctrl-C")
         numbers = [0]
         if failed is None:
-            for summary in (summary for look in self._looks for summary in summaries(look)):
+            for summary in (summary for look in self._looks for summary in look.value.indexes):
                 numbers.append(summary.number)
                 if not summary.problem and summary.version != VERSION:
                     failed = partial(
@@ -198,8 +180,7 @@ class Saving:
                 write for write in self._writes if write.node.failed is None and self._session.closed is None
             ]
             removals = [
-                self._session.ask(write.node, "checkpoint", ["remove", self.folder, [write.file]])
-                for write in there
+                self._session.ask(write.node, RemoveFiles, self.folder, [write.file]) for write in there
             ]
             _when_all(removals, self._guarded(partial(self._end, failed)))
             return
@@ -224,14 +205,11 @@ class Saving:
             "metadata": {"total_size": sum(write.written.value for write in self._writes)},
             "weight_map": {key: names[about["file"]] for key, about in tensors.items()},
         }
-        detail = [
-            "commit",
-            self.folder,
-            self._save,
-            json.dumps(index, allow_nan=False),
-            json.dumps(weights, indent=1),
+        texts = json.dumps(index, allow_nan=False), json.dumps(weights, indent=1)
+        commits = [
+            self._session.ask(write.node, CommitSave, self.folder, self._save, *texts)
+            for write in self._writes
         ]
-        commits = [self._session.ask(write.node, "checkpoint", detail) for write in self._writes]
         _when_all(commits, self._guarded(partial(self._have_committed, commits)))
 
     def _have_committed(self, commits: list[Request]) -> None:
@@ -243,7 +221,7 @@ class Saving:
             return
         keep = [write.file for write in self._writes]
         sweeps = [
-            self._session.ask(look.node, "checkpoint", ["sweep", self.folder, self._save, keep])
+            self._session.ask(look.node, SweepSaves, self.folder, self._save, keep)
             for look in self._looks
             if look.node.failed is None
         ]

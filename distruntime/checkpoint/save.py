@@ -30,6 +30,7 @@ from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import Buffer, dtype_name, tensor_bytes
+from ..wire.messages import ListFolder
 from .phases import Contents, FileWrite, Saving
 from .tree import Json, packed
 
@@ -128,11 +129,7 @@ def _start_writing(
         )
         for (node, plan), report in zip(plans, reports)
     ]
-    looks = [
-        session.ask(node, "checkpoint", ["look", saving.folder])
-        for node in session.nodes
-        if node.failed is None
-    ]
+    looks = [session.ask(node, ListFolder, saving.folder) for node in session.nodes if node.failed is None]
     saving.track(writes, looks, partial(_take_off, session.name, saving.folder, saving))
 
 

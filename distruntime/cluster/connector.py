@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from ipaddress import ip_address
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from ..errors import ConfigurationError, ConnectionFailed
 from ..log.node import Node
 from ..log.presence import Absence
-from ..log.replies import is_devices
+from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session
 from ..wire.address import host_of, resolve
@@ -348,14 +349,15 @@ class Connector:
                 f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
                 "install the same distruntime on both"
             )
-        if not is_devices(welcome.devices):
+        devices = devices_from(welcome.devices)
+        if devices is None:
             raise ConnectionFailed(
                 f"node {index} ({welcome.host}) says that its devices are {welcome.devices!r:.80}: "
                 "is it a distruntime-worker?"
             )
         address = connection.address or session.channel.address
         shared = session.challenge.answered(welcome.shared, welcome.nonce)
-        return Node(session, index, peer, address, welcome, round_trip, shared)
+        return Node(session, index, peer, address, replace(welcome, devices=devices), round_trip, shared)
 
     def _bury(self, node: Node, welcome: Welcome) -> None:
         """Tell a worker which of its absent masters were processes of this machine and have died."""

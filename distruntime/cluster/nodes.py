@@ -11,6 +11,7 @@ from ..log.node import Node
 from ..session.session import Session, active_session
 from ..session.tables import table_html, table_text
 from ..wire.deadlines import ASK
+from ..wire.messages import AskDevices
 from ..wire.units import size_text
 
 
@@ -133,14 +134,14 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     devices = welcome.devices
     if fresh and node.failed is None and node.presence.absence is None:
         started = time.perf_counter()
-        asked = session.ask(node, "info")
+        asked = session.ask(node, AskDevices)
         if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
             node.round_trip = time.perf_counter() - started
             devices = asked.value
         else:
             session.requests.discard(asked)
     rows = tuple(
-        Device(name, session.places.number_of(Place(node.index, name)), *rest) for name, *rest in devices
+        Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:]) for row in devices
     )
     return NodeInfo(
         node.index,

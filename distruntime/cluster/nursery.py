@@ -201,7 +201,7 @@ class Nursery:
             number, pid, code = json.loads(report)
             worker = self._workers.get(number)
             if worker is not None and code is None:
-                worker.process = process(pid)
+                worker.process = [*process(pid)]
             elif worker is not None:
                 worker.returncode = code
                 del self._workers[number]

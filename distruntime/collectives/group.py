@@ -40,7 +40,7 @@ from ..session.spelling import on_node
 from ..session.timeouts import is_timeout
 from ..wire.data_channel import Capabilities, registered
 from ..wire.deadlines import GROUP, MEET
-from ..wire.messages import BreakGroup, OpenGroup
+from ..wire.messages import AskChannel, BreakGroup, OpenGroup, Plain
 
 Choice = str | Mapping[str, str]
 
@@ -213,7 +213,7 @@ class Groups:
         requests = []
         for node, ranks in group.own.items():
             request = session.requests.new(node, "done")
-            members = [[rank, group.places[rank].device] for rank in ranks]
+            members: list[Plain] = [[rank, group.places[rank].device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
             session.post(node, message)
@@ -253,7 +253,7 @@ class Groups:
         """
         found = registered(name)
         asked = {
-            node: self.session.ask(node, "channel", [name])
+            node: self.session.ask(node, AskChannel, name)
             for node in nodes
             if (node, name) not in self._offers or found is not None
         }

@@ -20,6 +20,7 @@ from ..session.timeouts import checked
 from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
 from ..wire.deadlines import ASK
+from ..wire.messages import AskStatus
 from . import functional
 from .arguments import (
     at,
@@ -442,7 +443,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     """Return what a member does that has not come to a barrier. Return "" if it has come to `event`."""
     home = group.homes[rank]
     node, session = home.worker, group.session
-    asked = session.ask(node, "status")
+    asked = session.ask(node, AskStatus)
     if not session.result(asked, ASK.get()) or asked.lost is not None:
         session.requests.discard(asked)
         return f"rank {rank}, {home.place}, is late: {node} does not answer"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ..errors import NodeFailed
 from ..wire.codec import Buffer, encode
+from ..wire.frames import Part
 from ..wire.link import Delivery
 from ..wire.messages import FORGET, MeshBody, Segment
 from .checks import Checks, Correct
@@ -40,7 +41,7 @@ PAYLOAD_WINDOW = 256 << 20
 class Send(Protocol):
     """Puts the frames of a segment on their way, without waiting."""
 
-    def __call__(self, frames: Sequence[Buffer], *, copy: bool) -> Any:
+    def __call__(self, frames: Sequence[Part], *, copy: bool) -> Any:
         """Return what tells when the frames' memory may be written again, if it is not copied."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from ..errors import NodeFailed
 from ..wire.channel import for_many
-from ..wire.codec import Buffer
+from ..wire.frames import Part
 from ..wire.messages import MeshBody, OpenTeam, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
@@ -154,9 +154,11 @@ class MeshLog(Log):
         others = dict.fromkeys(mesh for node in self.ranks for mesh in node.meshes if mesh is not self)
         return [*self.ranks, *others]
 
-    def _send_to_all(self, frames: Sequence[Buffer], *, copy: bool) -> None:
+    def _send_to_all(self, frames: Sequence[Part], *, copy: bool) -> None:
         """Send the segment that was made last to every member's worker that is there."""
-        frame, whole = for_many(bytes(frames[0])), self.flights[-1]
+        body, whole = frames[0], self.flights[-1]
+        assert isinstance(body, bytes)
+        frame = for_many(body)
         # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield
         # ends, and by then the segment is sent.
         with shield:

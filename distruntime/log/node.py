@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, final
 
 from ..errors import NodeFailed, ProtocolError
-from ..wire.codec import Buffer, encode, failure_from
+from ..wire.codec import encode, failure_from
+from ..wire.frames import Part
 from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, MeshSegment, Segment, Welcome
 from .ledger import Cause, Ledger
@@ -116,7 +117,7 @@ class Node(Log):
                     self.order.checked[0] = self.order.last[0]
                 self.overtaken = False
 
-    def carry(self, part: Flight, frame: Buffer) -> None:
+    def carry(self, part: Flight, frame: Part) -> None:
         """Send this worker its copy of a mesh's segment, as a segment of its own without words.
 
         Call under `lock`, while the mesh's log is active.
@@ -135,11 +136,13 @@ class Node(Log):
         with self.lock:
             failures = [failure_from(fields) for fields in message.failures]
             try:
-                for number, result, fields in message.corrections:
-                    if type(result) is not int or not is_spec(fields):
-                        raise ValueError(f"{fields!r:.80}")
-                    for log in (self, *self.meshes):
-                        log.checks.correct(number, result, fields)
+                for row in message.corrections:
+                    match row:
+                        case [int(number), int(result), fields] if is_spec(fields):
+                            for log in (self, *self.meshes):
+                                log.checks.correct(number, result, fields)
+                        case _:
+                            raise ValueError(f"{row!r:.80}")
             except (TypeError, ValueError) as error:
                 raise ProtocolError(f"Done carries a correction that makes no sense: {error}") from None
             flight: Flight | None = None

@@ -1,46 +1,40 @@
-"""What workers answer, checked where it is taken.
+"""What workers answer, checked where it arrives.
 
-A worker that answers nonsense is dropped, and nobody who waits gets to see it.
+A worker that answers nonsense is dropped, and nobody who waits sees it.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence, Sized
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import TypeGuard, get_args, get_origin
 
 from ..errors import ProtocolError
-from ..wire.codec import dtype_named, failure_from
+from ..wire.codec import dtype_named, failure_from, unpack_constant
+from ..wire.messages import (
+    MESSAGES,
+    ChannelOffer,
+    DeviceRow,
+    FoundVersion,
+    Listed,
+    Plain,
+    Question,
+    StoredTensor,
+    Versions,
+)
 
-# No memory holds so many elements, and torch's own arithmetic overflows beyond.
+# Elements: no memory holds more, and torch's own arithmetic overflows beyond.
 _MOST = 1 << 62
-# Lists may stand so deep in lists. A thousand would end in a RecursionError, which is nobody's fault but the
-# worker's.
-_DEEPEST = 64
-
-# It tells whether a value has the form that was asked for.
-Form = Callable[[object], bool]
 
 
-def _is(*kinds: type) -> Form:
-    return lambda value: type(value) in kinds
+def _integers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int for n in value)
 
 
-def _list_of(item: Form) -> Form:
-    return lambda value: isinstance(value, list) and all(map(item, value))
-
-
-def _row(*columns: Form) -> Form:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) == len(columns)
-        and all(is_(one) for is_, one in zip(columns, value))
-    )
-
-
-_integer, _text, _real, _integers = _is(int), _is(str), _is(int, float), _list_of(_is(int))
-
-
-def _dtype(name: object) -> bool:
+def is_dtype(name: object) -> TypeGuard[str]:
+    """Whether this is the name of a dtype."""
     try:
         return isinstance(name, str) and dtype_named(name) is not None
     except ProtocolError:
@@ -48,7 +42,7 @@ def _dtype(name: object) -> bool:
 
 
 def count(sizes: object) -> int:
-    """Return how many elements a tensor of these sizes has; -1 where they are none."""
+    """Return how many elements a tensor of these sizes has; -1 where they are no sizes."""
     if not isinstance(sizes, list) or len(sizes) > 64:
         return -1
     found = 1
@@ -59,35 +53,39 @@ def count(sizes: object) -> int:
     return found if found < _MOST else -1
 
 
-def is_spec(fields: object) -> bool:
+def is_spec(fields: object) -> TypeGuard[list[object]]:
     """Whether this is a tensor's metadata, as `spec_from_wire` takes it."""
-    if not isinstance(fields, list) or not _row(_integers, _integers, _integer, _dtype, _integer)(fields):
+    if not isinstance(fields, list) or len(fields) != 5:
         return False
-    sizes, strides, offset, _, bits = fields
-    if (
-        count(sizes) < 0
-        or len(strides) != len(sizes)
-        or any(s < 0 for s in strides)
-        or offset < 0
-        or not 0 <= bits < 4
-    ):
+    sizes, strides, offset, dtype, bits = fields
+    if not _integers(sizes) or not _integers(strides) or not is_dtype(dtype):
         return False
-    return bool(offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4)
+    if type(offset) is not int or type(bits) is not int or offset < 0 or not 0 <= bits < 4:
+        return False
+    if count(sizes) < 0 or len(strides) != len(sizes) or any(s < 0 for s in strides):
+        return False
+    return offset + sum((n - 1) * s for n, s in zip(sizes, strides)) < _MOST >> 4
 
 
-def is_plain(value: object, depth: int = 0) -> bool:
+def is_plain(value: Plain) -> bool:
     """Whether this is a result that is no tensor."""
-    if isinstance(value, list):
-        complex_ = len(value) == 3 and value[0] == "complex" and _real(value[1]) and _real(value[2])
-        return complex_ or (
-            value[:1] == ["list"]
-            and depth < _DEEPEST
-            and all(is_plain(item, depth + 1) for item in value[1:])
-        )
-    return value is None or type(value) in (bool, int, float, str)
+    try:
+        unpack_constant(value)
+    except ProtocolError:
+        return False
+    return True
 
 
-def _failure(fields: object) -> bool:
+def _is_described(fields: object) -> bool:
+    return is_spec(fields) or is_plain(typing.cast("Plain", fields))
+
+
+def _is_complex(value: object) -> bool:
+    parts = value[1:] if isinstance(value, list) and value[:1] == ["complex"] else []
+    return len(parts) == 2 and all(type(part) in (int, float) for part in parts)
+
+
+def _is_failure(fields: object) -> bool:
     try:
         return failure_from(fields) is not None
     except ProtocolError:
@@ -97,14 +95,12 @@ def _failure(fields: object) -> bool:
 def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
     """Whether this is a tensor with its bytes.
 
-    They are here, in the payload frame, or in `room`, which the master has made for them.
+    Here, in the payload frame, or in `room`, which the master has made for them.
     """
-    if (
-        not isinstance(value, list)
-        or len(value) != 3
-        or not _dtype(value[0])
-        or (elements := count(value[1])) < 0
-    ):
+    if not isinstance(value, list) or len(value) != 3 or not is_dtype(value[0]):
+        return False
+    elements = count(value[1])
+    if elements < 0:
         return False
     nbytes, data = elements * dtype_named(value[0]).itemsize, value[2]
     if data in ("shared", "parts"):
@@ -114,75 +110,164 @@ def is_tensor(value: object, payload: Sized | None, room: Sized | None) -> bool:
     return isinstance(data, bytes) and len(data) == nbytes
 
 
-def is_devices(rows: object) -> bool:
-    """Whether this is what a worker has, as in `Welcome.devices`."""
-    row = _row(_text, _text, _integer, _integer, _text, _integer, _integer)
-    return (
-        isinstance(rows, list)
-        and bool(rows)
-        and all(map(row, rows))
-        and len({row[0] for row in rows}) == len(rows)
-    )
+# -- replies by the type that a question names -----------------------------------------------------
 
 
-def _number(value: object) -> bool:
+class _Unfit(Exception):
+    """A part of a reply is not what was asked for."""
+
+
+Reader = Callable[[object], object]
+
+
+def _is_version(number: int) -> bool:
     """Whether this can be a publication's version, and so can the one after it."""
-    return type(value) is int and 0 < value < 1 << 53
+    return 0 < number < 1 << 53
 
 
-# See publishing/publish.py.
-_listed = _list_of(_row(_text, _integer, _text, _integer, _list_of(_text)))
-_publication = _row(_text, _text, _text, _number, _is(bool), _text, _listed, _integer)
-_version = _row(
-    _number, _is(bytes), _list_of(_row(_integer, _integer, lambda spec: spec is None or is_spec(spec)))
-)
-_index = _row(_text, _text, _integer, _integer, _text, _list_of(_row(_text, _integer)))
+def _fits(row: object) -> bool:
+    """Whether what the classes of a row's fields do not say holds as well."""
+    match row:
+        case ChannelOffer(python=python):
+            return len(python) == 2
+        case FoundVersion(version=version) | Listed(version=version):
+            return _is_version(version)
+        case StoredTensor(spec=spec):
+            return spec is None or is_spec(spec)
+        case Versions(versions=versions):
+            return all(map(_is_version, versions))
+    return True
 
 
-def _sizes(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_text, value)) and all(map(_integer, value.values()))
+def _exactly(*kinds: type) -> Reader:
+    def read(value: object) -> object:
+        if type(value) in kinds:
+            return value
+        raise _Unfit
+
+    return read
 
 
-_poisoned = _list_of(lambda ref: type(ref) is int or _row(_integer, _integer)(ref))
-# The forms of all that is asked for but tensors.
-FORMS: dict[str, Form] = {
-    "item": lambda value: (
-        type(value) in (bool, int, float)
-        or (isinstance(value, list) and is_plain(value) and value[0] == "complex")
-    ),
-    "text": _text,
-    "passed": lambda value: value is None or _list_of(_failure)(value),
-    "done": lambda value: value is None,
-    "specs": _list_of(lambda fields: is_spec(fields) or is_plain(fields)),
-    "ask info": is_devices,
-    "ask memory": _row(_integer, _integer, _poisoned),
-    "ask status": _row(_integer, lambda name: name is None or type(name) is str, _real),
-    "ask passed": _is(bool),
-    # See Capabilities.from_wire.
-    "ask channel": _row(_text, lambda fields: True, _row(_integer, _integer)),
-    "ask listen": _text,
-    "ask turns": _list_of(_row(_text, _integer, _real)),
-    "ask published names": _row(_text, _list_of(_publication)),
-    "ask published versions": _row(_text, _list_of(_number)),
-    "ask published find": _row(_text, _list_of(_version)),
-    "ask published settle": _row(_text, _is(bool)),
-    "ask published drop": _row(_text, _is(bool)),
-    "published": _list_of(_row(_integer, _integer)),
-    "ask checkpoint look": _row(_list_of(_index), _sizes),
-    "ask checkpoint index": _text,
-    "ask checkpoint commit": lambda value: value is None,
-    "ask checkpoint sweep": lambda value: value is None,
-    "ask checkpoint remove": lambda value: value is None,
+def _such(fits: Callable[[object], bool]) -> Reader:
+    def read(value: object) -> object:
+        if fits(value):
+            return value
+        raise _Unfit
+
+    return read
+
+
+def _list_of(item: Reader) -> Reader:
+    def read(value: object) -> object:
+        if isinstance(value, list):
+            return [item(one) for one in value]
+        raise _Unfit
+
+    return read
+
+
+def _dict_of(item: Reader) -> Reader:
+    def read(value: object) -> object:
+        if isinstance(value, dict) and all(type(key) is str for key in value):
+            return {key: item(one) for key, one in value.items()}
+        raise _Unfit
+
+    return read
+
+
+def _either(readers: list[Reader]) -> Reader:
+    def read(value: object) -> object:
+        for reader in readers:
+            try:
+                return reader(value)
+            except _Unfit:
+                continue
+        raise _Unfit
+
+    return read
+
+
+def _row_of(make: Callable[[Iterable[object]], object], columns: list[Reader]) -> Reader:
+    def read(value: object) -> object:
+        if not isinstance(value, list) or len(value) != len(columns):
+            raise _Unfit
+        row = make(column(one) for column, one in zip(columns, value))
+        if not _fits(row):
+            raise _Unfit
+        return row
+
+    return read
+
+
+def reader_of(annotation: object) -> Reader:
+    """Return what makes a value of this type of what msgpack has brought; it raises for anything else."""
+    if annotation is object:
+        return _such(lambda _: True)
+    if annotation is float:
+        return _exactly(int, float)
+    if annotation in (bool, int, str, bytes, type(None)):
+        return _exactly(typing.cast(type, annotation))
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return _list_of(reader_of(arguments[0]))
+    if origin is dict:
+        return _dict_of(reader_of(arguments[1]))
+    if origin in (types.UnionType, typing.Union):
+        return _either([reader_of(argument) for argument in arguments])
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        columns = [reader_of(kind) for kind in typing.get_type_hints(annotation).values()]
+        return _row_of(annotation._make, columns)  # type: ignore[attr-defined]
+    raise TypeError(f"no reply is of type {annotation}")
+
+
+def _reply_type(question: type) -> object:
+    (base,) = question.__orig_bases__  # type: ignore[attr-defined]
+    (found,) = get_args(base)
+    return type(None) if found is None else found
+
+
+_devices = reader_of(list[DeviceRow])
+
+
+def devices_from(rows: object) -> list[DeviceRow] | None:
+    """Return what a worker says that it has, each device once; None where it says what cannot be."""
+    try:
+        found = typing.cast("list[DeviceRow]", _devices(rows))
+    except _Unfit:
+        return None
+    return found if found and len({row.name for row in found}) == len(found) else None
+
+
+def _all_devices(rows: object) -> object:
+    found = devices_from(rows)
+    if found is None:
+        raise _Unfit
+    return found
+
+
+# The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
+FORMS: Mapping[str, Reader] = {
+    "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
+    "text": _exactly(str),
+    "passed": _either([_exactly(type(None)), _list_of(_such(_is_failure))]),
+    "done": _exactly(type(None)),
+    "specs": _list_of(_such(_is_described)),
+    "published": _list_of(_such(lambda row: _integers(row) and len(row) == 2)),
+    **{cls.__name__: reader_of(_reply_type(cls)) for cls in MESSAGES if issubclass(cls, Question)},
+    "AskDevices": _all_devices,
 }
 
 
-def asked(what: str, detail: Sequence[object]) -> str:
-    """Return the form of what is asked for: by what it is about, and by the verb where there are several."""
-    verb = f"ask {what} {next(iter(detail), '')}"
-    return verb if verb in FORMS else f"ask {what}"
+def require(form: str, value: object, payload: Sized | None, room: Sized | None) -> object:
+    """Return a reply, its rows as the named tuples of the question.
 
-
-def require(form: str, value: object, payload: Sized | None, room: Sized | None) -> None:
-    """Raise `ProtocolError` unless `value` answers what was asked for."""
-    if not (is_tensor(value, payload, room) if form == "tensor" else FORMS[form](value)):
-        raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}")
+    Raise `ProtocolError` unless it answers that.
+    """
+    try:
+        if form != "tensor":
+            return FORMS[form](value)
+        if is_tensor(value, payload, room):
+            return value
+    except _Unfit:
+        pass
+    raise ProtocolError(f"asked for {form!r}, it answered {reprlib.repr(value):.80}") from None

@@ -19,6 +19,7 @@ from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
 from ..session.requests import Request
 from ..session.stalls import before_wait, note_wait
+from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
 from .proxies import reshape_wrapper, wrap
@@ -78,11 +79,7 @@ def ask(
     results: list[Result] = []
     for handle, fields, argument, alias in zip(handles, described, returns, shared):
         if not _is_tensor(fields):
-            out.append(
-                complex(fields[1], fields[2])
-                if isinstance(fields, list) and fields and fields[0] == "complex"
-                else fields
-            )
+            out.append(unpack_constant(fields))
             results.append(None)
             continue
         handle.spec = spec_from_wire(fields)

@@ -23,7 +23,7 @@ from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
 from ..session.requests import Request
 from ..session.stalls import before_wait, note_wait
-from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes
+from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes, unpack_constant
 from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD
 from ..wire.shared import LEAST, Loan
@@ -169,7 +169,7 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
         )
     else:
         # The clone is in memory that can be resized.
-        tensor = bytes_tensor(dtype, sizes, reply.payload if data is None else data).clone()
+        tensor = bytes_tensor(dtype, sizes, reply.payload or b"" if data is None else data).clone()
     if tensor.shape != spec.size or tensor.dtype != spec.dtype:
         raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()
@@ -202,6 +202,4 @@ def download(handle: Handle, why: str = "copy to the master") -> torch.Tensor:
 def item(handle: Handle, why: str = "item") -> Any:
     """Block until a one-element value is here as a Python number."""
     value = read(handle, "item", why).value
-    if isinstance(value, list):
-        return complex(value[1], value[2])
-    return value
+    return unpack_constant(value) if isinstance(value, list) else value

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import msgpack
 
 from ..errors import UntrustedError, UsageError
-from .listing import DaemonRecord, daemons_from
+from ..wire.codec import daemons_from
+from ..wire.messages import DaemonRecord
 from .signing import person, require_trusted, sign, verify
 
 _FORMAT = 1

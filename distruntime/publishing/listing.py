@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import ProtocolError, UsageError
 from ..log.handle import Place
 from ..log.node import Node
 from ..session.session import Session
 from ..session.tables import table_html, table_text
+from ..wire.messages import DaemonRecord, FoundVersions, ListPublished, Question
 from ..wire.units import size_text
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,67 +54,13 @@ class Publications(tuple[Publication, ...]):
         return table_html(self._rows())
 
 
-class DaemonRecord(NamedTuple):
-    """A daemon that has tensors of a publication.
-
-    `node` is its number in the session that has published them.
-    """
-
-    identity: str
-    node: int
-    host: str
-    pid: int
-    devices: list[str]
-
-
-def daemons_from(rows: list[object]) -> list[DaemonRecord] | None:
-    """Return the daemons that rows of a message stand for; None if some row stands for none."""
-    found = []
-    for row in rows:
-        match row:
-            case [str(identity), int(node), str(host), int(pid), list(devices)]:
-                found.append(DaemonRecord(identity, node, host, pid, [str(name) for name in devices]))
-            case _:
-                return None
-    return found
-
-
-class Answer(NamedTuple):
-    """A worker's answer: which daemon has what was asked about, and what it says of that."""
-
-    identity: str
-    content: object
-
-
-class StoredTensor(NamedTuple):
-    """A published tensor as its worker lists it. `spec` is None if the worker has no tensor there."""
-
-    tensor: int
-    memory: int
-    spec: list[object] | None
-
-
 class StoredVersions:
     """What one worker holds under a name: the envelope and the tensors of each version."""
 
-    def __init__(self, node: Node, answer: Answer) -> None:
+    def __init__(self, answer: FoundVersions) -> None:
         self.identity = answer.identity
-        self.envelopes: dict[int, bytes] = {}
-        self.tensors: dict[int, list[StoredTensor]] = {}
-        for row in rows_of(node, answer.content):
-            match row:
-                case [int(version), bytes(envelope), list(rows)] if type(version) is int:
-                    self.envelopes[version] = envelope
-                    self.tensors[version] = [_stored(node, fields) for fields in rows]
-                case _:
-                    raise nonsense(node)
-
-
-def _stored(node: Node, fields: object) -> StoredTensor:
-    match fields:
-        case [int(tensor), int(memory), (None | list()) as spec] if type(tensor) is type(memory) is int:
-            return StoredTensor(tensor, memory, spec)
-    raise nonsense(node)
+        self.envelopes = {one.version: one.envelope for one in answer.versions}
+        self.tensors = {one.version: one.tensors for one in answer.versions}
 
 
 def nonsense(node: Node) -> ProtocolError:
@@ -118,29 +68,23 @@ def nonsense(node: Node) -> ProtocolError:
     return ProtocolError(f"{node} answered what makes no sense about what is published")
 
 
-def rows_of(node: Node, content: object) -> list[object]:
-    """Return the rows of an answer; raise `ProtocolError` if it has none."""
-    if not isinstance(content, list):
-        raise nonsense(node)
-    return content
-
-
-def ask(session: Session, *detail: object) -> dict[Node, Answer]:
+def ask(
+    session: Session,
+    question: Callable[Concatenate[int, P], Question[T]],
+    *fields: P.args,
+    **named: P.kwargs,
+) -> dict[Node, T]:
     """Return the answer of each worker that is not lost about what is published. Block for one round trip."""
     requests = [
-        (node, session.ask(node, "published", detail)) for node in session.nodes if node.failed is None
+        (node, session.ask(node, question, *fields, **named)) for node in session.nodes if node.failed is None
     ]
-    answers: dict[Node, Answer] = {}
+    answers: dict[Node, T] = {}
     for node, request in requests:
         session.result(request)
         if request.lost is not None and session.closed is None:
             continue
         session.raise_for(request)
-        match request.value:
-            case [str(identity), content]:
-                answers[node] = Answer(identity, content)
-            case _:
-                raise nonsense(node)
+        answers[node] = request.value
     return answers
 
 
@@ -152,25 +96,12 @@ def published(session: Session) -> Publications:
     here: dict[str, Node] = {}
     # By owner and name, by version, and by the daemon that has a part of it.
     versions: dict[tuple[str, str], dict[int, dict[str, _Portion]]] = {}
-    for node, answer in ask(session, "names").items():
-        for row in rows_of(node, answer.content):
-            match row:
-                case [
-                    str(owner),
-                    str(identity),
-                    str(name),
-                    int(version),
-                    bool(shared),
-                    str(what),
-                    list(listed),
-                    int(nbytes),
-                ] if (daemons := daemons_from(listed)) is not None:
-                    here[identity] = node
-                    of_name = versions.setdefault((_printable(owner), _printable(name)), {})
-                    portion = _Portion(shared, _printable(what), daemons, nbytes)
-                    of_name.setdefault(version, {})[identity] = portion
-                case _:
-                    raise nonsense(node)
+    for node, listing in ask(session, ListPublished).items():
+        for row in listing.rows:
+            here[row.identity] = node
+            of_name = versions.setdefault((_printable(row.owner), _printable(row.name)), {})
+            portion = _Portion(row.shared, _printable(row.what), row.listed, row.nbytes)
+            of_name.setdefault(row.version, {})[row.identity] = portion
     found = []
     for (owner, name), of_name in sorted(versions.items()):
         for _, portions in sorted(of_name.items(), reverse=True):

@@ -26,17 +26,22 @@ from ..session.session import Session, active_session
 from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import dtype_name
-from ..wire.messages import ADOPT, PUBLISH
+from ..wire.messages import (
+    ADOPT,
+    PUBLISH,
+    DaemonRecord,
+    DropOlder,
+    DropPublished,
+    FindPublished,
+    ListVersions,
+)
 from .envelope import Opened, open_envelope, seal
 from .listing import (
-    Answer,
-    DaemonRecord,
     Publications,
     StoredVersions,
     ask,
     nonsense,
     published,
-    rows_of,
     unknown,
 )
 from .registry import Key, Registry, registry_of
@@ -86,10 +91,10 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
     registry = registry_of(session)
     with registry.lock:
         registry.drop_unused()
-        answers = ask(session, "versions", name)
+        answers = ask(session, ListVersions, name)
         for node in nodes:
             node.require_alive()
-        version = 1 + max((n for node, answer in answers.items() for n in _versions(node, answer)), default=0)
+        version = 1 + max((n for answer in answers.values() for n in answer.versions), default=0)
         own: dict[Node, list[DistributedTensor]] = {node: [] for node in nodes}
         packed = [_packed(session, leaf, own) for leaf in leaves]
         daemons = [_record(answers[node].identity, node, own[node]) for node in nodes]
@@ -102,14 +107,14 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
         except Exception:
             # After Ctrl-C it may be published all the same, so that goes past here.
             registry.pinned[name] = before
-            ask(session, "drop", name, version)
+            ask(session, DropPublished, name, version)
             raise
         for node, tensors in own.items():
             identity = answers[node].identity
             for leaf, (tensor, memory) in zip(tensors, numbers[node]):
                 registry.add((identity, tensor), (identity, memory), leaf)
         registry.pinned[name], registry.homes[name] = pinned, nodes
-        ask(session, "settle", name, version)
+        ask(session, DropOlder, name, version)
 
 
 def unpublish(name: str) -> None:
@@ -124,34 +129,12 @@ def unpublish(name: str) -> None:
     session = active_session()
     registry = registry_of(session)
     with registry.lock:
-        dropped = ask(session, "drop", name, 0)
+        dropped = ask(session, DropPublished, name, 0)
         registry.pinned.pop(name, None)
         homes = registry.homes.pop(name, [])
         registry.drop_unused()
-    if not any(answer.content for answer in dropped.values()) and not homes:
+    if not any(answer.any for answer in dropped.values()) and not homes:
         raise unknown(session, name, session.nodes)
-
-
-def _versions(node: Node, answer: Answer) -> list[int]:
-    """Return the versions that a worker has listed."""
-    rows = rows_of(node, answer.content)
-    numbers = [row for row in rows if type(row) is int]
-    if len(numbers) != len(rows):
-        raise nonsense(node)
-    return numbers
-
-
-def _numbers(node: Node, content: object) -> list[tuple[int, int]]:
-    """Return the numbers by which a worker knows each tensor and its memory."""
-    rows = rows_of(node, content)
-    numbers = []
-    for row in rows:
-        match row:
-            case [int(tensor), int(memory)] if type(tensor) is type(memory) is int:
-                numbers.append((tensor, memory))
-            case _:
-                raise nonsense(node)
-    return numbers
 
 
 def _check_name(name: object, most: int = _LONGEST) -> None:
@@ -238,7 +221,7 @@ def _issue(
     numbers = {}
     for node, request in requests.items():
         session.raise_for(request)
-        numbers[node] = _numbers(node, request.value)
+        numbers[node] = [(tensor, memory) for tensor, memory in request.value]
         if len(numbers[node]) != len(own[node]):
             raise nonsense(node)
     return numbers
@@ -311,8 +294,8 @@ def _look_up(
     """
     token, waiting = _token(), [node for node in session.nodes if node.failed is None]
     try:
-        answers = ask(session, "find", owner if foreign else "", own_name, token)
-        stored = {node: StoredVersions(node, answer) for node, answer in answers.items()}
+        answers = ask(session, FindPublished, owner if foreign else "", own_name, token)
+        stored = {node: StoredVersions(answer) for node, answer in answers.items()}
         homes = registry.homes.get(name, [])
         opened, nodes = _newest(session, homes, name, owner if foreign else session.name, own_name, stored)
         adoption = _Adoption(session, registry, name if foreign else None, opened.version, nodes, stored)

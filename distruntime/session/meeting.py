@@ -9,7 +9,7 @@ from ..errors import ConfigurationError, ConnectionFailed
 from ..log.node import Node
 from ..wire.address import host_of
 from ..wire.deadlines import MEET
-from ..wire.messages import Peers, Signal
+from ..wire.messages import ListenForPeers, Peers, Signal
 from .requests import Request
 from .session import Session
 
@@ -38,7 +38,7 @@ class Meeting:
             self.done = True
             return
         self._asked = [
-            session.ask(node, "listen", [proposed(node)]) for node in session.nodes if node.failed is None
+            session.ask(node, ListenForPeers, proposed(node)) for node in session.nodes if node.failed is None
         ]
         for request in self._asked:
             request.when_done(self._listens)
@@ -49,7 +49,7 @@ class Meeting:
             return
         self.done = False
         self._asked = [request for request in self._asked if request.node.index != node.index]
-        asked = self.session.ask(node, "listen", [proposed(node)])
+        asked = self.session.ask(node, ListenForPeers, proposed(node))
         self._asked.append(asked)
         asked.when_done(self._listens)
 

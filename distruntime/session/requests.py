@@ -84,7 +84,7 @@ class Requests:
         self._followers = 0
         self.announcer = Announcer()
 
-    def new(self, node: Node, form: str) -> Request:
+    def new(self, node: Node, form: str = "") -> Request:
         """Return a new request; its reply must be of `form`, one of `replies.FORMS`, or a tensor."""
         request = Request(self._numbers(), node, form)
         self._open[request.number] = request
@@ -103,7 +103,7 @@ class Requests:
             raise ProtocolError(f"a reply to request {number}, which went to another node")
         return request
 
-    def reply(self, node: Node, number: int, value: Any, payloads: Sequence[Buffer]) -> None:
+    def reply(self, node: Node, number: int, value: object, payloads: Sequence[Buffer]) -> None:
         """Answer a request; do nothing if nobody waits any more (Ctrl-C).
 
         Raise `ProtocolError` if the value is no answer to it.
@@ -111,9 +111,9 @@ class Requests:
         request = self._of(number, node)
         if request is not None:
             payload, buffer = payloads[0] if payloads else None, request.buffer
-            require(request.form, value, payload, buffer.memory if isinstance(buffer, Loan) else buffer)
+            room = buffer.memory if isinstance(buffer, Loan) else buffer
+            request.value, request.payload = require(request.form, value, payload, room), payload
             self.discard(request)
-            request.value, request.payload = value, payload
             request.finish()
 
     def part(self, node: Node, number: int, offset: int, payloads: Sequence[Buffer]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
@@ -21,17 +21,18 @@ from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
-from ..log.replies import asked
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import (
-    Ask,
+    AskMemory,
     Detach,
     Fetch,
     Goodbye,
+    MemoryHeld,
     Message,
+    Question,
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
@@ -47,6 +48,7 @@ from .stalls import note_wait
 from .timeouts import checked
 
 log = logging.getLogger("distruntime")
+P = ParamSpec("P")
 
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
@@ -175,12 +177,20 @@ class Session:
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
 
-    def ask(self, node: Node, what: str, detail: Sequence[Any] = ()) -> Request:
-        """Ask a worker about itself. Return at once."""
+    def ask(
+        self,
+        node: Node,
+        question: Callable[Concatenate[int, P], Question[object]],
+        *fields: P.args,
+        **named: P.kwargs,
+    ) -> Request:
+        """Ask a worker something outside the log, by the class of a question and its fields. Return at once."""
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node, asked(what, detail))
-        self.post(node, Ask(request.number, what, list(detail)))
+        request = self.requests.new(node)
+        message = question(request.number, *fields, **named)
+        request.form = type(message).__name__
+        self.post(node, message)
         return request
 
     def result(self, request: Request, timeout: float | None = None) -> bool:
@@ -303,18 +313,19 @@ class Session:
         """
         if self.closed is not None or node.failed is not None:
             return frozenset()
-        asked = self.ask(node, "memory")
+        asked = self.ask(node, AskMemory)
         if not self.result(asked, ASK.get()):
             self.requests.discard(asked)
-        refs: list[Any] = asked.value[2] if asked.value is not None else []
-        return frozenset((node.index, *(ref if isinstance(ref, list) else [ref])) for ref in refs)
+        held: MemoryHeld | None = asked.value
+        refs = held.poisoned if held is not None else []
+        return frozenset((node.index, *(ref if isinstance(ref, tuple) else [ref])) for ref in refs)
 
     def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
         # Who holds memory is told from what this process believes to be there, and after a failure much of
         # that is not.
         return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
 
-    def post(self, node: Node, message: Message) -> Delivery:
+    def post(self, node: Node, message: Message | Question[object]) -> Delivery:
         """Send one message without payload to a worker; while it cannot be reached, the message waits."""
         sent = self.channel.send(node.link, [encode(message)])
         assert isinstance(sent, Delivery)
@@ -332,12 +343,12 @@ class Session:
         """
         # Another thread may be the reader, and need the lock to go on.
         if self._inside():
-            sent.settle()
+            sent.copy_frames()
             return
         try:
             self.requests.wait(lambda: sent.done or node.failed is not None, self.receiver.read, None, node)
         except BaseException:
-            sent.settle()
+            sent.copy_frames()
             raise
 
     def cut(self, node: Node, why: str) -> None:

@@ -32,7 +32,7 @@ from ..session.spelling import is_remote, named, on_node
 from ..session.stalls import note_wait
 from ..session.timeouts import checked
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import AWAIT, STAMP, Cancel, Notify, OpenStream, Signal
+from ..wire.messages import AWAIT, STAMP, AskPassed, Cancel, Notify, OpenStream, Signal
 
 # Each device has at most so many streams of one priority, as on CUDA. More Stream objects share them.
 _MOST = 32
@@ -364,7 +364,7 @@ class Event:
         log = recorded.stream.check()
         log.flush()
         where = [log.stream_on_wire(recorded.stream.number), recorded.position]
-        asked = [log.session.ask(worker, "passed", where) for worker in log.workers()]
+        asked = [log.session.ask(worker, AskPassed, where) for worker in log.workers()]
         return all([bool(log.session.value(request)) for request in asked])
 
     def synchronize(self, timeout: float | None = None) -> None:

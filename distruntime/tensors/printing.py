@@ -16,6 +16,7 @@ from ..session.failures import remote_error
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import dtype_name
 from ..wire.deadlines import REPR
+from ..wire.messages import AskStatus
 from ..wire.units import size_text
 
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
@@ -43,8 +44,8 @@ def _status(handle: Handle) -> str:
     session = node.session
     with node.lock:
         ahead = sum(1 for flight in node.flights for line in flight.line_table if line[0] <= handle.ready_at)
-    asked = session.ask(node, "status")
-    if not session.result(asked, 0.5) or not isinstance(asked.value, list):
+    asked = session.ask(node, AskStatus)
+    if not session.result(asked, 0.5) or asked.value is None:
         return f"no answer from {node} yet. .cpu() waits, Ctrl-C returns"
     position, op, seconds = asked.value
     with node.lock:

@@ -7,11 +7,15 @@ import socket
 
 from ..errors import ConfigurationError
 
-_SILENT = 5  # seconds that the kernel keeps a connection to itself through which nothing has come, about
+# Seconds that the kernel keeps a connection to itself through which nothing has come, about.
+_SILENT = 5
 
 
 def resolve(address: str) -> list[str]:
-    """Return the endpoints that a tcp address stands for; none where its host is a wildcard, an interface or unknown yet."""
+    """Return the endpoints that a tcp address stands for.
+
+    None where its host is a wildcard, an interface or unknown yet.
+    """
     transport, _, rest = address.partition("://")
     port = rest.rpartition(":")[2]
     if transport != "tcp":
@@ -27,7 +31,8 @@ def resolve(address: str) -> list[str]:
 
 
 def listener(address: str, backlog: int) -> socket.socket | None:
-    """Return a socket that listens at a tcp address, as libzmq's would; None where that is no host: another transport, or an interface.
+    """Return a socket that listens at a tcp address, as libzmq's would; None where that is no host: another
+    transport, or an interface.
 
     Raises:
         OSError: the address is in use, or not this machine's.
@@ -56,12 +61,13 @@ def listener(address: str, backlog: int) -> socket.socket | None:
             made.bind((name, 0 if port == "*" else int(port)))
             made.listen(backlog)
             if hasattr(
-                socket, "TCP_DEFER_ACCEPT"
-            ):  # who says nothing waits with the kernel, and not with libzmq, whose peers speak at once
+                socket,
+                "TCP_DEFER_ACCEPT",
+                # Who says nothing waits with the kernel, and not with libzmq, whose peers speak at once.
+            ):
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
-            made.setblocking(
-                False
-            )  # else libzmq's thread would wait for a connection that has gone before it was accepted
+            # Otherwise libzmq's thread would wait for a connection that has gone before it was accepted.
+            made.setblocking(False)
         except BaseException:
             made.close()
             raise
@@ -76,12 +82,15 @@ def host_of(address: str) -> str:
 
 
 def wants_ipv6(address: str, resolved: list[str]) -> bool:
-    """Return whether to turn on libzmq's IPv6, which then takes a name's IPv6 address even where the peer listens on its IPv4 one only."""
+    """Return whether to turn on libzmq's IPv6, which then takes a name's IPv6 address even where the peer
+    listens on its IPv4 one only.
+    """
     return address.startswith("tcp://*") or (bool(resolved) and all("[" in endpoint for endpoint in resolved))
 
 
 def unusable(address: str, error: Exception | str) -> ConfigurationError:
     """Return the error of an address that cannot be listened at or dialled."""
     return ConfigurationError(
-        f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters of path)."
+        f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters "
+        "of path)."
     )

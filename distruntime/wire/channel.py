@@ -1,11 +1,13 @@
-"""A ROUTER socket that any thread may send on: with `Inbox`, which reads it, the only place that touches ZeroMQ sockets.
+"""A ROUTER socket that any thread may send on: with `Inbox`, which reads it, the only place that touches
+ZeroMQ sockets.
 
     sender threads --- send() ---> [lock] ROUTER <---> peers, by name
     one waiter ------ receive() -> poll(ZMQ_FD, wake, monitor) without the lock, then drain under it
 
-ZMQ_FD is edge-triggered: any call that lets libzmq process its commands, a send included, swallows the edge of a message that arrived
-meanwhile. Hence the two rules that keep messages from being lost from sight: a waiter drains under the lock before it starts to wait, and
-whoever uses the socket while somebody waits looks at EVENTS afterwards and wakes the waiter.
+ZMQ_FD is edge-triggered: any call that lets libzmq process its commands, a send included, swallows the edge
+of a message that arrived meanwhile. Hence the two rules that keep messages from being lost from sight: a
+waiter drains under the lock before it starts to wait, and whoever uses the socket while somebody waits looks
+at EVENTS afterwards and wakes the waiter.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import final
 
 import zmq
 import zmq.auth.thread
@@ -30,11 +32,11 @@ from .address import listener, resolve, unusable, wants_ipv6
 from .connections import Connections, Peer
 from .connections import PeerEvent as PeerEvent
 from .descriptors import require
-from .frames import FRAME, ROOM, Long, is_large
+from .frames import FRAME, ROOM, Long, Part, is_large
 from .inbox import LARGE as LARGE
 from .inbox import Frames, Inbox
 from .keys import KeyPair
-from .link import Buffer, Delivery, Link
+from .link import Delivery, Link
 from .shield import shield
 from .wake import Wake
 
@@ -43,25 +45,29 @@ _ZAP_DOMAIN = "distruntime"
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_FLAGS = [
-    (_MORE,) * frames + (_NOBLOCK,) for frames in range(8)
-]  # of a message to send, by how many frames follow the peer's name
-_BACKLOG = 1024  # connections that the kernel holds until they are accepted
-# Seconds for a connection to prove its key. That takes four short messages, and who is slower dials again. So long does a silent stranger
-# hold a descriptor.
+# The flags of a message to send, by how many frames follow the peer's name.
+_FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]
+# Connections that the kernel holds until they are accepted.
+_BACKLOG = 1024
+# Seconds for a connection to prove its key. That takes four short messages, and who is slower dials again. So
+# long does a silent stranger hold a descriptor.
 HANDSHAKE = 2.0
-# How often in a row the other side hangs up in the handshake before it is taken to hold another key: one that is flooded hangs up, too.
+# How often in a row the other side hangs up in the handshake before it is taken to hold another key: one that
+# is flooded hangs up, too.
 HANG_UPS = 8
-# Bytes a second: a network that brings fewer is as good as none. A frame takes 16 s on it, and who has waited that long for the rest of one
-# waits for what does not come: its length was changed on the way, or the other side has gone.
+# Bytes a second: a network that brings fewer is as good as none. A frame takes 16 s on it, and who has waited
+# that long for the rest of one waits for what does not come: its length was changed on the way, or the other
+# side has gone.
 _SLOWEST = 1 << 15
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
 
-# pyzmq makes one socket and one mutex at a process's first frame that is not copied. Two threads that come first at once would make two of
-# each, and then use one socket side by side. So the first such frame is an empty one, under this lock.
-_first = threading.RLock()  # a finalizer may come in between
-_begun: list[bool] = []  # not empty: it has been made
+# pyzmq makes one socket and one mutex at a process's first frame that is not copied. Two threads that come
+# first at once would make two of each, and then use one socket side by side. So the first such frame is an
+# empty one, under this lock. A finalizer may come in between.
+_first = threading.RLock()
+# Not empty: it has been made.
+_begun: list[bool] = []
 
 
 def _begin() -> None:
@@ -71,8 +77,8 @@ def _begin() -> None:
             _begun.append(True)
 
 
-def _tracked(parts: Any) -> tuple[Any, list[Any]]:
-    """Return frames that libzmq reads where they are, if they are large, and what tells for each when it has."""
+def _tracked(parts: Long | Sequence[Part]) -> tuple[Long | Sequence[Part], list[zmq.MessageTracker]]:
+    """Return frames whose memory libzmq reads in place, if they are large, and a tracker for each."""
     if not _begun:
         _begin()
     if type(parts) is Long:
@@ -88,8 +94,10 @@ class PeerGone(DistruntimeError):
     """No connection to a peer of this name."""
 
 
-def for_many(frame: bytes) -> Any:
-    """Return a frame that is sent to many peers and is in memory once, where each send of bytes makes a copy of its own."""
+def for_many(frame: bytes) -> zmq.Frame:
+    """Return a frame that is sent to many peers and is in memory once, where each send of bytes makes a copy
+    of its own.
+    """
     return zmq.Frame(frame, copy=True)
 
 
@@ -105,9 +113,11 @@ class Channel:
         listen: bind here: tcp://host:port (port 0 or *: any free port) or ipc://path.
         keys: peers must hold the same pair. None: anyone who reaches the socket is let in.
         name: what listening peers know this channel by; None: they choose.
-        silence: seconds after which a peer that says nothing is disconnected; both sides then say something all the time, in libzmq's own
+        silence: seconds after which a peer that says nothing is disconnected; both sides then say something
+            all the time, in libzmq's own
             thread, so that neither a long kernel nor a debugger keeps them from it. 0: never.
-        patient: give the other side, whose thread may have gigabytes to send, longer: the time that a slow network takes for one frame.
+        patient: give the other side, whose thread may have gigabytes to send, longer: the time that a slow
+            network takes for one frame.
     """
 
     def __init__(
@@ -121,25 +131,27 @@ class Channel:
     ) -> None:
         require("a socket")
         self.address = ""
-        self.sent_bytes = 0  # of messages, without their peers' names
+        # It counts the bytes of messages without their peers' names.
+        self.sent_bytes = 0
         self._keys = keys
         self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that uses the socket now
-        self._late: deque[tuple[Any, Delivery | None, Any, Sequence[int]]] = (
-            deque()
-        )  # messages that came meanwhile
+        # The thread that uses the socket now.
+        self._owner: int | None = None
+        # Messages that came meanwhile.
+        self._late: deque[tuple[Peer | Link, Delivery | None, Long | Sequence[Part], Sequence[int]]] = deque()
         self._closed = False
         self._waiting = (
-            False  # Invariant: True => some thread is between a fruitless drain and the end of its poll
+            # Invariant: True => some thread is between a fruitless drain and the end of its poll.
+            False
         )
         self._woken = False
         self._wake = Wake()
-        # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an interrupt did to the last:
-        # pyzmq runs signal handlers after each frame, and a message cut in two would swallow the next.
-        self._unsent: map[Any] | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = (
-            zmq.Context()
-        )  # its own: one ZAP handler per context, and close() can be complete
+        # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an
+        # interrupt did to the last: pyzmq runs signal handlers after each frame, and a message cut in two
+        # would swallow the next.
+        self._unsent: map[object] | None = None
+        # A context of its own: there is one ZAP handler per context, and close() can be complete.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._context, self._socket, has_key=keys is not None)
@@ -154,9 +166,10 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
-        self._send_frame: Callable[..., Any] = zmq.backend.Socket.send.__get__(self._socket)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._socket)
+        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a
+        # message in two.
+        self._send_frame: Callable[[Part, int], object] = zmq.backend.Socket.send.__get__(self._socket)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._socket)
         self._polling = False
         self._poll = select.poll()
         self._fd: int = self._option(zmq.FD)
@@ -167,7 +180,10 @@ class Channel:
         _channels.add(self)
 
     def connect(self, address: str, peer: Peer) -> None:
-        """Dial `address` and call what answers there `peer`, after reconnections too. Return at once; messages wait for it."""
+        """Dial `address` and call what answers there `peer`, after reconnections too.
+
+        Return at once; messages wait for it.
+        """
         with self._lock:
             self._check_open()
             try:
@@ -209,48 +225,56 @@ class Channel:
         self._send_late()
 
     def send(
-        self, to: Peer | Link, frames: Sequence[Buffer], *, copy: bool = True
+        self, to: Peer | Link, frames: Sequence[Part], *, copy: bool = True
     ) -> Delivery | zmq.MessageTracker | None:
-        """Queue a message to a peer, or to whoever carries a link, which keeps it until it has arrived. Return at once.
+        """Queue a message to a peer, or to whoever carries a link, which keeps it until it has arrived.
+        Return at once.
 
         Args:
             frames: at least one; memory views must be contiguous. Large payloads belong behind the first.
-            copy: False: frames of 64 KiB and more are not copied; leave them alone until what is returned is done.
+            copy: False: frames of 64 KiB and more are not copied; leave them alone until what is returned is
+                done.
 
         Raises:
-            PeerGone: the peer is not connected (and was not dialled). A link's message is sent when there is a connection again.
+            PeerGone: the peer is not connected (and was not dialled). A link's message is sent when there is
+                a connection again.
         """
         if not frames:
             raise ValueError("got no frames, expected at least one")
         long = False
         for frame in (
             frames
-        ):  # nothing may fail once the first frame is in: the next message would become the tail of this one
+            # Nothing may fail once the first frame is in: the next message would become the tail of this one.
+        ):
             if type(frame) is not bytes and not (
                 isinstance(frame, (bytearray, zmq.Frame))
                 or (isinstance(frame, memoryview) and frame.contiguous)
             ):
                 raise TypeError(
-                    f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous memoryview"
+                    f"got a frame of {type(frame).__name__}, expected bytes, bytearray or a contiguous "
+                    "memoryview"
                 )
             size = frame.nbytes if type(frame) is memoryview else len(frame)
             self.sent_bytes += size
             if size > FRAME:
                 long = True
         delivery = Delivery(to, frames) if type(to) is Link else None
-        parts: Any = Long(frames) if long else frames
-        trackers: Sequence[Any] = ()
+        parts: Long | Sequence[Part] = Long(frames) if long else frames
+        trackers: Sequence[zmq.MessageTracker] = ()
         if (
             not copy
-        ):  # pyzmq runs Python code to make these, which an interrupt may end: not between two frames
+            # Pyzmq runs Python code to make these, which an interrupt may end: not between two frames.
+        ):
             parts, trackers = _tracked(parts)
             if delivery is not None:
                 delivery.trackers = trackers
         flags: Sequence[int] = (
             _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
         )
-        with shield:  # else Ctrl-C could come between the lock and the `try`
-            # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this thread's, or may be this very thread.
+        # Else Ctrl-C could come between the lock and the `try`.
+        with shield:
+            # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this
+            # thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
                 self._late.append((to, delivery, parts, flags))
                 self._send_late()
@@ -263,11 +287,13 @@ class Channel:
                         self._finish_sending()
                     if self._late:
                         self._drain_late()  # first come, first sent
-                    peer: Any = to if delivery is None else delivery.link.peer
-                    sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
+                    peer = to if isinstance(to, bytes) else to.peer
                     if delivery is not None:
                         delivery.link.keep(delivery)
                     if peer is not None:
+                        sequence, flags = (
+                            parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
+                        )
                         self._unsent = unsent = map(self._send_frame, sequence, flags)
                         try:
                             list(unsent)
@@ -277,7 +303,8 @@ class Channel:
                                 raise
                             if delivery is None:
                                 raise PeerGone(f"no connection to {peer!r}") from None
-                            delivery.link.peer = None  # an event tells of it
+                            # An event tells of it.
+                            delivery.link.peer = None
                         except BaseException:
                             self._finish_sending()
                             raise
@@ -294,21 +321,26 @@ class Channel:
         return zmq.MessageTracker(*trackers)
 
     def resume(self, link: Link, peer: Peer, received: int) -> None:
-        """Let `peer` carry a link from now on: send it again what the other end, which has counted `received` messages, has not got."""
+        """Let `peer` carry a link from now on.
+
+        Send it again what the other end, which has counted `received` messages, has not got.
+        """
         with shield, self._lock:
             self._owner = threading.get_ident()
             try:
                 self._check_open()
                 if self._unsent is not None:
                     self._finish_sending()
-                self._drain_late()  # which are younger, and stay so
+                # They are younger, and stay so.
+                self._drain_late()
                 link.acknowledge(received)
-                link.peer = peer  # before the frames are read: see Delivery.done
+                # Before the frames are read: see Delivery.done.
+                link.peer = peer
                 for delivery in link.kept:
                     long = any(map(is_large, delivery.frames))
                     parts, delivery.trackers = _tracked(Long(delivery.frames) if long else delivery.frames)
-                    flags = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
-                    sequence, flags = parts.to(peer) if long else ((peer, *parts), flags)
+                    flags: Sequence[int] = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
+                    sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
                     self._unsent = map(self._send_frame, sequence, flags)
                     self._finish_sending()
                 if self._waiting:
@@ -318,24 +350,26 @@ class Channel:
         self._send_late()
 
     def receive(
-        self, timeout: float | None, spin: float = 0.0, into: deque[Any] | None = None
+        self, timeout: float | None, spin: float = 0.0, into: deque[tuple[Peer, Frames]] | None = None
     ) -> list[tuple[Peer, Frames]]:
-        """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed; return the messages, if any.
+        """Block until messages arrived, events() has news, wake() was called or `timeout` seconds passed;
+        return the messages, if any.
 
-        Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on as zmq.Frame (a buffer
-        without a copy), or as Joined, where they came in pieces. A wake() while nobody waits makes the next wait return. `timeout` 0 only
-        takes what is there, None waits for ever. Ctrl-C interrupts a wait and loses nothing. `into` takes the messages too, before Ctrl-C
-        can come between.
+        Each message is its sender and its frames: the first as bytes, the others as bytes, or from 64 KiB on
+        as zmq.Frame (a buffer without a copy), or as Joined, where they came in pieces. A wake() while nobody
+        waits makes the next wait return. `timeout` 0 only takes what is there, None waits for ever. Ctrl-C
+        interrupts a wait and loses nothing. `into` takes the messages too, before Ctrl-C can come between.
 
-        `spin` looks again and again for so many seconds before it sleeps: an answer that is about to come finds this thread awake. It keeps
-        other Python threads waiting meanwhile.
+        `spin` looks again and again for so many seconds before it sleeps: an answer that is about to come
+        finds this thread awake. It keeps other Python threads waiting meanwhile.
 
         Raises:
             ChannelClosed: it is closed, or was closed meanwhile.
         """
         if self._owner == threading.get_ident():
             raise DistruntimeError(
-                "a finalizer or a signal handler that runs inside the socket's own code cannot wait for a value: let it note what it "
+                "a finalizer or a signal handler that runs inside the socket's own code cannot wait for a "
+                "value: let it note what it "
                 "wants, and read later"
             )
         with shield, self._lock:
@@ -344,7 +378,8 @@ class Channel:
                 if self._closed:
                     raise ChannelClosed(_CLOSED)
                 if self._connections.poll(0):
-                    self._connections.read()  # before their messages, which are then received with their fd
+                    # Before their messages, which are then received with their fd.
+                    self._connections.read()
                 self._inbox.drain()
                 self._waiting = waiting = not self._inbox.messages and timeout != 0
             finally:
@@ -374,19 +409,23 @@ class Channel:
 
     def wake(self) -> None:
         """Make a waiting receive() return, or else the next one that would wait. From any thread."""
-        self._woken = True  # no lock: signal handlers call this
+        # No lock: signal handlers call this.
+        self._woken = True
         self._wake.signal()
 
     def events(self) -> list[PeerEvent]:
         """Return, without blocking, what happened to the connections since the last call, in order."""
         with self._lock:
             self._check_open()
-            events = self._connections.take()
+            events = self._connections.events()
         self._send_late()
         return events
 
     def close(self, linger: float = 0.0) -> None:
-        """Close the socket and drop what was not sent, at once or after so many seconds. Idempotent, without effect in a forked child."""
+        """Close the socket and drop what was not sent, at once or after so many seconds.
+
+        Idempotent, without effect in a forked child.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -405,16 +444,19 @@ class Channel:
         router = self._socket
         router.linger = 0
         router.sndhwm = router.rcvhwm = (
-            0  # the windows of the command log bound memory; a send must never block or drop
+            # The windows of the command log bound memory; a send must never block or drop.
+            0
         )
         router.router_mandatory = True
         router.router_handover = (
-            True  # a peer that reconnects under its name replaces its half-open predecessor
+            # A peer that reconnects under its name replaces its half-open predecessor.
+            True
         )
         router.maxmsgsize = FRAME + ROOM
         router.backlog = _BACKLOG
         router.handshake_ivl = round(HANDSHAKE * 1000)
-        router.connect_timeout = 5_000  # or the kernel would try for two minutes, at the end once a minute
+        # Without this the kernel would try for two minutes, at the end once a minute.
+        router.connect_timeout = 5_000
         router.reconnect_ivl, router.reconnect_ivl_max = 100, 2_000
         (
             router.tcp_keepalive,
@@ -437,7 +479,8 @@ class Channel:
     def _beat(self, silence: float, patient: bool) -> None:
         router, beat = self._socket, max(1, round(silence * 1000 / 5))
         router.heartbeat_ivl = beat
-        # A frame counts when it is whole. The side that gets the large ones must not take them for silence; the other hears its beats.
+        # A frame counts when it is whole. The side that gets the large ones must not take them for silence;
+        # the other hears its beats.
         longest = (FRAME + ROOM) / _SLOWEST if patient else 0.0
         router.heartbeat_timeout = max(1, round((silence + longest) * 1000) - beat)
         router.tcp_maxrt = max(1, round(silence * 1000))
@@ -450,7 +493,8 @@ class Channel:
                 self._socket.bind(address)
             else:
                 with own:
-                    # libzmq's own way asks for the system's interfaces, and ends the process where there is no descriptor for that.
+                    # libzmq's own way asks for the system's interfaces, and ends the process where there is
+                    # no descriptor for that.
                     self._socket.setsockopt(zmq.USE_FD, own.fileno())
                     self._socket.bind(address)
                     self._connections.strangers.listen(own.fileno())
@@ -472,7 +516,10 @@ class Channel:
             self._wake.signal()
 
     def _send_late(self) -> None:
-        """Send what came while somebody was using the socket. Never waits: whoever has the lock now does this when it lets go of it."""
+        """Send what came while somebody was using the socket.
+
+        Never waits: whoever has the lock now does this when it lets go of it.
+        """
         while self._late:
             with shield:
                 if not self._lock.acquire(blocking=False):
@@ -494,13 +541,15 @@ class Channel:
             if self._unsent is not None:
                 self._finish_sending()
             to, delivery, parts, flags = self._late.popleft()
-            peer = to if delivery is None else to.peer
-            sequence, flags = parts.to(peer) if type(parts) is Long else ((peer, *parts), flags)
-            if delivery is not None:
-                to.keep(delivery)
+            link = to if isinstance(to, Link) else None
+            peer = to if isinstance(to, bytes) else to.peer
+            if link is not None and delivery is not None:
+                link.keep(delivery)
             if peer is not None:
+                sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
                 self._unsent = map(self._send_frame, sequence, flags)
-                self._finish_sending()  # a peer that has gone meanwhile shows as "disconnected"
+                # A peer that has gone meanwhile shows as "disconnected".
+                self._finish_sending()
 
     def _finish_sending(self) -> None:
         """Send the rest of a message that an interrupt cut short (the lock is held)."""
@@ -508,13 +557,15 @@ class Channel:
             for _ in self._unsent or ():
                 pass
         except zmq.ZMQError:
-            pass  # its first frame was refused already: the peer has gone
+            # Its first frame was refused already: the peer has gone.
+            pass
         self._unsent = None
 
     def _spin(self, end: float) -> None:
         """Look for a message until `end`, leaving the lock to senders in between."""
         while time.perf_counter() < end:
-            _yield()  # libzmq's own thread may need this core to bring what is looked for
+            # Libzmq's own thread may need this core to bring what is looked for.
+            _yield()
             with self._lock:
                 self._owner = threading.get_ident()
                 try:
@@ -540,14 +591,16 @@ class Channel:
                 try:
                     if self._closed:
                         raise ChannelClosed(_CLOSED)
-                    waiting = bool(ready) and self._look(ready)  # or else the time is up
+                    # Otherwise the time is up.
+                    waiting = bool(ready) and self._look(ready)
                 finally:
                     self._owner = None
             if self._late:
                 self._send_late()
 
     def _polled(self, timeout: float | None) -> list[tuple[int, int]]:
-        if self._polling:  # a signal handler waits within a wait: a poll object takes one at a time
+        # A signal handler waits within a wait: a poll object takes one at a time.
+        if self._polling:
             nested = select.poll()
             for fd in self._watched:
                 nested.register(fd, select.POLLIN)
@@ -564,10 +617,12 @@ class Channel:
         for fd, _ in ready:
             if fd == self._fd:
                 try:
-                    # One message, and the next receive() looks for more: two looks less on the way of a lone reply.
+                    # One message, and the next receive() looks for more: two looks less on the way of a lone
+                    # reply.
                     self._inbox.read()
                 except zmq.Again:
-                    pass  # something else kept libzmq busy
+                    # Something else kept libzmq busy.
+                    pass
             elif fd == self._connections.fd:
                 waiting = not self._connections.read() and waiting
             else:
@@ -587,8 +642,9 @@ class _OnlyKey:
         return hmac.compare_digest(key, self._public)
 
 
-# The open channels of this process. A fork copies them half alive (no IO thread): in the child they count as closed, and are kept for ever,
-# since even their destructors would speak to threads that the child does not have.
+# The open channels of this process. A fork copies them half alive (no IO thread): in the child they count as
+# closed, and are kept for ever, since even their destructors would speak to threads that the child does not
+# have.
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 _abandoned: list[Channel] = []
 
@@ -598,7 +654,8 @@ def _abandon_in_child() -> None:
     _first = threading.RLock()
     _begun.clear()
     for channel in _channels:
-        channel._lock = threading.Lock()  # another thread may have held it when the process forked
+        # Another thread may have held it when the process forked.
+        channel._lock = threading.Lock()
         channel._closed = True
         _abandoned.append(channel)
     _channels.clear()

@@ -1,33 +1,40 @@
-"""Messages, operator arguments and tensors to bytes and back. What comes in is checked before anyone uses it."""
+"""Messages, operator arguments and tensors to bytes and back.
+
+What comes in is checked before anyone uses it.
+"""
 
 from __future__ import annotations
 
+import mmap
+import reprlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
-from typing import Any
+from typing import TypeAlias
 
 import msgpack
 import numpy as np
 import torch
 
 from ..errors import ProtocolError
-from .messages import MESSAGES, Failure, Message
+from .messages import MESSAGES, DaemonRecord, Failure, Message, Plain, Question
 
 Buffer = bytes | bytearray | memoryview
 
-_NUMBER = {cls: number for number, cls in enumerate(MESSAGES)}
+_NUMBER: dict[type, int] = {cls: number for number, cls in enumerate(MESSAGES)}
 
 
-def _accepted(annotation: Any) -> tuple[type, ...]:
+def _accepted(annotation: object) -> tuple[type, ...]:
     """The classes that a field's value may have once it is unpacked; empty means anything."""
-    if annotation is Any:
+    if annotation is object:
         return ()
     if isinstance(annotation, types.UnionType):
         return tuple(cls for part in typing.get_args(annotation) for cls in _accepted(part))
-    return (typing.get_origin(annotation) or annotation,)
+    cls = typing.get_origin(annotation) or annotation
+    assert isinstance(cls, type)
+    return (cls,)
 
 
 _FIELDS = {
@@ -36,17 +43,20 @@ _FIELDS = {
 }
 
 
-def _only(name: str) -> Callable[[Message], tuple[Any]]:
+def _only(name: str) -> Callable[[object], tuple[object, ...]]:
     return lambda message: (getattr(message, name),)
 
 
-_VALUES = {
-    cls: attrgetter(*names) if len(names := [name for name, _ in _FIELDS[cls]]) > 1 else _only(names[0])
-    for cls in MESSAGES
+def _values_of(names: list[str]) -> Callable[[object], tuple[object, ...]]:
+    return attrgetter(*names) if len(names) > 1 else _only(names[0])
+
+
+_VALUES: dict[type, Callable[[object], tuple[object, ...]]] = {
+    cls: _values_of([name for name, _ in rows]) for cls, rows in _FIELDS.items()
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | Question[object]) -> bytes:
     """Return the first frame of `message`; raise `ValueError` or `OverflowError` for what cannot travel."""
     cls = type(message)
     packed: bytes = msgpack.packb((_NUMBER[cls], *_VALUES[cls](message)))
@@ -54,7 +64,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: Buffer) -> Message:
-    """Return the message in `frame`; raise `ProtocolError` unless it is a known message with fields of the right classes."""
+    """Return the message in `frame`.
+
+    Raise `ProtocolError` unless it is a known message with fields of the right classes.
+    """
     try:
         body = msgpack.unpackb(frame, strict_map_key=True)
     except Exception as error:
@@ -70,71 +83,103 @@ def decode(frame: Buffer) -> Message:
     for value, (name, accepted) in zip(body[1:], expected):
         if accepted and not isinstance(value, accepted):
             raise ProtocolError(
-                f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got {type(value).__name__}"
+                f"{cls.__name__}.{name} must be {' or '.join(c.__name__ for c in accepted)}, got "
+                f"{type(value).__name__}"
             )
     return cls(*body[1:])
 
 
-def failure_from(fields: Any) -> Failure:
+def failure_from(row: object) -> Failure:
     """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
-    if not isinstance(fields, list) or [type(f) for f in fields] != [int, int, str, str, str, str, str, int]:
+    if not isinstance(row, list) or [type(f) for f in row] != [int, int, str, str, str, str, str, int]:
         raise ProtocolError("what should be a failure is none")
-    return Failure(*fields)
+    return Failure(*row)
 
 
-def failure_fields(cause: Failure) -> list[Any]:
+def failure_fields(cause: Failure) -> list[Plain]:
     """Return a failure in its wire form."""
     return list(astuple(cause))
 
 
-# -- operator arguments: plain values travel as they are, everything else as a list that starts with its tag --------------------
+def daemons_from(rows: Sequence[object]) -> list[DaemonRecord] | None:
+    """Return the daemons that rows of a message stand for; None if some row stands for none.
 
-OPERAND = ["operand"]  # stands where an operand word of the instruction goes
+    Masters of other sessions are told of them.
+    """
+    found: list[DaemonRecord] = []
+    for row in rows:
+        match row:
+            case [str(identity), int(node), str(host), int(pid), list(devices)]:
+                names = [device for device in devices if isinstance(device, str)]
+                if len(names) < len(devices):
+                    return None
+                found.append(DaemonRecord(identity, node, host, pid, names))
+            case _:
+                return None
+    return found
 
 
-def pack_constant(value: Any) -> Any:
-    """Return the msgpack form of one constant argument; raise `TypeError` for what has none."""
+# -- plain values: arguments of operators, and results that are no tensors -------------------------
+# What msgpack has travels as it is, and everything else as a list that starts with its tag.
+
+# Stands where an operand word of the instruction goes.
+OPERAND: list[Plain] = ["operand"]
+
+# Lists in lists: a thousand would end in a RecursionError.
+_DEEPEST = 64
+# Digits of an integer; Python itself refuses more than 4300.
+_LONGEST = 4000
+Constant: TypeAlias = (
+    "bool | int | float | complex | str | torch.dtype | torch.memory_format | torch.layout | torch.device"
+    " | list[Constant] | None"
+)
+
+
+def pack_constant(value: object) -> Plain:
+    """Return the msgpack form of one plain value; raise `TypeError` for what has none."""
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or (isinstance(value, (bool, str, float)) and kind in (bool, str, float)):
         return value
-    if kind is int:
+    if isinstance(value, int) and kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else ["int", str(value)]
-    if kind is float:
-        return ["float", value.hex()]
-    if kind is complex:
+    if isinstance(value, complex) and kind is complex:
         return ["complex", value.real, value.imag]
-    if kind in (list, tuple, torch.Size):
+    if isinstance(value, (list, tuple)) and kind in (list, tuple, torch.Size):
         return ["list", *map(pack_constant, value)]
     if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
         return [kind.__name__, str(value).removeprefix("torch.")]
     if isinstance(value, torch.device):
         return ["device", str(value)]
-    raise TypeError(f"an argument of class {kind.__module__}.{kind.__qualname__} cannot travel to a worker")
+    raise TypeError(f"a value of class {kind.__module__}.{kind.__qualname__} cannot travel")
 
 
-def unpack_constant(value: Any) -> Any:
-    """Return the argument that `pack_constant` packed; raise `ProtocolError` for anything else."""
-    if not isinstance(value, list):
+def unpack_constant(value: Plain, depth: int = 0) -> Constant:
+    """Return the value that `pack_constant` packed; raise `ProtocolError` for anything else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     match value:
-        case ["list", *items]:
-            return [unpack_constant(item) for item in items]
-        case ["float", str(text)]:
-            return float.fromhex(text)
-        case ["int", str(text)]:
+        case ["list", *items] if depth < _DEEPEST:
+            return [unpack_constant(item, depth + 1) for item in items]
+        case ["int", str(text)] if len(text) <= _LONGEST and text.removeprefix("-").isdecimal():
             return int(text)
-        case ["complex", real, imag]:
+        case ["complex", int() | float() as real, int() | float() as imag]:
             return complex(real, imag)
         case ["dtype" | "memory_format" | "layout" as kind, str(name)]:
-            found = getattr(torch, name, None)
-            if isinstance(found, getattr(torch, kind)):
+            found: object = getattr(torch, name, None)
+            if (
+                isinstance(found, (torch.dtype, torch.memory_format, torch.layout))
+                and type(found).__name__ == kind
+            ):
                 return found
         case ["device", str(name)]:
-            return torch.device(name)
-    raise ProtocolError(f"not an argument: {str(value)[:80]}")
+            try:
+                return torch.device(name)
+            except RuntimeError as error:
+                raise ProtocolError(f"not a device: {error!s:.200}") from None
+    raise ProtocolError(f"not a plain value: {reprlib.repr(value):.80}")
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -151,7 +196,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class _Memory:
-    """A tensor's memory as numpy takes it. `Tensor.numpy` would leave behind a tensor that nobody may resize any more."""
+    """A tensor's memory as numpy takes it.
+
+    `Tensor.numpy` would leave behind a tensor that nobody may resize any more.
+    """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -171,21 +219,24 @@ def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return memoryview(b"")
-    flat = dense.as_strided(
-        (dense.numel(),), (1,)
-    )  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    flat = dense.as_strided((dense.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy() if lasting else np.asarray(_Memory(flat)))  # type: ignore[arg-type]
 
 
-def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:
-    """Return a tensor over `data` (writable buffers are shared, read-only ones copied); raise `ProtocolError` if they do not fit."""
+def bytes_tensor(dtype: str, sizes: list[int], data: Buffer | mmap.mmap) -> torch.Tensor:
+    """Return a tensor over `data` (writable buffers are shared, read-only ones copied).
+
+    Raise `ProtocolError` if they do not fit.
+    """
     kind = dtype_named(dtype)
     if not all(type(n) is int and n >= 0 for n in sizes):
         raise ProtocolError(f"not sizes: {str(sizes)[:80]}")
     count = 1
     for n in sizes:
         count *= n
-    # The tensor keeps alive exactly the view it is made from: one of kept memory is told apart by its own death.
+    # The tensor keeps alive exactly the view it is made from: one of kept memory is told apart by its own
+    # death.
     view = data if isinstance(data, memoryview) else memoryview(data)
     if view.nbytes != count * kind.itemsize:
         raise ProtocolError(f"{view.nbytes} bytes for a tensor of {count * kind.itemsize}")
@@ -196,7 +247,10 @@ def bytes_tensor(dtype: str, sizes: list[int], data: Any) -> torch.Tensor:
     return torch.frombuffer(view, dtype=kind).view(sizes)
 
 
-def copy_bytes(target: memoryview, source: Any) -> None:
-    """Copy `source` over `target`, of equal length. Lets other threads run meanwhile, which a slice assignment would not."""
+def copy_bytes(target: memoryview, source: Buffer | mmap.mmap) -> None:
+    """Copy `source` over `target`, of equal length.
+
+    Lets other threads run meanwhile, which a slice assignment would not.
+    """
     if len(target):
         torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))

@@ -1,7 +1,8 @@
 """What libzmq's monitor tells of a socket's connections, in terms of peers.
 
-The monitor knows connections by their endpoint (dialled ones) or their fd (accepted ones); messages know their peer and, where they were
-received as zmq.Frame, the fd that they came through. libzmq reports a connection before it passes on its messages.
+The monitor knows connections by their endpoint (dialled ones) or their fd (accepted ones); messages know
+their peer and, where they were received as zmq.Frame, the fd that they came through. libzmq reports a
+connection before it passes on its messages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import zmq
 import zmq.backend
@@ -21,9 +22,10 @@ from .strangers import Strangers
 
 Peer = bytes
 
-# Without HANDSHAKE_FAILED_PROTOCOL, which tells more: libzmq 4.3.5 raises it for each message too that cannot be decrypted, and loses its
-# `errno` over it. The connection then counts as one whose reader is slow: it never ends, and when the other side closes it, the next
-# heartbeat aborts this process. One byte changed on the way was enough (2026-11: one in sixty meddled connections).
+# Without HANDSHAKE_FAILED_PROTOCOL, which tells more: libzmq 4.3.5 raises it for each message too that cannot
+# be decrypted, and loses its `errno` over it. The connection then counts as one whose reader is slow: it
+# never ends, and when the other side closes it, the next heartbeat aborts this process. One byte changed on
+# the way was enough (2026-11: one in sixty meddled connections).
 _MONITORED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -38,8 +40,8 @@ _EVENTS, _POLLIN, _NOBLOCK, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq
 class PeerEvent:
     """What happened to a connection.
 
-    "connected" comes with a dialled peer's handshake, or with the first message of one that dialled us; "disconnected" only after it.
-    `peer` is None where somebody unknown failed to get in.
+    "connected" comes with a dialled peer's handshake, or with the first message of one that dialled us;
+    "disconnected" only after it. `peer` is None where somebody unknown failed to get in.
     """
 
     kind: Literal["connected", "disconnected", "handshake_failed", "auth_failed"]
@@ -54,48 +56,57 @@ class PeerEvent:
 class Connections:
     """The connections of one ROUTER socket. Not thread-safe: the channel's lock guards it.
 
-    Invariant: `unplaced`, `_crowded_out` and the keys of `_peer_of` are disjoint; together they are the accepted connections that are
-    open. `placed` is the inverse of `_peer_of`.
+    Invariant: `unplaced`, `_crowded_out` and the keys of `_peer_of` are disjoint; together they are the
+    accepted connections that are open. `placed` is the inverse of `_peer_of`.
 
-    The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So until all messages have been
-    read, `_ghosts` are the fds of connections that have ended and `_gone` the peers that are known to have spoken through them; `doubted`
-    are the fds that somebody was taken to speak through who may be such a ghost. If somebody else is heard through one of these, it belongs
-    to whose name is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
+    The kernel gives an fd again as soon as it is closed, when words of who had it may still lie unread. So
+    until all messages have been read, `_ghosts` are the fds of connections that have ended and `_gone` the
+    peers that are known to have spoken through them; `doubted` are the fds that somebody was taken to speak
+    through who may be such a ghost. If somebody else is heard through one of these, it belongs to whose name
+    is the later one; a peer that has named itself was a ghost if it was heard first, as it mostly is.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool
     ) -> None:
         self.strangers = Strangers(most_strangers())
-        self.unplaced = self.strangers.names  # by fd, connections through which nothing has come yet
-        self._crowded_out: set[int] = set()  # fds that have been hung up on, as there were too many of these
+        # The connections through which nothing has come yet, by fd.
+        self.unplaced = self.strangers.names
+        # Fds that have been hung up on, as there were too many of these.
+        self._crowded_out: set[int] = set()
         self.doubted: set[int] = set()
         self._ghosts: set[int] = set()
         self._gone: set[Peer] = set()
         self.dialled: set[Peer] = set()
-        self.placed: dict[Peer, int] = {}  # who dialled us, and the fd of the connection
+        # Each peer that dialled us has the fd of its connection here.
+        self.placed: dict[Peer, int] = {}
         self._has_key = has_key
-        # A failed handshake was reported, of whom has dialled us or we have; libzmq then reports the end of that connection.
+        # A failed handshake was reported, of whom has dialled us or we have; libzmq then reports the end of
+        # that connection.
         self._refused = False
         self._refused_by: set[Peer] = set()
         self._dialled_at: dict[str, Peer] = {}
-        self._reached: set[Peer] = set()  # of the dialled peers: connected now
+        # The dialled peers that are connected now.
+        self._reached: set[Peer] = set()
         self._peer_of: dict[int, Peer] = {}
         self._events: deque[PeerEvent] = deque()
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
-        # By hand, not by get_monitor_socket(): past its default high-water mark libzmq's IO thread would block on unread events.
+        # By hand, not by get_monitor_socket(): past its default high-water mark libzmq's IO thread would
+        # block on unread events.
         self._monitor.rcvhwm = 0
         router.monitor("inproc://monitor", _MONITORED)
         self._monitor.connect("inproc://monitor")
         self._raw: list[bytes] = []
-        self._receive: Callable[..., bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(self._monitor)
+        self._receive: Callable[[int], bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._monitor)
         self.fd: int = self._option(zmq.FD)
-        self._option(_EVENTS)  # libzmq signals the fd only to a reader that has found nothing once
+        # Libzmq signals the fd only to a reader that has found nothing once.
+        self._option(_EVENTS)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        self.poll = poll.poll  # whether there is anything to read: a third of what asking libzmq costs
+        # Whether there is anything to read: a third of what asking libzmq costs.
+        self.poll = poll.poll
 
     def dial(self, peer: Peer, endpoints: Iterable[str]) -> None:
         """Call what is connected at any of `endpoints` `peer`."""
@@ -110,7 +121,10 @@ class Connections:
             del self._dialled_at[endpoint]
 
     def place(self, peer: Peer, fd: int | None) -> None:
-        """Learn that `peer`, which has dialled us, speaks through `fd`; None: through one that we shall have to guess."""
+        """Learn that `peer`, which has dialled us, speaks through `fd`.
+
+        None: through one that we shall have to guess.
+        """
         if fd is not None and self._peer_of.get(fd) == peer:
             if fd not in self._ghosts:
                 self.doubted.discard(fd)
@@ -118,10 +132,12 @@ class Connections:
         self.read()
         if fd is None and self.unplaced and peer not in self._gone:
             if len(self.unplaced) > 1:
-                return  # only noise has no fd; which of them it was, nobody needs to know
+                # Only noise has no fd; which of them it was, nobody needs to know.
+                return
             (fd,) = self.unplaced
         old = self.placed.get(peer)
-        if old is not None:  # it came back before its half-open connection was found broken
+        # It came back before its half-open connection was found broken.
+        if old is not None:
             self._events.append(
                 PeerEvent("disconnected", peer, self._address(), "replaced by a new connection")
             )
@@ -149,18 +165,19 @@ class Connections:
         """Return whether there is a connection to a peer, as far as is known."""
         return peer in self.placed or peer in self._reached
 
-    def settle(self) -> None:
+    def close_ended(self) -> None:
         """Take note that all messages have been read that came through connections known to have ended."""
         self._ghosts.clear()
         self._gone.clear()
 
     def read(self) -> bool:
-        """Take in what the monitor reports; return whether that was news for take()."""
+        """Take in what the monitor reports; return whether that was news for `events`."""
         known = len(self._events)
         while len(self._raw) == 2 or self._option(_EVENTS) & _POLLIN:
             if len(self._raw) < 2:
                 while self._option(_RCVMORE):
-                    self._receive(_NOBLOCK)  # the rest of a report of which an interrupt cost a frame
+                    # The rest of a report of which an interrupt cost a frame.
+                    self._receive(_NOBLOCK)
                 self._raw = []
                 self._raw.extend(map(self._receive, (_NOBLOCK, _NOBLOCK)))
             report = zmq.utils.monitor.parse_monitor_message(self._raw)
@@ -174,7 +191,7 @@ class Connections:
             self._crowded_out.update(self.strangers.crowd_out())
         return len(self._events) > known
 
-    def take(self) -> list[PeerEvent]:
+    def events(self) -> list[PeerEvent]:
         """Return what happened since the last call, in order."""
         self.read()
         found = list(self._events)
@@ -194,9 +211,8 @@ class Connections:
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._crowded_out.discard(value)
-                lost = self._lost(
-                    value, endpoint
-                )  # libzmq does not report connections that it closed by its own decision
+                # libzmq does not report connections that it closed by its own decision.
+                lost = self._lost(value, endpoint)
                 self.strangers.add(value)
                 return lost
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -269,7 +285,8 @@ class Connections:
         self.doubted.discard(fd)
         peer = self._peer_of.pop(fd, None)
         if peer is None:
-            return None  # never said its name, or has come back on another connection since
+            # Never said its name, or has come back on another connection since.
+            return None
         del self.placed[peer]
         self._ghosts.add(fd)
         self._gone.add(peer)
@@ -277,7 +294,10 @@ class Connections:
 
 
 def _earlier(peer: Peer, other: Peer) -> bool:
-    """Whether `peer` connected before `other`, as far as their names tell: libzmq names who has no name by a zero and a counter."""
+    """Whether `peer` connected before `other`, as far as their names tell.
+
+    Libzmq names who has no name by a zero and a counter.
+    """
     if not (peer[:1] == other[:1] == b"\0" and len(peer) == len(other) == 5):
         return False
     return (int.from_bytes(peer[1:], "big") - int.from_bytes(other[1:], "big")) % (1 << 32) > 1 << 31

@@ -1,6 +1,8 @@
-"""The data channel: how tensors move from worker to worker. The interface, what an implementation says of itself, and their registry.
+"""The data channel: how tensors move from worker to worker. The interface, what an implementation says of
+itself, and their registry.
 
-Implementations run on workers only. The master reads their capabilities and refuses what they lack before anything is sent.
+Implementations run on workers only. The master reads their capabilities and refuses what they lack before
+anything is sent.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from ..errors import ConfigurationError, NotSupportedError
 
 ENTRY_POINTS = "distruntime.data_channels"
+# "send" stands for `receive` too.
 MOVES = (
     "send",
     "broadcast",
@@ -24,7 +27,7 @@ MOVES = (
     "scatter",
     "all_to_all",
     "barrier",
-)  # "send" stands for `receive` too
+)
 REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _NUMBERS = (
     torch.uint8,
@@ -45,11 +48,14 @@ class Capabilities:
 
     Args:
         operations: the methods of `DataChannel` that it has, by name; "send" stands for `receive` too.
-        reductions: by the name of a `ReduceOp`, the dtypes that it reduces; empty without `all_reduce`, `reduce` and `reduce_scatter`.
+        reductions: by the name of a `ReduceOp`, the dtypes that it reduces; empty without `all_reduce`,
+            `reduce` and `reduce_scatter`.
         devices: types of devices whose tensors it takes; others go through the CPU of their node.
-        tags: whether calls of `send` with several tags may be under way between two members, from several threads.
+        tags: whether calls of `send` with several tags may be under way between two members, from several
+            threads.
             If not, the master keeps them in one order.
-        concurrent: whether two groups may be at work on one device at a time, in different orders on different members.
+        concurrent: whether two groups may be at work on one device at a time, in different orders on
+            different members.
     """
 
     operations: frozenset[str]
@@ -58,7 +64,7 @@ class Capabilities:
     tags: bool = True
     concurrent: bool = True
 
-    def wire(self) -> list[Any]:
+    def wire(self) -> list[object]:
         """Return the wire form."""
         reductions = {
             op: sorted(str(d).removeprefix("torch.") for d in dtypes)
@@ -67,24 +73,52 @@ class Capabilities:
         return [sorted(self.operations), reductions, sorted(self.devices), self.tags, self.concurrent]
 
     @staticmethod
-    def from_wire(fields: list[Any]) -> Capabilities:
-        """Return what `wire` gave; a dtype that this torch does not have is left out."""
-        operations, reductions, devices, tags, concurrent = fields
-        known = {
-            op: frozenset(getattr(torch, d) for d in names if hasattr(torch, d))
-            for op, names in reductions.items()
-        }
-        return Capabilities(frozenset(operations), known, frozenset(devices), bool(tags), bool(concurrent))
+    def from_wire(fields: object) -> Capabilities:
+        """Return what `wire` gave.
+
+        Raise `TypeError` for anything else. A dtype that this torch does not have is left out.
+        """
+        match fields:
+            case [list(operations), dict(reductions), list(devices), bool(tags), bool(concurrent)]:
+                known = {
+                    _text(op): frozenset(getattr(torch, d) for d in _texts(names) if hasattr(torch, d))
+                    for op, names in reductions.items()
+                }
+                return Capabilities(_texts(operations), known, _texts(devices), tags, concurrent)
+        raise TypeError(f"expected five fields, got {fields!r:.80}")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"expected a text, got {value!r:.80}")
+
+
+def _texts(values: object) -> frozenset[str]:
+    if isinstance(values, list):
+        return frozenset(map(_text, values))
+    raise TypeError(f"expected a list of texts, got {values!r:.80}")
+
+
+class Store(Protocol):
+    """What a data channel needs of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Set a key for all members."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key; block until it is there."""
 
 
 @dataclass(frozen=True)
 class Membership:
     """What a data channel is told about its group.
 
-    `rank` of `size` members; `device` is this member's; `host` is where the other workers reach this one; `timeout` (seconds) is for
-    each call. `store` is a `torch.distributed.Store` of the group's own, for finding each other: `store.set(key, value)`,
-    `store.get(key)`, which blocks until the key is there, up to the timeout. Only the session's workers read and set its keys, so a secret
-    may be one. It has no `add` and no `compare_set`.
+    `rank` of `size` members; `device` is this member's; `host` is where the other workers reach this one;
+    `timeout` (seconds) is for each call. `store` is a `torch.distributed.Store` of the group's own, for
+    finding each other: `store.set(key, value)`, `store.get(key)`, which blocks until the key is there, up to
+    the timeout. Only the session's workers read and set its keys, so a secret may be one. It has no `add` and
+    no `compare_set`.
     """
 
     rank: int
@@ -92,7 +126,7 @@ class Membership:
     device: torch.device
     host: str
     timeout: float
-    store: Any
+    store: Store
 
 
 @dataclass(frozen=True)
@@ -106,12 +140,14 @@ class Reduction:
 class DataChannel(ABC):
     """One member's end of a group. Subclass it, declare `capabilities`, register the class.
 
-    A worker makes one for each group and member; making it joins the group and may block until all have. Its calls may block, up to the
-    timeout, and come from any thread. All members get the group's collectives in one order, one at a time; `send` and `receive` come in
-    between, each pair with a tag of its own. When a call returns, its memory may be used: on a GPU that holds for what follows on the
-    current CUDA stream. What a call raises reaches the user; the group is used no more then.
+    A worker makes one for each group and member; making it joins the group and may block until all have. Its
+    calls may block, up to the timeout, and come from any thread. All members get the group's collectives in
+    one order, one at a time; `send` and `receive` come in between, each pair with a tag of its own. When a
+    call returns, its memory may be used: on a GPU that holds for what follows on the current CUDA stream.
+    What a call raises reaches the user; the group is used no more then.
 
-    What only moves comes as contiguous one-dimensional uint8 tensors, whatever it is; what is reduced comes contiguous, in its dtype.
+    What only moves comes as contiguous one-dimensional uint8 tensors, whatever it is; what is reduced comes
+    contiguous, in its dtype.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -121,7 +157,10 @@ class DataChannel(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Make every call under way, and every later one, raise soon. Called from any thread; must not block."""
+        """Make every call under way, and every later one, raise soon.
+
+        Called from any thread; must not block.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -154,7 +193,9 @@ class DataChannel(ABC):
     def all_to_all(
         self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
     ) -> None:
-        """Send the k-th part of `data` to member k, and put what member k sends into the k-th part of `output`. Sizes in bytes."""
+        """Send the k-th part of `data` to member k, and put what member k sends into the k-th part of
+        `output`. Sizes in bytes.
+        """
         raise self._lacks("all_to_all")
 
     def barrier(self) -> None:
@@ -170,7 +211,10 @@ class DataChannel(ABC):
         raise self._lacks("reduce")
 
     def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: Reduction) -> None:
-        """Reduce all `data`, and give each member its part, in the order of ranks: `data` is `size` times as long as `output`."""
+        """Reduce all `data`, and give each member its part, in the order of ranks.
+
+        `data` is `size` times as long as `output`.
+        """
         raise self._lacks("reduce_scatter")
 
     def _lacks(self, operation: str) -> NotSupportedError:
@@ -183,11 +227,12 @@ _registered: dict[str, Factory] = {}
 
 
 def register_data_channel(name: str, factory: Factory) -> None:
-    """Make a data channel known by `name`: for `init_master_worker(data_channel=name)` and `new_group(backend=name)`.
+    """Make a data channel known by `name`: for `init_master_worker(data_channel=name)` and
+    `new_group(backend=name)`.
 
-    `factory` is a subclass of `DataChannel`. Registered here, in the master, it travels to the workers by cloudpickle when a group first
-    uses it, which asks for one Python version on both sides; an entry point in the group `distruntime.data_channels` of the workers'
-    environment makes it known there for good.
+    `factory` is a subclass of `DataChannel`. Registered here, in the master, it travels to the workers by
+    cloudpickle when a group first uses it, which asks for one Python version on both sides; an entry point in
+    the group `distruntime.data_channels` of the workers' environment makes it known there for good.
 
     Raises `ConfigurationError` for what is no data channel.
     """
@@ -206,7 +251,10 @@ def registered_names() -> list[str]:
 
 
 def entry_point(name: str) -> Factory | None:
-    """Return the data channel that an installed package offers by `name`; raise `ConfigurationError` if it is none."""
+    """Return the data channel that an installed package offers by `name`.
+
+    Raise `ConfigurationError` if it is none.
+    """
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
             return checked(name, point.load())
@@ -218,14 +266,14 @@ def entry_point_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
 
 
-def checked(name: str, factory: Any) -> Factory:
+def checked(name: str, factory: object) -> Factory:
     """Return `factory`; raise `ConfigurationError` if it or the name cannot be."""
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise ConfigurationError(f'a data channel\'s name is an identifier other than "auto", got {name!r}')
     return checked_class(name, factory)
 
 
-def checked_class(name: str, factory: Any) -> Factory:
+def checked_class(name: str, factory: object) -> Factory:
     """As `checked`, under a name that distruntime itself has given."""
     if not (isinstance(factory, type) and issubclass(factory, DataChannel)):
         raise ConfigurationError(

@@ -1,4 +1,8 @@
-"""Every deadline: what waits how long for what, and how to change it. docs/sessions.md has this table; a test holds the two together."""
+"""Every deadline.
+
+What waits how long for what, and how to change it. docs/sessions.md has this table; a test holds the two
+together.
+"""
 
 from __future__ import annotations
 

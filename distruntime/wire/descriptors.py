@@ -1,7 +1,8 @@
 """File descriptors, of which a process has so many: what it does before they are out.
 
-libzmq ends the process (SIGABRT) where it needs one for a socket of its own and there is none, and reads its sockets' listeners in a busy
-loop where it cannot accept. torch's and gloo's sockets fail in the midst. So it is asked first.
+libzmq ends the process (SIGABRT) where it needs one for a socket of its own and there is none, and reads its
+sockets' listeners in a busy loop where it cannot accept. torch's and gloo's sockets fail in the midst. So it
+is asked first.
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from contextlib import contextmanager, suppress
 
 from ..errors import ConfigurationError
 
-# A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for one, and something to live on.
+# A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for
+# one, and something to live on.
 ENOUGH = 24
-_MUCH = (
-    1 << 20
-)  # descriptors; some systems allow a thousand times as many, which programs that are started from here may walk through
-_FEW, _MANY = 16, 48  # strangers, at least and at most
+# Some systems allow a thousand times as many descriptors. Programs that are started from here may walk
+# through all of them.
+_MUCH = 1 << 20
+# Strangers, at least and at most.
+_FEW, _MANY = 16, 48
 
 
 def raise_limit() -> None:
-    """Let this process have as many descriptors as it may: what is usual, 1024, is a thousand silent connections, or two large meshes."""
+    """Let this process have as many descriptors as it may.
+
+    What is usual, 1024, is a thousand silent connections, or two large meshes.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MUCH if hard == resource.RLIM_INFINITY else min(hard, _MUCH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # where the system has a limit of its own, as macOS
+        # Where the system has a limit of its own, as macOS.
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -38,7 +45,8 @@ def _limit() -> int:
 
 
 def most_strangers() -> int:
-    """Return how many connections through which nothing has come one listener keeps: an eighth of all descriptors, from 16 to 48.
+    """Return how many connections through which nothing has come one listener keeps: an eighth of all
+    descriptors, from 16 to 48.
 
     Each may hold a frame of libzmq's, half a MiB: 25 MiB together.
     """
@@ -54,7 +62,8 @@ def require(what: str, count: int = ENOUGH) -> None:
             held.append(os.dup(held[0]))
     except OSError:
         raise ConfigurationError(
-            f"this process (pid {os.getpid()}) has {len(held)} file descriptors left of {_limit()}, expected {count} for {what}: raise the "
+            f"this process (pid {os.getpid()}) has {len(held)} file descriptors left of {_limit()}, "
+            f"expected {count} for {what}: raise the "
             "limit (`ulimit -n` in the shell that starts it), or close files and connections"
         ) from None
     finally:
@@ -63,7 +72,10 @@ def require(what: str, count: int = ENOUGH) -> None:
 
 
 class Spare:
-    """Descriptors that are kept for what must not fail where there are none: to map the memory that a tensor comes in takes two."""
+    """Descriptors that are kept for what must not fail where there are none.
+
+    To map the memory that a tensor comes in takes two.
+    """
 
     def __init__(self, count: int = 4) -> None:
         self._count, self._kept = count, list[int]()

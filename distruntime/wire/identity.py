@@ -1,10 +1,15 @@
-"""Which process this is, in words that another process of the same machine can check: did it die, or is only the network silent?"""
+"""Which process this is, in words that another process of the same machine can check.
+
+Did it die, or is only the network silent?
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from .messages import Plain
 
 
 def _read(path: str) -> str:
@@ -15,7 +20,10 @@ def _read(path: str) -> str:
 
 
 def _machine() -> str:
-    """Return what names this boot of this machine and its process table; nothing where that cannot be known (not Linux)."""
+    """Return what names this boot of this machine and its process table.
+
+    Nothing where that cannot be known (not Linux).
+    """
     boot = _read("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}" if boot else ""
@@ -24,13 +32,19 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process has started, so that another one with its number is not taken for it; nothing if it is no more, or a zombie."""
+    """Return when a process has started, so that another one with its number is not taken for it.
+
+    Nothing if it is no more, or a zombie.
+    """
     fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def vicinity() -> str:
-    """Return what is the same for processes of one user that see the same processes and the same files; nothing where that is not known."""
+    """Return what is the same for processes of one user that see the same processes and the same files.
+
+    Nothing where that is not known.
+    """
     machine = _machine()
     try:
         return f"{machine}:{os.readlink('/proc/self/ns/mnt')}:{os.geteuid()}" if machine else ""
@@ -38,24 +52,30 @@ def vicinity() -> str:
         return ""
 
 
-def process(pid: int | None = None) -> list[Any]:
+def process(pid: int | None = None) -> list[Plain]:
     """Return a process of this machine as [machine, pid, start]: this one, or the one with that number."""
     number = os.getpid() if pid is None else pid
     return [_machine(), number, _started(number)]
 
 
-def here(process: list[Any]) -> bool:
+def here(process: Sequence[object]) -> bool:
     """Whether a process is, or was, one of this machine's."""
     return len(process) == 3 and bool(process[0]) and process[0] == _machine()
 
 
-def has_died(process: list[Any]) -> bool:
-    """Whether a process is known to be no more; False of one of another machine, of which nothing is known."""
+def has_died(process: Sequence[object]) -> bool:
+    """Whether a process is known to be no more.
+
+    False of one of another machine, of which nothing is known.
+    """
     return here(process) and isinstance(process[1], int) and _started(process[1]) != process[2]
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes this machine's kernel has ended because it had no memory left; 0 where it does not say."""
+    """Return how many processes this machine's kernel has ended because it had no memory left.
+
+    0 where it does not say.
+    """
     for line in _read("/proc/vmstat").splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":

@@ -1,21 +1,29 @@
-"""Messages read off a ROUTER socket frame by frame: each is whole, or not there, although Ctrl-C may come in between."""
+"""Messages read off a ROUTER socket frame by frame.
+
+Each is whole, or not there, although Ctrl-C may come in between.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from typing import Protocol, final
 
 import zmq
 import zmq.backend
 
 from .connections import Connections, Peer
-from .frames import Coming, Joined, Nonsense
+from .frames import Arrived, Coming, Nonsense
 
-Frames = list["bytes | zmq.Frame | Joined"]
+Frames = list[Arrived]
 
-# Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than keeping a message alive
-# (pyzmq's COPY_THRESHOLD draws the same line for sending).
+
+class _Receive(Protocol):
+    def __call__(self, flags: int, copy: bool = True, /) -> bytes | zmq.Frame: ...
+
+
+# Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than
+# keeping a message alive (pyzmq's COPY_THRESHOLD draws the same line for sending).
 LARGE = 65536
 
 # Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
@@ -26,7 +34,8 @@ _EVENTS, _POLLIN, _SRCFD, _RCVMORE, _NOBLOCK = (
     int(zmq.RCVMORE),
     int(zmq.NOBLOCK),
 )
-# How to receive a frame: as bytes, or as zmq.Frame, which costs 2 us more and knows the connection that it came through.
+# How to receive a frame: as bytes, or as zmq.Frame, which costs 2 us more and knows the connection that it
+# came through.
 _BYTES, _FRAME = ((_NOBLOCK,), (True,)), ((_NOBLOCK,), (False,))
 
 
@@ -37,32 +46,41 @@ class Inbox:
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
         self.messages: list[tuple[Peer, Frames]] = []
         self.received_bytes = 0
-        self._partial: list[
-            Any
-        ] = []  # read of the next message so far; not empty only within read() or after an interrupt there
-        self._expected = 0  # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost it
-        # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in place.
+        # What has been read of the next message so far. It is not empty only within read(), or after an
+        # interrupt there.
+        self._partial: list[bytes | zmq.Frame] = []
+        # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost
+        # it.
+        self._expected = 0
+        # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in
+        # place.
         self._coming: dict[Peer, Coming] = {}
         self._connections = connections
-        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a message in two.
-        self._receive: Callable[..., Any] = zmq.backend.Socket.recv.__get__(router)
-        self._option: Callable[[int], Any] = zmq.backend.Socket.get.__get__(router)
+        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a
+        # message in two.
+        self._receive: _Receive = zmq.backend.Socket.recv.__get__(router)
+        self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(router)
 
     def drain(self) -> None:
         """Read all messages that are there."""
-        with suppress(zmq.Again):  # an interrupt can leave half a message behind whose rest is not here yet
+        # An interrupt can leave half a message behind whose rest is not here yet.
+        with suppress(zmq.Again):
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
-        self._connections.settle()
+        self._connections.close_ended()
         if (
             self._coming
-        ):  # what came through connections that have ended is read: nothing more comes of their messages
+            # What came through connections that have ended is read: nothing more comes of their messages.
+        ):
             self._coming = {
                 peer: coming for peer, coming in self._coming.items() if self._connections.open(peer)
             }
 
     def read(self) -> None:
-        """Read one message, or raise `zmq.Again`; the pieces of a large message that have come until then are kept."""
+        """Read one message, or raise `zmq.Again`.
+
+        The pieces of a large message that have come until then are kept.
+        """
         while not self._read():
             pass
 
@@ -78,7 +96,8 @@ class Inbox:
             except zmq.Again:
                 self._expected = 0
                 raise
-        peer = partial[0]
+        # Received as bytes, above.
+        peer: bytes = partial[0]  # type: ignore[assignment]
         if len(partial) < 2:
             known = peer in connections.placed or peer in connections.dialled
             self._expected = 2
@@ -92,14 +111,17 @@ class Inbox:
             self._expected += 1
             partial.extend(map(self._receive, *_FRAME))
         head = partial[1]
-        if type(head) is not bytes:
+        if isinstance(head, zmq.Frame):
             if peer not in connections.dialled:
                 connections.place(peer, _connection(head))
             head = head.bytes
         frames: Frames | None = [head]
         coming = self._coming
         if len(partial) > 2:
-            rest = [frame.bytes if len(frame) < LARGE else frame for frame in partial[2:]]
+            rest = [
+                frame.bytes if isinstance(frame, zmq.Frame) and len(frame) < LARGE else frame
+                for frame in partial[2:]
+            ]
             if head:
                 frames = [head, *rest]
             else:
@@ -110,27 +132,32 @@ class Inbox:
             self.received_bytes += sum(map(len, frames))
         entries = ((peer, frames),) if frames is not None else ()
         self.messages += (
-            entries  # these statements hold no call and no jump, so no interrupt falls in between
+            # These statements hold no call and no jump, so no interrupt falls in between.
+            entries
         )
         self._coming = coming
         self._partial = []
         self._expected = 0
         return frames is not None
 
-    def _long(self, peer: Peer, parts: list[Any]) -> tuple[Frames | None, dict[Peer, Coming]]:
+    def _long(self, peer: Peer, parts: list[bytes | zmq.Frame]) -> tuple[Frames | None, dict[Peer, Coming]]:
         """Return the large message that these parts end, if they do, and what of such messages has come then.
 
-        What makes no sense becomes a message that makes none: who takes the messages knows what to do with such a peer.
+        What makes no sense becomes a message that makes none: who takes the messages knows what to do with
+        such a peer.
         """
         coming = self._coming.get(peer) or Coming()
         try:
             if parts[0]:
                 (place, piece) = parts
-                coming = coming.with_piece(place, piece if type(piece) is bytes else piece.buffer)
+                if isinstance(place, zmq.Frame):
+                    raise Nonsense
+                coming = coming.with_piece(place, piece.buffer if isinstance(piece, zmq.Frame) else piece)
                 return None, {**self._coming, peer: coming}
             frames = coming.frames(parts[1:])
-            if type(frames[0]) is not bytes:
-                frames[0] = frames[0].bytes
+            head = frames[0]
+            if not isinstance(head, bytes):
+                frames[0] = head.bytes
             return frames, self._without(peer)
         except (Nonsense, ValueError):
             return [b""], self._without(peer)
@@ -150,4 +177,5 @@ def _connection(frame: zmq.Frame) -> int | None:
     try:
         return int(frame.get(_SRCFD))
     except zmq.ZMQError:
-        return None  # noise that passed for ZMTP 1, which carries no properties
+        # Noise that passed for ZMTP 1, which carries no properties.
+        return None

@@ -1,7 +1,7 @@
 """The key of a cluster: one CURVE key pair that the master and every worker hold.
 
-Whoever holds the key file is both a legitimate master and a legitimate worker, and may run code on every worker (as with munge's key or
-Erlang's cookie). The file has zmq.auth's certificate format, mode 0600.
+Whoever holds the key file is both a legitimate master and a legitimate worker, and may run code on every
+worker (as with munge's key or Erlang's cookie). The file has zmq.auth's certificate format, mode 0600.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ log = logging.getLogger("distruntime")
 
 _BANNER = """\
 #   distruntime cluster key, in the format of zmq.auth: a CURVE **secret** certificate.
-#   Whoever can read it may run code on every worker. Copy it to each machine of the cluster (mode 0600) and to nobody else.
+#   Whoever can read it may run code on every worker. Copy it to each machine of the cluster (mode 0600) and
+#   to nobody else.
 metadata
 curve
     public-key = "{public}"
@@ -59,7 +60,8 @@ class KeyPair:
             )
         except FileExistsError:
             raise ConfigurationError(
-                f"got a key path that is taken, {path}: a key is never overwritten, since workers may still use it. "
+                f"got a key path that is taken, {path}: a key is never overwritten, since workers may still "
+                "use it. "
                 "Give another path, or delete the file first."
             ) from None
         except OSError as error:
@@ -88,28 +90,36 @@ class KeyPair:
             ) from error
         if not stat.S_ISREG(mode):
             raise ConfigurationError(
-                f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen FILE"
+                f"got {path} as the key file, expected a regular file. Make one: distruntime-worker keygen "
+                "FILE"
             )
         if mode & 0o077:
             raise ConfigurationError(
-                f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone may read. Do: chmod 600 {path}"
+                f"got key file {path} with mode {stat.S_IMODE(mode):04o}, expected one that its owner alone "
+                f"may read. Do: chmod 600 {path}"
             )
         require_own(path, "a key")
         if not _is_key(public) or secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
             raise ConfigurationError(
-                f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` writes. "
+                f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` "
+                "writes. "
                 "Copy the cluster's key to it again, or make a new key for all."
             )
         return KeyPair(public, secret)
 
 
 def default_path() -> Path:
-    """Return where the cluster's key is looked for: $DISTRUNTIME_KEY, or ~/.config/distruntime/key (XDG_CONFIG_HOME is honoured)."""
+    """Return where the cluster's key is looked for.
+
+    $DISTRUNTIME_KEY, or ~/.config/distruntime/key (XDG_CONFIG_HOME is honoured).
+    """
     return user_file("DISTRUNTIME_KEY", "key")
 
 
 def user_file(variable: str, name: str) -> Path:
-    """Return the path that an environment variable names, or that of a file in ~/.config/distruntime (XDG_CONFIG_HOME is honoured)."""
+    """Return the path that an environment variable names, or that of a file in ~/.config/distruntime
+    (XDG_CONFIG_HOME is honoured).
+    """
     named = os.environ.get(variable)
     if named:
         return Path(named).expanduser()
@@ -118,47 +128,59 @@ def user_file(variable: str, name: str) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file (mode 0600), its directory made (0700) where missing; raise `FileExistsError` where there is one, or `OSError`."""
+    """Write a new file (mode 0600), its directory made (0700) where missing.
+
+    Raise `FileExistsError` where there is one, or `OSError`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(text)
-        os.link(temporary, path)  # appears whole or not at all, and never replaces another's key
+        # Appears whole or not at all, and never replaces another's key.
+        os.link(temporary, path)
     finally:
         os.unlink(temporary)
 
 
 def require_own(path: Path, what: str) -> None:
-    """Raise `ConfigurationError` unless this user, or root, alone decides what is in a file; `OSError` where there is none.
+    """Raise `ConfigurationError` unless this user, or root, alone decides what is in a file; `OSError` where
+    there is none.
 
-    The mode of the file itself does not say that: its owner may be another, and whoever may write its folder replaces the file.
+    The mode of the file itself does not say that: its owner may be another, and whoever may write its folder
+    replaces the file.
     """
     for place, status in ((path, path.stat()), (folder := path.resolve().parent, folder.stat())):
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigurationError(
-                f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; this process is user "
-                f"{os.geteuid()}'s. Copy the file to where only you can write, or do: chown {os.geteuid()} {place}"
+                f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; "
+                "this process is user "
+                f"{os.geteuid()}'s. Copy the file to where only you can write, or do: chown {os.geteuid()} "
+                f"{place}"
             )
-        # Where a group has the user's own number, that user is its one member, as many systems set it up. In a sticky folder one replaces
-        # one's own files.
+        # Where a group has the user's own number, that user is its one member, as many systems set it up. In
+        # a sticky folder one replaces one's own files.
         others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.geteuid() else 0)
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             raise ConfigurationError(
-                f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w {place}"
+                f"got {what} at {path}, but others may write {place}, and so change it. Do: chmod go-w "
+                f"{place}"
             )
 
 
 def needs_key(address: str) -> bool:
-    """Return whether peers at `address` must prove themselves: all but those of a socket file in a directory private to its owner."""
+    """Return whether peers at `address` must prove themselves.
+
+    All but those of a socket file in a directory private to its owner.
+    """
     return not _is_private(address)
 
 
 def choose(address: str, *, path: Path | None = None, insecure: bool = False) -> KeyPair | None:
     """Return the key to use at `address`, or None where none is needed.
 
-    A named key file is always used. Without one, loopback addresses use the default key, made on first use; other addresses use the default
-    key if it exists.
+    A named key file is always used. Without one, loopback addresses use the default key, made on first use;
+    other addresses use the default key if it exists.
 
     Args:
         path: the key file the user named, if any.
@@ -178,25 +200,31 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
         return KeyPair.load(default)
     if not is_local(address):
         raise ConfigurationError(
-            f"got {address} without a key, expected a key for every address that other machines can reach: workers run code for whoever "
-            f"may talk to them. Make one with `distruntime-worker keygen` and copy {default} to each machine, or accept the risk with "
+            f"got {address} without a key, expected a key for every address that other machines can reach: "
+            "workers run code for whoever "
+            f"may talk to them. Make one with `distruntime-worker keygen` and copy {default} to each "
+            "machine, or accept the risk with "
             "--insecure (in Python: insecure=True)."
         )
     try:
         KeyPair.generate().save(default)
     except ConfigurationError:
-        if not default.exists():  # if it does, another process was faster on its own first use: share its key
+        # If it does, another process was faster on its own first use: share its key.
+        if not default.exists():
             raise
     return KeyPair.load(default)
 
 
 def warn_of_strangers(addresses: Sequence[str]) -> None:
-    """Say in the log, once for all of them, what it means that `choose` was told insecure=True for these addresses."""
+    """Say in the log, once for all of them, what it means that `choose` was told insecure=True for these
+    addresses.
+    """
     open_to = [address for address in addresses if needs_key(address)]
     if open_to:
         who = "every user of this machine" if all(map(is_local, open_to)) else "whoever reaches that address"
         log.warning(
-            "insecure: at %s%s nobody has to prove who they are, and nothing is encrypted: %s may run code as this user, and read and "
+            "insecure: at %s%s nobody has to prove who they are, and nothing is encrypted: %s may run code "
+            "as this user, and read and "
             "change every tensor (docs/security.md)",
             open_to[0],
             f" and {len(open_to) - 1} more" if len(open_to) > 1 else "",
@@ -205,7 +233,10 @@ def warn_of_strangers(addresses: Sequence[str]) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine can reach `address`. A host name other than localhost counts as not local."""
+    """Return whether only this machine can reach `address`.
+
+    A host name other than localhost counts as not local.
+    """
     if address.startswith(("ipc://", "inproc://")):
         return True
     host = host_of(address)
@@ -220,19 +251,22 @@ def is_local(address: str) -> bool:
 def _is_private(address: str) -> bool:
     if not address.startswith("ipc://") or address.startswith(
         "ipc://@"
-    ):  # Linux's abstract sockets have no file and so no owner
+        # Linux's abstract sockets have no file and so no owner.
+    ):
         return False
     try:
         status = Path(address[len("ipc://") :]).parent.stat()
     except OSError:
-        return False  # choose() cannot vouch for what is not there; binding there fails on its own
+        # choose() cannot vouch for what is not there; binding there fails on its own.
+        return False
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
-    except ValueError:  # no key in it
+    except ValueError:
+        # There is no key in it.
         return b"", None
 
 

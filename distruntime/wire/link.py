@@ -1,23 +1,37 @@
-"""One end of a session's command channel: each message arrives once and in order, whatever connections carry them.
+"""One end of a session's command channel: each message arrives once and in order, whatever connections carry
+them.
 
-ZeroMQ keeps the order and loses nothing within one connection, so messages carry no numbers: both ends count. What was sent is kept until
-the other end has said how many messages it has counted (`Ack`, or the greeting on a new connection); what it has not is sent again on the
-next connection. Knows no socket: `Channel.send` and `Channel.resume` do the sending.
+ZeroMQ keeps the order and loses nothing within one connection, so messages carry no numbers: both ends count.
+What was sent is kept until the other end has said how many messages it has counted (`Ack`, or the greeting on
+a new connection); what it has not is sent again on the next connection. Knows no socket: `Channel.send` and
+`Channel.resume` do the sending.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Protocol, final
 
 from ..errors import ProtocolError
+from .frames import Part
 
 Buffer = bytes | bytearray | memoryview
 
-EVERY = 32  # messages that come unacknowledged at most: an acknowledgement for each would cost a lone read a tenth
-MUCH = 4 << 20  # bytes of payload that come unacknowledged at most
-LARGE = 1 << 20  # bytes of payload whose sender waits to use the memory again, and so is told at once
+# Messages that come unacknowledged at most: an acknowledgement for each would cost a lone read a tenth.
+EVERY = 32
+# Bytes of payload that come unacknowledged at most.
+MUCH = 4 << 20
+# Bytes of payload whose sender waits to use the memory again, and so is told at once.
+LARGE = 1 << 20
+
+
+class Tracker(Protocol):
+    """Tells whether ZeroMQ still reads memory that it was given: a `zmq.MessageTracker`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has done with it."""
 
 
 @final
@@ -26,25 +40,29 @@ class Delivery:
 
     __slots__ = ("frames", "link", "number", "trackers")
 
-    def __init__(self, link: Link, frames: Sequence[Buffer]) -> None:
+    def __init__(self, link: Link, frames: Sequence[Part]) -> None:
         self.link, self.frames = link, frames
-        self.trackers: Sequence[
-            Any
-        ] = ()  # tell whether ZeroMQ reads the frames' memory still, where it reads it in place
-        self.number = 0  # of the link's messages, from 1; 0 until it is in order
+        # They tell whether ZeroMQ reads the frames' memory still, where it reads it in place.
+        self.trackers: Sequence[Tracker] = ()
+        # Counts the link's messages from 1; it is 0 until the message is in order.
+        self.number = 0
 
     @property
     def done(self) -> bool:
-        """Whether the frames' memory may be written again: the message has arrived, or is copied since nobody knows when it will."""
+        """Whether the frames' memory may be written again.
+
+        The message has arrived, or is copied since nobody knows when it will.
+        """
         link = self.link
         if 0 < self.number <= link.acknowledged or link.over:
             return True
         if link.peer is None and self.number and all(tracker.done for tracker in self.trackers):
-            self.settle()
-            return link.peer is None  # else it is being sent again, perhaps with the frames as they were
+            self.copy_frames()
+            # Else it is being sent again, perhaps with the frames as they were.
+            return link.peer is None
         return False
 
-    def settle(self) -> None:
+    def copy_frames(self) -> None:
         """Copy what is still to arrive, so that the frames' memory may be written again."""
         self.frames = [
             bytes(frame) if isinstance(frame, (bytearray, memoryview)) else frame for frame in self.frames
@@ -53,9 +71,11 @@ class Delivery:
 
 @final
 class Link:
-    """The counts and the kept messages of one end. `peer` is the connection that carries them now; None: there is none.
+    """The counts and the kept messages of one end. `peer` is the connection that carries them now; None:
+    there is none.
 
-    Invariant, under the channel's lock and until it is `over`: `kept` are the messages numbered `acknowledged` + 1 to `sent`.
+    Invariant, under the channel's lock and until it is `over`: `kept` are the messages numbered
+    `acknowledged` + 1 to `sent`.
     """
 
     __slots__ = ("_bytes", "_pending", "_since", "acknowledged", "kept", "over", "peer", "received", "sent")
@@ -65,8 +85,10 @@ class Link:
         self.kept: deque[Delivery] = deque()
         self.sent = self.acknowledged = self.received = 0
         self._since = self._bytes = 0
-        self._pending = False  # whether a part has come since the last acknowledgement: its sender waits to use the memory again
-        self.over = False  # nothing will arrive any more
+        # Whether a part has come since the last acknowledgement: its sender waits to use the memory again.
+        self._pending = False
+        # Nothing will arrive any more.
+        self.over = False
 
     def end(self) -> None:
         """Let go of everything: the other end is no more."""
@@ -80,10 +102,11 @@ class Link:
         self.sent = delivery.number = self.sent + 1
 
     def count(self, nbytes: int, more: bool) -> bool:
-        """Count a message that has come, with so many bytes of payload; return whether the other end must hear of it now.
+        """Count a message that has come, with so many bytes of payload; return whether the other end must
+        hear of it now.
 
-        `more` says that the message after it belongs to the same value. The sender waits for all of them: after the last it hears of it,
-        however little has come since an acknowledgement in their midst.
+        `more` says that the message after it belongs to the same value. The sender waits for all of them:
+        after the last it hears of it, however little has come since an acknowledgement in their midst.
         """
         self.received += 1
         self._since += 1
@@ -96,10 +119,14 @@ class Link:
         return True
 
     def acknowledge(self, received: int) -> None:
-        """Let go of the messages that the other end has counted; raise `ProtocolError` for a number that cannot be."""
+        """Let go of the messages that the other end has counted.
+
+        Raise `ProtocolError` for a number that cannot be.
+        """
         if not self.acknowledged <= received <= self.sent:
             raise ProtocolError(
-                f"{received} messages acknowledged, of {self.sent} that were sent and {self.acknowledged} acknowledged before"
+                f"{received} messages acknowledged, of {self.sent} that were sent and {self.acknowledged} "
+                "acknowledged before"
             )
         for _ in range(received - self.acknowledged):
             self.kept.popleft()

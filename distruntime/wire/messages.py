@@ -1,36 +1,68 @@
 """Every message of the command channel: one frozen dataclass each, in the order of a session's life.
 
-`docs/protocol.md` has one row for each. A message travels as one frame (its class's place in `MESSAGES`, then its fields) followed by
-the payload frames of large tensors, if any.
+`docs/protocol.md` has one row for each. A message travels as one frame (its class's place in `MESSAGES`, then
+its fields) followed by the payload frames of large tensors, if any. `decode` looks at the class of each
+field; what is in a list or a dict whoever receives it checks before it is used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
-PROTOCOL = 6  # the contract between master and worker: a change of any message or opcode changes this number
+# The contract between master and worker: a change of any message or opcode changes this number.
+PROTOCOL = 7
 
-# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number; a word from
-# FIRST_TEMPLATE on is a template, followed by its operand words (refs, floats) and the refs of its results.
-CHECK = 0  # CHECK, number, [spec, ...], then an instruction: run it, report in `Done` where its results differ from the predicted specs
-LEARN = 1  # LEARN, request, then an instruction: run it, reply with the specs of its results (what is not a tensor is replied itself)
-UPLOAD = 2  # UPLOAD, ref, device, dtype, sizes, data: a tensor from bytes, the payload frame of that number, or the shared memory of that name
-FORGET = 3  # FORGET, number: drop the templates below that number; numbers are never used again
-WAIT = 4  # WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position; `text` says who recorded it
-AWAIT = 5  # AWAIT, number, seconds or None, text: go on when `Signal` has come with that number
-STAMP = 6  # STAMP, ref: the time when this stream gets here, for `elapsed_time`
-RELEASE = 7  # RELEASE, ref, count: as a free, of a value that `count` streams use: the last of them frees it
-HOST = 8  # HOST, ref, result: a copy of a GPU's value in pinned memory; a fetch of it is answered when the copy is done
-TAKE = 9  # TAKE, ref, k, result: of a mesh's value, that of the mesh's k-th member here; both names are for the same memory
-GIVE = 10  # GIVE, [ref, ...], result: the value of a mesh, of those of its members here
-PUBLISH = 11  # PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a name, and reply
-ADOPT = 12  # ADOPT, token, version, [ref or 0, ...]: give the values of what `Ask` found under this token these refs; version 0: let go of it
+# What msgpack brings: the words of a log, the arguments of templates, and whatever a field does not say more
+# about.
+Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, Plain] | None"
+T_co = TypeVar("T_co", covariant=True)
+
+# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number. A
+# word from FIRST_TEMPLATE on is a template; the words of its operands (refs, floats) and the refs of its
+# results follow.
+
+# CHECK, number, [spec, ...], then an instruction: run it, and report in `Done` where its results differ from
+# the predicted specs.
+CHECK = 0
+# LEARN, request, then an instruction: run it, and reply with the specs of its results. A result that is no
+# tensor is replied itself.
+LEARN = 1
+# UPLOAD, ref, device, dtype, sizes, data: make a tensor from bytes, from the payload frame of that number, or
+# from the shared memory of that name.
+UPLOAD = 2
+# FORGET, number: drop the templates below that number. Numbers are never used again.
+FORGET = 3
+# WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position. The text
+# says who recorded it.
+WAIT = 4
+# AWAIT, number, seconds or None, text: go on when `Signal` has come with that number.
+AWAIT = 5
+# STAMP, ref: note the time when this stream gets here, for `elapsed_time`.
+STAMP = 6
+# RELEASE, ref, count: free a value that `count` streams use. The last of them frees it.
+RELEASE = 7
+# HOST, ref, result: copy a GPU's value into pinned memory. A fetch of the copy is answered when it is done.
+HOST = 8
+# TAKE, ref, k, result: give the value of a mesh's k-th member here a name of its own. Both names are for one
+# memory.
+TAKE = 9
+# GIVE, [ref, ...], result: make a mesh's value of those of its members here.
+GIVE = 10
+# PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a
+# name, and reply.
+PUBLISH = 11
+# ADOPT, token, version, [ref or 0, ...]: give the values of what `FindPublished` found under this token these
+# refs. Version 0 lets go of them.
+ADOPT = 12
 FIRST_TEMPLATE = 16
 
 
 def stream_number(team: int, stream: int) -> int:
-    """Return the number by which messages name a stream of a mesh; a worker's own (`team` -1) keep theirs, which are below 4096."""
+    """Return the number by which messages name a stream of a mesh.
+
+    A worker's own (`team` -1) keep theirs, which are below 4096.
+    """
     return (team + 1) << 12 | stream
 
 
@@ -39,11 +71,27 @@ def team_and_stream(number: int) -> tuple[int, int]:
     return (number >> 12) - 1, number & 4095
 
 
+class DeviceRow(NamedTuple):
+    """A device as its worker describes it, memory in bytes.
+
+    The last four fields are "" and 0 where there is no GPU.
+    """
+
+    name: str
+    description: str
+    total: int
+    free: int
+    capability: str
+    allocated: int
+    reserved: int
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """Worker to master: a worker that dials in asks for a place in the session, or for the one that it had.
 
-    `incarnation` is drawn when the worker starts: by it the master knows whether the worker still has what lived there.
+    `incarnation` is drawn when the worker starts: by it the master knows whether the worker still has what
+    lived there.
     """
 
     node: int | None
@@ -56,10 +104,11 @@ class Join:
 class Hello:
     """Master to worker: open a session, or go on with one.
 
-    `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it had given; "resume", of another
-    master, which gets what was published; or "force new" and "force resume", in spite of a master that is there. `received` counts the
-    messages that have come on earlier connections. When the master is gone, the worker keeps the session for `keep` seconds, or, unless it
-    is `lasting`, until it knows that the master has died. `process` is the master's: see identity.py.
+    `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it
+    had given; "resume", of another master, which gets what was published; or "force new" and "force resume",
+    in spite of a master that is there. `received` counts the messages that have come on earlier connections.
+    When the master is gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`,
+    until it knows that the master has died. `process` is the master's: see identity.py.
     """
 
     protocol: int
@@ -72,7 +121,7 @@ class Hello:
     torch: str
     python: str
     host: str
-    process: list[Any]
+    process: list[Plain]
     shared: str
 
 
@@ -80,11 +129,11 @@ class Hello:
 class Welcome:
     """Worker to master: the session is open; this is who I am and what I have.
 
-    `devices` is a list of [name, description, total bytes, free bytes, compute capability, bytes that the caching allocator has given
-    out, bytes that it has reserved]; `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
+    `simulated` says that the GPUs are CPU tensors. `shared` is the secret in the shared memory that
     `Hello.shared` names, empty where the worker cannot read it. The master writes `nonce` there, to show that
-    the memory is its own. `received` counts the messages that have come on earlier connections, `age` the seconds since the
-    session began. `left` has the sessions here without a master, as [name, its master's process].
+    the memory is its own. `received` counts the messages that have come on earlier connections, `age` the
+    seconds since the session began. `left` has the sessions here without a master, as [name, its master's
+    process]. A row of `devices` is a list until the master has checked it.
     """
 
     protocol: int
@@ -95,12 +144,12 @@ class Welcome:
     python: str
     host: str
     pid: int
-    process: list[Any]
+    process: list[Plain]
     shared: bytes
     nonce: bytes
-    devices: list[Any]
+    devices: list[DeviceRow]
     simulated: bool
-    left: list[Any]
+    left: list[Plain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +162,26 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Either way: so many messages have come on this session's connections. Not counted itself, as are those above."""
+    """Either way: so many messages have come on this session's connections. Not counted itself, as are those
+    above.
+    """
 
     received: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bury:
-    """Master to worker: this session's master, a process of the sender's machine, has died; there is no use in keeping its values."""
+    """Master to worker: this session's master, a process of the sender's machine, has died; there is no use
+    in keeping its values.
+    """
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or of a mesh's.
+    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or
+    of a mesh's.
 
     Number 0, the default stream of every device, is always there.
     """
@@ -142,101 +196,387 @@ class OpenStream:
 class Segment:
     """Master to worker: consecutive instructions of the log.
 
-    `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in the log names an
-    instruction. `templates` are those that the worker has not seen: [number, operator, arguments, keyword arguments, results].
-    `stretches` divides the words among streams, as [stream, words] in the log's order; empty: all are stream 0's.
+    `seq` counts a worker's segments from 1; `start` is the number of words before this one, so a position in
+    the log names an instruction. `templates` are those that the worker has not seen: [number, operator,
+    arguments, keyword arguments, results]. `stretches` divides the words among streams, as [stream, words] in
+    the log's order; empty: all are stream 0's.
     """
 
     seq: int
     start: int
-    templates: list[Any]
-    words: list[Any]
-    stretches: list[Any]
+    templates: list[Plain]
+    words: list[Plain]
+    stretches: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTeam:
-    """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here, in the order of the mesh."""
+    """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here,
+    in the order of the mesh.
+    """
 
     team: int
-    devices: list[Any]
+    devices: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLines:
-    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its rank: [group, rank], ..."""
+    """Master to worker: along one dimension of a mesh (`number`), which group each member here is in, and its
+    rank: [group, rank], ...
+    """
 
     team: int
     number: int
-    members: list[Any]
+    members: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSegment:
-    """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a `MeshBody`."""
+    """Master to worker: the next of this worker's segments; what is in it comes in the payload frame, a
+    `MeshBody`.
+    """
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class MeshBody:
-    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a `Segment`.
+    """Master to worker: what `MeshSegment` brings, the same bytes to every worker of a mesh; otherwise as a
+    `Segment`.
 
-    `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's own too, but that stream 0
-    takes turns with this worker's. An instruction runs for each member here.
+    `start` counts the mesh's own words, as do the positions in failures and in `WAIT`; streams are the mesh's
+    own too, but that stream 0 takes turns with this worker's. An instruction runs for each member here.
     """
 
     team: int
     start: int
-    templates: list[Any]
-    words: list[Any]
-    stretches: list[Any]
+    templates: list[Plain]
+    words: list[Plain]
+    stretches: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Worker to master: the segment ran. Carries new failures and the check numbers whose predicted specs were wrong."""
+    """Worker to master: the segment ran. Carries new failures and the check numbers whose predicted specs
+    were wrong.
+    """
 
     seq: int
-    failures: list[Any]
-    corrections: list[Any]
+    failures: list[Plain]
+    corrections: list[Plain]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Master to worker: reply with a value, once each stream that `after` names has run up to the position behind it.
+    """Master to worker: reply with a value, once each stream that `after` names has run up to the position
+    behind it.
 
-    `after` is [stream, position, ...]: the value's last writer, and its maker where that is another stream. `form` is "tensor" (its
-    bytes), "item" (a Python number), "text" (as torch prints it, with `options` its print options), "passed" (no value: that the streams
-    are there, with the failures that no `Done` has brought yet) or "done" (nothing: that the whole log has run, and every `Done` has
-    gone). `options` may name `shared` memory for the bytes.
+    `after` is [stream, position, ...]: the value's last writer, and its maker where that is another stream.
+    `form` is "tensor" (its bytes), "item" (a Python number), "text" (as torch prints it, with `options` its
+    print options), "passed" (no value: that the streams are there, with the failures that no `Done` has
+    brought yet) or "done" (nothing: that the whole log has run, and every `Done` has gone). `options` may
+    name `shared` memory for the bytes.
     """
 
     request: int
     ref: int
-    after: list[Any]
+    after: list[int]
     form: str
-    options: dict[str, Any]
+    options: dict[str, Plain]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Master to worker: reply about the worker itself, at once.
+class Question(Generic[T_co]):
+    """What asks a worker for something outside the log.
 
-    "info" is the rows of `Welcome.devices`, "memory" [values held, position, refs of the poisoned ones], "status" what it is computing,
-    "passed" whether the streams of `detail` are at their positions. "channel" is [why not, capabilities, Python version] of the data
-    channel that `detail` names; "listen" opens the worker's own channel to other workers at the host that `detail` proposes: its address.
-    "published" is about what sessions have published here: see published.py of the worker.
+    `Reply` brings a `T_co`, or `Failed` why there is none.
     """
 
     request: int
+
+
+class MemberRef(NamedTuple):
+    """The value of a mesh's k-th member on a worker."""
+
+    ref: int
+    member: int
+
+
+class MemoryHeld(NamedTuple):
+    """How many values a session holds on a worker, at which position its log is, and what is poisoned."""
+
+    values: int
+    position: int
+    poisoned: list[int | MemberRef]
+
+
+class Status(NamedTuple):
+    """Where a stream is in its log, the operator that it runs, if any, and for how many seconds it has run
+    its stretch.
+    """
+
+    position: int
+    running: str | None
+    seconds: float
+
+
+class TurnsTaken(NamedTuple):
+    """How often a session had the turn while there were several, and for how many seconds."""
+
+    session: str
+    turns: int
+    seconds: float
+
+
+class ChannelOffer(NamedTuple):
+    """Why a worker cannot offer a data channel, or nothing.
+
+    Else what the channel can do; and the Python that runs there.
+    """
+
+    why: str
+    capabilities: object
+    python: list[int]
+
+
+class DaemonRecord(NamedTuple):
+    """A daemon that has tensors of a publication.
+
+    Its `identity` tells a session's place there from any other.
+    """
+
+    identity: str
+    node: int
+    host: str
+    pid: int
+    devices: list[str]
+
+
+class Listed(NamedTuple):
+    """One version of a name as `dr.names()` counts it.
+
+    Whose it is ("" for the session's own), and on which workers it lives.
+    """
+
+    owner: str
+    identity: str
+    name: str
+    version: int
+    shared: bool
     what: str
-    detail: list[Any]
+    listed: list[DaemonRecord]
+    nbytes: int
+
+
+class Listing(NamedTuple):
+    """What is published on a worker, as far as the session may read it."""
+
+    identity: str
+    rows: list[Listed]
+
+
+class Versions(NamedTuple):
+    """The versions of a name that a worker has."""
+
+    identity: str
+    versions: list[int]
+
+
+class StoredTensor(NamedTuple):
+    """A published tensor: a number for it and one for its memory, and its spec, None where it is poisoned."""
+
+    tensor: int
+    memory: int
+    spec: list[object] | None
+
+
+class FoundVersion(NamedTuple):
+    """One version of a publication. What the envelope holds only masters know."""
+
+    version: int
+    envelope: bytes
+    tensors: list[StoredTensor]
+
+
+class FoundVersions(NamedTuple):
+    """The versions of a name that were found, and the identity of the owner's place on this worker."""
+
+    identity: str
+    versions: list[FoundVersion]
+
+
+class Dropped(NamedTuple):
+    """Whether there was anything to drop."""
+
+    identity: str
+    any: bool
+
+
+class FileSize(NamedTuple):
+    """A file of a save, in bytes."""
+
+    file: str
+    nbytes: int
+
+
+class IndexSummary(NamedTuple):
+    """What an index of a checkpoint says.
+
+    `problem` is what is wrong with it, or nothing; `save` is the id of the save.
+    """
+
+    name: str
+    problem: str
+    version: int
+    number: int
+    save: str
+    files: list[FileSize]
+
+
+class FolderListing(NamedTuple):
+    """The indexes in a folder of checkpoints, and the bytes of each file of tensors."""
+
+    indexes: list[IndexSummary]
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AskDevices(Question[list[DeviceRow]]):
+    """Master to worker: say what devices you have, as in `Welcome.devices`, with their memory of now."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskMemory(Question[MemoryHeld]):
+    """Master to worker: say how many values this session holds, and which of them are poisoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus(Question[Status]):
+    """Master to worker: say what this session computes now."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskTurns(Question[list[TurnsTaken]]):
+    """Master to worker: say how the sessions have shared this worker's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskPassed(Question[bool]):
+    """Master to worker: say whether each stream in `after`, [stream, position, ...], is at the position
+    behind it.
+    """
+
+    after: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AskChannel(Question[ChannelOffer]):
+    """Master to worker: say whether you have this data channel, and what it can do."""
+
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListenForPeers(Question[str]):
+    """Master to worker: open your own channel to other workers at this host, and reply with its address."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListPublished(Question[Listing]):
+    """Master to worker: list what this session has published, and what other sessions share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListVersions(Question[Versions]):
+    """Master to worker: list the versions that this session has of a name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindPublished(Question[FoundVersions]):
+    """Master to worker: find the versions of a name, and hold their values for an `ADOPT` with this token.
+
+    An empty owner is the session itself.
+    """
+
+    owner: str
+    name: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropOlder(Question[Dropped]):
+    """Master to worker: drop what this session has published under a name before this version."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPublished(Question[Dropped]):
+    """Master to worker: drop this version of what the session has published under a name; version 0: all of
+    them.
+    """
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListFolder(Question[FolderListing]):
+    """Master to worker: say which checkpoints are in a folder. A thread replies, as to all that is asked
+    about folders.
+    """
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadIndex(Question[str]):
+    """Master to worker: reply with the text of one index."""
+
+    folder: str
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitSave(Question[None]):
+    """Master to worker: make a save that all workers have written the current one.
+
+    `index` and `weights` are the texts of its index, and of the table by which other libraries find a
+    tensor's file.
+    """
+
+    folder: str
+    save: str
+    index: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSaves(Question[None]):
+    """Master to worker: remove the files of other saves than this one, all but those to be kept."""
+
+    folder: str
+    save: str
+    keep: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFiles(Question[None]):
+    """Master to worker: remove these files of a save, as far as they are there."""
+
+    folder: str
+    files: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Master or worker to worker: what `AWAIT` with this number waits for has happened, or cannot happen any more, and why.
+    """Master or worker to worker: what `AWAIT` with this number waits for has happened, or cannot happen any
+    more, and why.
 
     Between workers too: the one that `Notify` has named sends it.
     """
@@ -255,7 +595,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Master to worker: who you are among the workers of this session, and where the others listen; empty: that one has no channel.
+    """Master to worker: who you are among the workers of this session, and where the others listen; empty:
+    that one has no channel.
 
     `secret` is the session's: what a worker says first to another, in `Meet`.
     """
@@ -269,7 +610,8 @@ class Peers:
 class Meet:
     """Worker to worker: the first message on a connection; who speaks, and that it belongs to the session.
 
-    `origin` is the same on each connection of this worker in this session. An `Ack` answers: what has come of it on earlier ones.
+    `origin` is the same on each connection of this worker in this session. An `Ack` answers: what has come of
+    it on earlier ones.
     """
 
     secret: bytes
@@ -279,7 +621,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Master to worker: once a stream has run up to a position, send `Signal` with this number to that node."""
+    """Master to worker: once a stream has run up to a position, send `Signal` with this number to a node."""
 
     stream: int
     position: int
@@ -291,8 +633,9 @@ class Notify:
 class OpenGroup:
     """Master to worker: join a group, and reply with nothing when you have, or `Failed` with why not.
 
-    `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a pickled data channel class
-    that the master has registered, empty where the worker has it. `timeout` (seconds) is for joining and for each call.
+    `nodes` has each member's node, by rank; `members` are this worker's own, [rank, device]. `factory` is a
+    pickled data channel class that the master has registered, empty where the worker has it. `timeout`
+    (seconds) is for joining and for each call.
     """
 
     request: int
@@ -300,13 +643,14 @@ class OpenGroup:
     channel: str
     factory: bytes
     nodes: list[int]
-    members: list[Any]
+    members: list[Plain]
     timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Worker to worker: a member has set a key in the group's store, where members find each other; every worker keeps all keys for itself.
+    """Worker to worker: a member has set a key in the group's store, where members find each other; every
+    worker keeps all keys for itself.
 
     It may come before the group is open here.
     """
@@ -318,8 +662,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BreakGroup:
-    """Either way: a group has broken, and why; whoever waits in it fails. A worker whose data channel fails tells the master, which
-    tells the others.
+    """Either way: a group has broken, and why; whoever waits in it fails. A worker whose data channel fails
+    tells the master, which tells the others.
     """
 
     group: int
@@ -328,14 +672,16 @@ class BreakGroup:
 
 @dataclass(frozen=True, slots=True)
 class Taint:
-    """Worker to worker: what a member puts into this operation of a group is poisoned, by this failure; its bytes will be zeros.
+    """Worker to worker: what a member puts into this operation of a group is poisoned, by this failure; its
+    bytes will be zeros.
 
-    The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the zeros for values.
+    The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the
+    zeros for values.
     """
 
     group: int
     sequence: int
-    failure: list[Any]
+    failure: list[Plain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +694,9 @@ class Tainted:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Worker to master: bytes of a large reply that follows, in this message's payload frame, and where they belong in it."""
+    """Worker to master: bytes of a large reply that follows, in this message's payload frame, and where they
+    belong in it.
+    """
 
     request: int
     offset: int
@@ -358,11 +706,12 @@ class Part:
 class Reply:
     """Worker to master: the answer to a request.
 
-    A tensor is [dtype, sizes, data]: its bytes, None when they fill the payload frame, "parts" or "shared" when they are there already.
+    A tensor is [dtype, sizes, data]: its bytes, None when they fill the payload frame, "parts" or "shared"
+    when they are there already.
     """
 
     request: int
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +719,7 @@ class Failed:
     """Worker to master: what was requested is poisoned, and by which failure."""
 
     request: int
-    failure: list[Any]
+    failure: list[Plain]
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +731,8 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, answered by an `Ack`; or it is made to leave,
-    since another master has taken the session over.
+    """Either way: the master leaves, and the session stays for as long as `Hello.keep` said, answered by an
+    `Ack`; or it is made to leave, since another master has taken the session over.
     """
 
     reason: str
@@ -391,18 +740,22 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first cause of a poisoned value, as the worker saw it. Not a message: it travels inside `Done` and `Failed`."""
+    """The first cause of a poisoned value, as the worker saw it.
+
+    Not a message: it travels inside `Done` and `Failed`.
+    """
 
     seq: int
     position: int
-    kind: str  # the exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never unpickled
+    # The exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never
+    # unpickled.
+    kind: str
     text: str
     traceback: str
     op: str
     operands: str
-    node: int = (
-        -1
-    )  # where it happened, if that is not the worker that tells of it: a copy or a collective has brought it
+    # Where it happened, if that is not the worker that tells of it: a copy or a collective has brought it.
+    node: int = -1
 
 
 Message = (
@@ -420,7 +773,23 @@ Message = (
     | MeshBody
     | Done
     | Fetch
-    | Ask
+    | AskDevices
+    | AskMemory
+    | AskStatus
+    | AskTurns
+    | AskPassed
+    | AskChannel
+    | ListenForPeers
+    | ListPublished
+    | ListVersions
+    | FindPublished
+    | DropOlder
+    | DropPublished
+    | ListFolder
+    | ReadIndex
+    | CommitSave
+    | SweepSaves
+    | RemoveFiles
     | Part
     | Reply
     | Failed

@@ -1,8 +1,10 @@
-"""Memory that the master keeps for large tensors, and shares with workers of the same machine: there no socket carries them.
+"""Memory that the master keeps for large tensors, and shares with workers of the same machine: there no
+socket carries them.
 
-Measured on 2 shared cores, 64 MiB: see docs/benchmarks.md, "bandwidth". The pages are kept and used again, because fresh pages are what
-a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms in fresh ones. The files have no name but
-`/proc/PID/fd/N`, so the kernel frees them when the master dies, however it dies.
+Measured on 2 shared cores, 64 MiB: see docs/benchmarks.md, "bandwidth". The pages are kept and used again,
+because fresh pages are what a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms
+in fresh ones. The files have no name but `/proc/PID/fd/N`, so the kernel frees them when the master dies,
+however it dies.
 """
 
 from __future__ import annotations
@@ -18,29 +20,34 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
-from typing import Any
 
 from ..errors import ProtocolError
 from .descriptors import are_out, spare
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
+# A challenge's segment begins with this; then the bytes of a secret and of a nonce.
 _MARK, _NONCE = (
     b"distruntime mine",
     16,
-)  # what the segment of a challenge begins with; bytes of a secret and of a nonce
-_LARGEST_KEPT = (32 << 20) - (1 << 16)  # bytes; glibc's own limit for what follows is 32 MiB
+)
+# Bytes; glibc's own limit for what follows is 32 MiB.
+_LARGEST_KEPT = (32 << 20) - (1 << 16)
 
-LEAST = 1 << 18  # bytes from which the detour pays: below, a frame on the socket is as fast
+# Bytes from which the detour pays: below, a frame on the socket is as fast.
+LEAST = 1 << 18
 _SMALLEST = 1 << 20
-_MOST = 1 << 30  # bytes that a session keeps at most; past that, transfers take the socket
+# Bytes that a session keeps at most; past that, transfers take the socket.
+_MOST = 1 << 30
 
 
 def warm_malloc() -> None:
-    """Bring glibc's malloc to where it is after any program has freed a block of nearly 32 MiB: from then on it keeps pages.
+    """Bring glibc's malloc to where it is after any program has freed a block of nearly 32 MiB: from then on
+    it keeps pages.
 
-    Its threshold for giving blocks back to the kernel grows with the largest block that it has given back. So no setting is changed, and
-    nothing is touched: 64 MiB down a TCP socket, whose parts each took fresh pages before, went from 1.4 and 1.6 to 3.6 and 2.8 GiB/s
-    (two runs each in turn, 2026-11, 2 shared cores). Elsewhere than on glibc nothing happens.
+    Its threshold for giving blocks back to the kernel grows with the largest block that it has given back. So
+    no setting is changed, and nothing is touched: 64 MiB down a TCP socket, whose parts each took fresh pages
+    before, went from 1.4 and 1.6 to 3.6 and 2.8 GiB/s (two runs each in turn, 2026-11, 2 shared cores).
+    Elsewhere than on glibc nothing happens.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
@@ -59,9 +66,11 @@ class Segment:
 
 
 class Loan:
-    """A segment that is lent for one transfer. It comes back with `give`, or when nobody holds the loan any more.
+    """A segment that is lent for one transfer. It comes back with `give`, or when nobody holds the loan any
+    more.
 
-    So a transfer that fails, or that Ctrl-C ends, keeps no memory. Who writes into a segment must hold its loan as long as that lasts.
+    So a transfer that fails, or that Ctrl-C ends, keeps no memory. Who writes into a segment must hold its
+    loan as long as that lasts.
     """
 
     def __init__(self, segment: Segment, back: Callable[[Segment], None]) -> None:
@@ -82,8 +91,8 @@ class Loan:
     def private(self, nbytes: int) -> mmap.mmap:
         """Return a private mapping of the segment's bytes, for a tensor to live in; it holds the loan.
 
-        So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner, or a forked child, writes
-        must stay its own.
+        So a fetched tensor needs no fresh pages and no second copy. Private, because what a tensor's owner,
+        or a forked child, writes must stay its own.
         """
         mapped = mmap.mmap(
             self._segment.descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -128,7 +137,10 @@ class SharedPool:
             self._idle.append(segment)
 
     def close(self) -> None:
-        """Close every segment. Their descriptors stay open until now, because their numbers are their names."""
+        """Close every segment.
+
+        Their descriptors stay open until now, because their numbers are their names.
+        """
         with self._lock:
             for segment in self._all:
                 os.close(segment.descriptor)
@@ -141,10 +153,13 @@ def _make(size: int) -> Segment | None:
     try:
         descriptor = os.memfd_create("distruntime", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
-        return None  # no shared memory is no error: the socket carries the bytes
+        # No shared memory is no error: the socket carries the bytes.
+        return None
     try:
-        os.posix_fallocate(descriptor, 0, size)  # now, and not as a bus error when the pages are touched
-        # A worker opens the file for writing, and whoever may do that may cut it: the next touch of the pages would end this process.
+        # Now, and not as a bus error when the pages are touched.
+        os.posix_fallocate(descriptor, 0, size)
+        # A worker opens the file for writing, and whoever may do that may cut it: the next touch of the pages
+        # would end this process.
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
@@ -157,16 +172,17 @@ def _make(size: int) -> Segment | None:
 class Attached:
     """A worker's side: the segments of one master, mapped once each.
 
-    Invariant: what is mapped never shrinks, as its seals say: to read or write past the end of a file ends the process. It is a segment of
-    the process that the greeting named, which has shown that it is the master: it has written this session's nonce into the segment that
-    the greeting named. So no master can have a worker read to it what another process of the machine holds.
+    Invariant: what is mapped never shrinks, as its seals say: to read or write past the end of a file ends
+    the process. It is a segment of the process that the greeting named, which has shown that it is the
+    master: it has written this session's nonce into the segment that the greeting named. So no master can
+    have a worker read to it what another process of the machine holds.
 
     Args:
         process: the master's, as `Hello.process` has it.
         challenge: the name of its segment with the secret, as `Hello.shared` has it.
     """
 
-    def __init__(self, process: Sequence[Any] = (), challenge: str = "") -> None:
+    def __init__(self, process: Sequence[object] = (), challenge: str = "") -> None:
         self.nonce = secrets.token_bytes(_NONCE)
         self._pid, self._challenge = process[1] if len(process) > 1 else None, challenge
         self._proven = False
@@ -175,10 +191,12 @@ class Attached:
     def __getitem__(self, name: object) -> mmap.mmap:
         if (
             not self._proven
-        ):  # first: to tell the secret maps the challenge's segment, which may be anybody's until then
+            # First: to tell the secret maps the challenge's segment, which may be anybody's until then.
+        ):
             if self._map(self._challenge).find(self.nonce) < 0:
                 raise ProtocolError(
-                    f"{self._challenge} is not the memory of this session's master: it has not written there what it was told"
+                    f"{self._challenge} is not the memory of this session's master: it has not written "
+                    "there what it was told"
                 )
             self._proven = True
         return self._map(name)
@@ -188,7 +206,8 @@ class Attached:
         try:
             memory = self._map(self._challenge)
         except (OSError, ValueError, ProtocolError):
-            return b""  # another machine, another container or another user: the socket carries the bytes
+            # Another machine, another container or another user: the socket carries the bytes.
+            return b""
         return memory[len(_MARK) : len(_MARK) + _NONCE] if memory[: len(_MARK)] == _MARK else b""
 
     def _map(self, name: object) -> mmap.mmap:
@@ -206,7 +225,8 @@ class Attached:
             except OSError as error:
                 if not are_out(error):
                     raise
-                with spare.lent():  # else an upload would fail that the socket could have brought
+                # Else an upload would fail that the socket could have brought.
+                with spare.lent():
                     found = _opened(name)
             self._mapped[name] = found
         return found
@@ -229,24 +249,31 @@ def _sealed(descriptor: int) -> bool:
     """Whether a file can never shrink."""
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # it is no memory file at all
+    except OSError:
+        # It is no memory file at all.
         return False
 
 
 class KeptMemory:
-    """Memory for tensors that come from the master, used again when they die: pages that are there already cost a fifth of fresh ones.
+    """Memory for tensors that come from the master, used again when they die: pages that are there already
+    cost a fifth of fresh ones.
 
-    malloc does not do it: torch asks for aligned blocks, and a freed one is never quite large enough for the next.
+    malloc does not do it: torch asks for aligned blocks, and a freed one is never quite large enough for the
+    next.
     """
 
     def __init__(self, most: int = 1 << 28) -> None:
-        self._most = most  # bytes that lie idle at most
+        # Bytes that lie idle at most.
+        self._most = most
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._total = 0
         self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> memoryview:
-        """Return memory of `nbytes`, warm if some of this size class has died; it comes back when this very view object dies."""
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return memory of `nbytes`, warm if some of this size class has died.
+
+        It comes back when this very view object dies.
+        """
         size = -(-nbytes // _SMALLEST) * _SMALLEST
         with self._lock:
             free = self._idle.get(size)
@@ -269,8 +296,9 @@ class KeptMemory:
 class Challenge:
     """A segment by which this process and a worker of this machine show each other who they are.
 
-    It begins with a secret: a worker that can tell it reads this process's memory. Each worker has a nonce written behind it: so the memory
-    is of the process that the worker talks to. Segments without the mark hold tensors: what they begin with, a worker tells nobody.
+    It begins with a secret: a worker that can tell it reads this process's memory. Each worker has a nonce
+    written behind it: so the memory is of the process that the worker talks to. Segments without the mark
+    hold tensors: what they begin with, a worker tells nobody.
     """
 
     def __init__(self, pool: SharedPool) -> None:
@@ -289,7 +317,8 @@ class Challenge:
         """Return whether a worker has told the secret, and write its nonce where it looks for it."""
         if self._loan is None or not compare_digest(secret, self._secret) or len(nonce) != _NONCE:
             return False
-        if self._next + _NONCE > _SMALLEST:  # 65,000 workers on: those of the first have looked long ago
+        # 65,000 workers on: those of the first have looked long ago.
+        if self._next + _NONCE > _SMALLEST:
             self._next = len(_MARK) + _NONCE
         self._loan.memory[self._next : self._next + _NONCE] = nonce
         self._next += _NONCE

@@ -1,28 +1,36 @@
-"""Ctrl-C that waits a moment: pyzmq drops the frame that it is handing over when a signal's handler raises."""
+"""Ctrl-C that waits a moment.
+
+Pyzmq drops the frame that it is handing over when a signal's handler raises.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from _signal import signal as set_handler  # type: ignore[import-not-found]  # without the enums that the public function makes: 0.6 us for there and back
-from typing import Any
+
+# Without the enums that the public function makes: 0.6 us for there and back.
+from _signal import signal as set_handler  # type: ignore[import-not-found]
 
 _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident
 
 
 class Shield:
-    """A context in which Ctrl-C is noted, and acts when the outermost one ends. Python's handlers run in the main thread only."""
+    """A context in which Ctrl-C is noted, and acts when the outermost one ends.
+
+    Python's handlers run in the main thread only.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._struck: list[tuple[Any, ...]] = []
-        self._handler: Any = None
+        self._struck: list[tuple[object, ...]] = []
+        self._handler: object = None
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN:
             if self._depth == 0:
-                # It first runs the handlers of signals that have come: what Ctrl-C's raises must find nothing begun.
+                # It first runs the handlers of signals that have come: what Ctrl-C's raises must find nothing
+                # begun.
                 self._handler = set_handler(_SIGINT, self._note)
             self._depth += 1
 
@@ -38,7 +46,7 @@ class Shield:
                     if callable(handler):
                         handler(*struck)
 
-    def _note(self, *struck: Any) -> None:
+    def _note(self, *struck: object) -> None:
         self._struck.append(struck)
 
 

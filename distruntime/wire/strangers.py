@@ -1,8 +1,9 @@
-"""Accepted connections through which nothing has come yet, and of which nobody has proven a key: there are only so many.
+"""Accepted connections through which nothing has come yet, and of which nobody has proven a key: there are
+only so many.
 
-When one comes that is too many, a quarter of them is hung up on: of those from the host that has the most, so that a flood from one
-machine leaves the others a way in; there, of those that look least like a handshake, and of equals the oldest. A peer that was only slow
-dials again.
+When one comes that is too many, a quarter of them is hung up on: of those from the host that has the most, so
+that a flood from one machine leaves the others a way in; there, of those that look least like a handshake,
+and of equals the oldest. A peer that was only slow dials again.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import sys
 from typing import final
 
 _GREETING = 64  # bytes
-_HANDSHAKE = 4096  # bytes, of which no handshake and first message has as many
+# Bytes, of which no handshake and first message has as many.
+_HANDSHAKE = 4096
 
 _libc = ctypes.CDLL(None)
 
 
 def _name(of: str, fd: int) -> bytes:
-    """Return a socket's address as the kernel has it, b"" where there is none. `of` is getsockname or getpeername.
+    """Return a socket's address as the kernel has it, b"" where there is none. `of` is getsockname or
+    getpeername.
 
     Not by a Python socket: it owns its descriptor, and closes it when Ctrl-C keeps it from being detached.
     """
@@ -32,8 +35,9 @@ def _name(of: str, fd: int) -> bytes:
 def _likely(fd: int) -> int:
     """Return how far somebody has got who holds the key and is on the way: 0 to 3.
 
-    libzmq sends its greeting with the connection. What follows cannot be made up: libzmq hangs up on what is not encrypted for its key, so
-    who has sent more of it and is still there is on the way, or sends a frame that never ends.
+    libzmq sends its greeting with the connection. What follows cannot be made up: libzmq hangs up on what is
+    not encrypted for its key, so who has sent more of it and is still there is on the way, or sends a frame
+    that never ends.
     """
     room, size = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
     if (
@@ -41,9 +45,8 @@ def _likely(fd: int) -> int:
         or _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, room, ctypes.byref(size)) != 0
     ):
         return 0
-    received = (
-        int.from_bytes(room.raw[128:136], sys.byteorder) if size.value >= 136 else 0
-    )  # tcpi_bytes_received
+    # The kernel calls this field tcpi_bytes_received.
+    received = int.from_bytes(room.raw[128:136], sys.byteorder) if size.value >= 136 else 0
     return 0 if not received else 1 if received > _HANDSHAKE else 2 if received <= _GREETING else 3
 
 
@@ -53,7 +56,8 @@ class Strangers:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.names: dict[int, bytes] = {}  # who is at the other end of each
+        # Each descriptor has the name of its other end here.
+        self.names: dict[int, bytes] = {}
         self._local = b""
 
     def listen(self, fd: int) -> None:
@@ -95,4 +99,5 @@ class Strangers:
 
     @staticmethod
     def _port(name: bytes) -> bytes:
-        return name[:4] if len(name) in (16, 28) else name  # family and port of IPv4 and IPv6, or a path
+        # Family and port of IPv4 and IPv6, or a path.
+        return name[:4] if len(name) in (16, 28) else name

@@ -1,4 +1,7 @@
-"""Log lines that strangers can cause: the first few are written, of the others how many they were, or a flood would fill the disk."""
+"""Log lines that strangers can cause.
+
+The first few are written, of the others how many they were, or a flood would fill the disk.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import time
 from collections.abc import Callable
 from typing import final
 
-_FIRST = 10  # lines that are written as they come
+# Lines that are written as they come.
+_FIRST = 10
 _EVERY = 60.0  # seconds between sums
 
 
 @final
 class Tally:
-    """Passes lines on to a log: so many, then one a minute that says how many more there were. After a minute without any, it begins anew.
+    """Passes lines on to a log: so many, then one a minute that says how many more there were. After a minute
+    without any, it begins anew.
 
     Nothing is lost: each line is written or counted, and `finish` writes the last sum. One thread at a time.
     """
@@ -21,8 +26,10 @@ class Tally:
         self._write, self._clock = write, clock
         self._left = _FIRST
         self._counted = 0
-        self._last = ""  # the last line that was counted
-        self._began: float | None = None  # when the minute began, if there is one
+        # The last line that was counted.
+        self._last = ""
+        # When the minute began, if there is one.
+        self._began: float | None = None
 
     def note(self, line: str) -> None:
         """Write a line, or count it."""

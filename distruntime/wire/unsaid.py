@@ -1,16 +1,21 @@
-"""What operators write without their schemas saying so: the running statistics of normalizations, by the names of arguments."""
+"""What operators write without their schemas saying so.
+
+The running statistics of normalizations, by the names of arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 _TRAINING = ("training", "train", "use_input_stats")
 _PURE = ("backward", "functional", "_no_")  # "_no_update", "_no_training"
 
 
-def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, Any]) -> set[str]:
-    """Return the names of the arguments that an operator writes besides those that its schema marks. `given` are its arguments by name."""
+def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:
+    """Return the names of the arguments that an operator writes besides those that its schema marks.
+
+    `given` are its arguments by name.
+    """
     running = {argument for argument in arguments if argument.startswith("running_")}
     if not running or any(part in name for part in _PURE):
         return set()

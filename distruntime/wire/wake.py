@@ -7,7 +7,10 @@ import sys
 
 
 class Wake:
-    """An fd that signal() makes readable. Its fds live as long as the object, so a late signal() cannot hit a stranger's fd."""
+    """An fd that signal() makes readable.
+
+    Its fds live as long as the object, so a late signal() cannot hit a stranger's fd.
+    """
 
     def __init__(self) -> None:
         if sys.platform == "linux":
@@ -22,7 +25,8 @@ class Wake:
         try:
             os.write(self._write_fd, b"\1\0\0\0\0\0\0\0")
         except BlockingIOError:
-            pass  # full, and so readable already
+            # Full, and so readable already.
+            pass
 
     def clear(self) -> None:
         """Make it unreadable until the next signal()."""

@@ -53,7 +53,8 @@ sum(p.double().sum() for p in model.parameters()).item().hex()
 model.tied is model.layers[0], len(model.state_dict()), type(model).__name__
 dr.names()
 dr.lookup("nett")
-session.value(session.ask(session.nodes[0], "memory"))[0] < 80
+from distruntime.wire.messages import AskMemory
+session.value(session.ask(session.nodes[0], AskMemory)).values < 80
 dr.shutdown()
 """
 

@@ -30,7 +30,7 @@ from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import choose
-from distruntime.wire.messages import Ask, Goodbye, Reply, Welcome
+from distruntime.wire.messages import AskDevices, AskMemory, Goodbye, Reply, Welcome
 from greeting_samples import HELLO
 from network import Network
 from processes import PATH, ListeningWorker, until
@@ -85,7 +85,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     dr.init_master_worker(session="sae", resume=True)
     assert [node.pid for node in dr.nodes()] == [int(pid) for pid in pids.split()]  # the very workers
     for node in active_session().nodes:  # and what nobody has published is free
-        assert active_session().value(active_session().ask(node, "memory"))[0] == 0
+        assert active_session().value(active_session().ask(node, AskMemory))[0] == 0
     assert torch.ones(3, device=REMOTE).sum().item() == 3
     dr.shutdown()
     assert registry.names() == []
@@ -455,7 +455,7 @@ def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker)
         channel.connect(daemon.address, b"w")
         for _ in range(3):
             channel.send(b"w", [encode(HELLO)])
-        channel.send(b"w", [encode(Ask(1, "info", []))])
+        channel.send(b"w", [encode(AskDevices(1))])
         arrived: list[object] = []
 
         def answered() -> bool:

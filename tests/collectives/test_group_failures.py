@@ -22,7 +22,7 @@ import distruntime as dr
 from agree import REMOTE, there
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import Welcome
+from distruntime.wire.messages import AskStatus, Welcome
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import Daemon
 from greeting_samples import HELLO
@@ -129,7 +129,7 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(
     others = [node for node in range(3) if node != victim]
     until(
         lambda: all(
-            session.value(session.ask(session.nodes[node], "status"))[1] is not None for node in others
+            session.value(session.ask(session.nodes[node], AskStatus))[1] is not None for node in others
         )
     )
     os.kill(session.workers[victim].pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session.session import active_session
+from distruntime.wire.messages import AskMemory
 from network import Network
 from processes import pause
 
@@ -101,7 +102,7 @@ def counted(node: int = 0) -> None:
     session = active_session()
     dr.synchronize(node)
     worker = session.nodes[node]
-    assert session.value(session.ask(worker, "memory"))[1] == worker.base
+    assert session.value(session.ask(worker, AskMemory))[1] == worker.base
     assert worker.outlet.seq > 0 and not worker.flights and worker.link.sent > worker.outlet.seq
 
 

@@ -29,7 +29,17 @@ import torch
 import distruntime as dr
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.messages import LEARN, Ask, Fetch, Goodbye, Hello, OpenGroup, Refused, Segment, Welcome
+from distruntime.wire.messages import (
+    LEARN,
+    Fetch,
+    Goodbye,
+    Hello,
+    OpenGroup,
+    Question,
+    Refused,
+    Segment,
+    Welcome,
+)
 from fuzz_mutations import Mutator
 from fuzz_seeds import ROOT, Recording, Seed
 from fuzz_worker import Finding, holdings
@@ -40,7 +50,7 @@ _ROUND = 40.0  # seconds that a master may take for a round
 _DEVICES = ("cpu", "cuda:0")
 
 
-# -- in the master's process -------------------------------------------------------------------------------------------------------
+# -- in the master's process -----------------------------------------------------------------------
 
 
 def master() -> None:
@@ -248,7 +258,7 @@ _ACTS: list[Callable[[], None]] = [
 ]  # fmt: skip
 
 
-# -- in the fuzzer's ---------------------------------------------------------------------------------------------------------------
+# -- in the fuzzer's -------------------------------------------------------------------------------
 
 
 class Relay:
@@ -309,7 +319,7 @@ class Relay:
             if peer not in self._ways:
                 self._ways[peer] = b"worker-%d" % len(self._ways)
                 self._far.connect(self._worker, self._ways[peer])
-        if isinstance(message, (Fetch, Ask, OpenGroup)):
+        if isinstance(message, (Fetch, Question, OpenGroup)):
             self._requests.append(message.request)
         if isinstance(message, Segment):
             self._requests += [

@@ -51,9 +51,8 @@ FLOATS = [0.0, -0.0, 1.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), floa
 TEXTS = [
     "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text",
     "passed", "done", "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000,
-    "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000, "memory", "status", "info", "channel", "gloo", "tcp", "tcp+tls", "nccl",
-    "127.0.0.1", "operand", "list", "__class__", "None", "new", "again", "resume", "force new", "force resume", "turns", "published",
-    "checkpoint", "names", "versions", "find", "settle", "drop", "look", "index", "commit", "sweep", "remove",
+    "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000, "gloo", "tcp", "tcp+tls", "nccl",
+    "127.0.0.1", "operand", "list", "__class__", "None", "new", "again", "resume", "force new", "force resume", "checkpoint", "distruntime.json",
 ]  # fmt: skip
 BYTES = [b"", b"\0", b"\0\0\0\0", b"\x80\x04.", b"\xff" * 16, b"x" * 5000]
 OPTIONS = [
@@ -117,7 +116,7 @@ class Mutator:
             self.by_kind.setdefault(seed.kind, []).append(seed)
         self.operators = sorted(operators(self.pool)) + UNKNOWN
 
-    # -- values ------------------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def value(self) -> Any:
         """Return a value of any type."""
@@ -138,7 +137,7 @@ class Mutator:
             {"a": 1},
             [OPERAND],
             ["list"],
-            ["float", "x"],
+            ["int", "x"],
             ["dtype", "nn"],
             ["device", "x:y"],
         ]
@@ -229,7 +228,7 @@ class Mutator:
             found[self.random.choice(OPTIONS)] = self.value()
         return found
 
-    # -- messages ----------------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def seed(self, seed: Seed) -> Seed:
         """Change a field or two of a message, or its payload frames."""
@@ -302,7 +301,7 @@ class Mutator:
             b"\x95\x05" + b"\xcf" + b"\xff" * 8 + b"\xc0\xc0\xc0",
         ])  # fmt: skip
 
-    # -- sessions ----------------------------------------------------------------------------------------------------------------
+    # -- sessions ----------------------------------------------------------------------------------
 
     def session(self, by: str, most: int = 60) -> list[Seed | bytes]:
         """Return a recorded session, mutated: messages changed, dropped, doubled, swapped, those of another

@@ -32,19 +32,26 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
+    AskDevices,
+    AskMemory,
+    AskPassed,
+    AskStatus,
+    AskTurns,
     Bury,
     Hello,
+    ListenForPeers,
     MeshBody,
     OpenGroup,
     Peers,
     Refused,
+    RemoveFiles,
     Welcome,
 )
 from network import Network
 from processes import STARTING, until
 
 FILE = Path(__file__).with_suffix(".msgpack")
-ROOT = FILE.parent.parent
+ROOT = FILE.parents[2]
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
 KEEP = 0.5  # seconds that a worker keeps the session of a hostile master
 _SHORT = 256  # bytes of a payload that are kept; of a longer one only its length
@@ -86,7 +93,7 @@ class Recording:
     seeds: tuple[Seed, ...]
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def default(annotation: Any) -> Any:
@@ -124,7 +131,7 @@ def _stored(message: Any) -> list[Any]:
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     if isinstance(message, Hello):
         values["shared"] = ""  # is of a process that is gone
-    if "host" in values:
+    if "host" in values and not isinstance(message, ListenForPeers):
         values["host"] = "here"
     if "process" in values:
         values["process"] = ["a-boot:pid:[1]", 1, "1"]
@@ -187,7 +194,7 @@ def save(recordings: list[list[Any]]) -> None:
     )
 
 
-# -- recording: a worker that notes what goes through its channels ------------------------------------------------------------------
+# -- recording: a worker that notes what goes through its channels ---------------------------------
 
 
 def tapped_worker(path: str, *arguments: str) -> int:
@@ -310,7 +317,7 @@ def _calm(value: Any) -> Any:
     return re.sub(r"(/[\w.-]+){3,}", "/a/path", value) if isinstance(value, str) else value
 
 
-# -- the sessions -------------------------------------------------------------------------------------------------------------------
+# -- the sessions ----------------------------------------------------------------------------------
 
 
 def _plain_operations() -> None:
@@ -523,6 +530,20 @@ def _checkpoints() -> None:
             read()
 
 
+def _questions() -> None:
+    """What a session asks seldom, or only when something takes long."""
+    session = active_session()
+    for question, *details in (
+        (AskTurns,),
+        (AskStatus,),
+        (AskMemory,),
+        (AskDevices,),
+        (AskPassed, [0, 0]),
+        (RemoveFiles, "checkpoint", ["model-0.safetensors"]),
+    ):
+        session.value(session.ask(session.nodes[0], question, *details))
+
+
 def _leaving() -> None:
     with dr.on(0, "cpu"):
         torch.ones(3, device="remote").cpu()
@@ -534,7 +555,7 @@ def _leaving() -> None:
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
     (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
-    (_publications, 2, 0), (_checkpoints, 2, 0),
+    (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
 ]  # fmt: skip
 

@@ -66,7 +66,7 @@ class Finding(Exception):
     """What must not happen; the text says it all."""
 
 
-# -- in the worker's process -------------------------------------------------------------------------------------------------------
+# -- in the worker's process -----------------------------------------------------------------------
 
 
 def daemon(report: str, *arguments: str) -> int:
@@ -121,7 +121,7 @@ def _file(name: str) -> str:
         return "the folder"
 
 
-# -- in the fuzzer's ---------------------------------------------------------------------------------------------------------------
+# -- in the fuzzer's -------------------------------------------------------------------------------
 
 
 class FuzzedWorker:
@@ -425,7 +425,7 @@ class AgainstWorker:
             attacker.say(*mutator.frames(item))
             attacker.listen()
 
-    # -- without the key ---------------------------------------------------------------------------------------------------------
+    # -- without the key ---------------------------------------------------------------------------
 
     def _strangers(self, rng: random.Random, mutator: Mutator) -> None:
         friend = Legitimate(self.worker).compute()

@@ -1,9 +1,12 @@
 """The structure-aware fuzzer: recorded traffic, mutated, against a worker and against a master, before and
 behind authentication.
 
-    python tests/help/fuzzing.py record                          make tests/help/fuzz_seeds.msgpack anew from real sessions
-    python tests/help/fuzzing.py run --seconds 60 --seed 1       against a worker, a master, and as a stranger, in turns
-    python tests/help/fuzzing.py run --against worker --round 417 --seed 1      one round again, which has found something
+    python tests/help/fuzzing.py record                          make tests/help/fuzz_seeds.msgpack anew from
+        real sessions
+    python tests/help/fuzzing.py run --seconds 60 --seed 1       against a worker, a master, and as a
+        stranger, in turns
+    python tests/help/fuzzing.py run --against worker --round 417 --seed 1      one round again, which has
+        found something
 
 PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends,
 hangs, unpickles or starts programs; a legitimate peer that is not served in time or reads a wrong value; a

@@ -23,7 +23,7 @@ from distruntime.cluster.local_workers import worker_environment
 from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.log.line import user_line
 from distruntime.session.session import active_session
-from distruntime.wire.messages import AWAIT, Signal
+from distruntime.wire.messages import AWAIT, AskMemory, MemoryHeld, Signal
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def slots(node: int = 0) -> int:
     ):  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
         log.flush()
     dr.synchronize(node)
-    held: list[int] = session.value(session.ask(session.nodes[node], "memory"))
+    held: MemoryHeld = session.value(session.ask(session.nodes[node], AskMemory))
     return held[0]
 
 

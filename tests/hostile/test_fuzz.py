@@ -21,7 +21,7 @@ import torch
 import distruntime as dr
 import fuzz_seeds
 from distruntime.log.ledger import Cause
-from distruntime.log.replies import FORMS, is_devices, is_spec, is_tensor
+from distruntime.log.replies import FORMS, devices_from, is_spec, is_tensor, require
 from distruntime.session.failures import remote_error
 from distruntime.session.session import active_session
 from distruntime.wire.codec import decode, encode
@@ -34,13 +34,21 @@ from distruntime.wire.messages import (
     STAMP,
     UPLOAD,
     Ack,
-    Ask,
+    AskStatus,
+    CommitSave,
     Failure,
     Goodbye,
+    ListenForPeers,
+    ListFolder,
+    MemoryHeld,
     Notify,
     Peers,
+    Question,
+    ReadIndex,
+    RemoveFiles,
     Reply,
     Segment,
+    SweepSaves,
     Welcome,
 )
 from fuzz_mutations import Mutator
@@ -98,11 +106,14 @@ def test_what_has_found_something(hostile: tuple[str, Any]) -> None:
             made.round(number)
 
 
-# -- the fuzzer itself -------------------------------------------------------------------------------------------------------------
+# -- the fuzzer itself -----------------------------------------------------------------------------
 
 
 def test_every_message_has_a_seed() -> None:
-    """A new message: `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it."""
+    """A new message.
+
+    `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it.
+    """
     found = {type(m).__name__ for r in fuzz_seeds.load() for s in r.seeds for m in (s.message, *s.payloads)}
     assert {cls.__name__ for cls in MESSAGES} - found == set()
 
@@ -157,7 +168,7 @@ def test_a_defect_is_found(tmp_path: Path) -> None:
         worker.stop()
 
 
-# -- what it has found -------------------------------------------------------------------------------------------------------------
+# -- what it has found -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,9 +198,9 @@ def test_metadata_and_devices_that_are_none() -> None:
             assert not is_spec([*good[:k], value, *good[k + 1 :]])
     assert not is_spec(good[:4]) and not is_spec(None)
     row: list[Any] = ["cpu", "a cpu", 1, 1, "", 0, 0]
-    assert is_devices([row])
+    assert devices_from([row]) == [tuple(row)]
     for rows in ([], [row, row], [row[:6]], [[*row, 1]], [[None, *row[1:]]], 3, [3]):
-        assert not is_devices(rows)
+        assert devices_from(rows) is None
 
 
 @pytest.mark.parametrize(
@@ -203,10 +214,18 @@ def test_a_failure_of_any_class_is_an_error_with_words(session: Any, kind: str) 
 
 
 def test_every_form_of_a_reply_refuses_what_it_is_not() -> None:
-    for form, fits in FORMS.items():
-        if form:
-            assert not fits({"a": object}), form
-            assert not fits([[[]]]), form
+    for form in FORMS:
+        for value in ({"a": object}, [[[]]]):
+            assert not fits(form, value), form
+
+
+def fits(form: str, value: Any) -> bool:
+    """Whether a master takes a value for what it has asked for."""
+    try:
+        require(form, value, None, None)
+    except dr.ProtocolError:
+        return False
+    return True
 
 
 def test_sessions_that_have_ended_leave_no_descriptors(
@@ -276,7 +295,7 @@ def test_a_request_that_is_no_number_ends_the_session(speaker: Speaker, words: l
 
 
 def test_a_signal_for_a_node_that_there_is_not(speaker: Speaker) -> None:
-    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.say(encode(ListenForPeers(1, "")))
     speaker.hears(Reply, "listen", 1)
     speaker.say(encode(Notify(0, 0, 1, 1)))
     assert "Signal for node 1, of which no Peers has told" in speaker.hears(Goodbye, "Notify").reason
@@ -298,14 +317,29 @@ def test_a_publication_that_is_none_ends_the_session_of_who_publishes(
 
 
 @pytest.mark.parametrize(
-    "detail", [[], [[]], [None], ["look"], ["look", 3], ["look", None], ["index", "a"], ["index", "a", b"x"], ["sweep", "a", "b", [3]],
-               ["remove", "a", "b"], ["commit", "a", "b", "c", {}], ["nothing", "a"]],
-)  # fmt: skip
+    "question, reason",
+    [
+        (ListFolder(1, 3), "ListFolder.folder must be str, got int"),  # type: ignore[arg-type]
+        (ListFolder(1, None), "ListFolder.folder must be str, got NoneType"),  # type: ignore[arg-type]
+        (ListFolder([], "a"), "ListFolder.request must be int, got list"),  # type: ignore[arg-type]
+        (ReadIndex(1, "a", b"x"), "ReadIndex.index must be str, got bytes"),  # type: ignore[arg-type]
+        (SweepSaves(1, "a", "b", [3]), "SweepSaves of files called [3]"),  # type: ignore[list-item]
+        (RemoveFiles(1, "a", "b"), "RemoveFiles.files must be list, got str"),  # type: ignore[arg-type]
+        (RemoveFiles(1, "a", [["b"]]), "RemoveFiles of files called [['b']]"),  # type: ignore[list-item]
+        (CommitSave(1, "a", "b", "c", {}), "CommitSave.weights must be str, got dict"),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
 def test_folders_of_checkpoints_that_are_none_end_the_session_with_a_reason(
-    speaker: Speaker, detail: list[Any]
+    speaker: Speaker, question: Any, reason: str
 ) -> None:
-    speaker.say(encode(Ask(1, "checkpoint", detail)))
-    assert "nothing is known about checkpoints" in speaker.hears(Goodbye, "a question").reason
+    speaker.say(encode(question))
+    assert reason in speaker.hears(Goodbye, "a question").reason
+
+
+def test_a_question_with_fields_too_few_or_too_many_ends_the_session(speaker: Speaker) -> None:
+    speaker.say(msgpack.packb([MESSAGES.index(ReadIndex), 1, "a"]))
+    assert "ReadIndex has 3 fields, got 2" in speaker.hears(Goodbye, "a question").reason
 
 
 @pytest.mark.parametrize("received", [-1, 1, 1 << 62])
@@ -316,31 +350,67 @@ def test_an_acknowledgement_that_cannot_be_ends_the_session_with_a_reason(
     assert "messages acknowledged, of 0" in speaker.hears(Goodbye, "Ack").reason
 
 
-@pytest.mark.parametrize(
-    "form", [form for form in FORMS if form.startswith(("ask published", "ask checkpoint", "published"))]
-)
-def test_what_is_published_and_saved_is_checked_where_it_is_taken(form: str) -> None:
+GOOD: dict[str, Any] = {
+    "ListPublished": ["a", [["", "a", "x", 1, True, "Linear", [["a", 0, "here", 1, ["cpu"]]], 8]]],
+    "ListVersions": ["a", [1, 2]],
+    "FindPublished": ["a", [[1, b"", [[1, 2, [[2], [1], 0, "float32", 0]], [1, 2, None]]]]],
+    "DropOlder": ["a", True],
+    "DropPublished": ["a", False],
+    "published": [[1, 2]],
+    "ListFolder": [[["distruntime.json", "", 1, 1, "0" * 12, [["a", 3]]]], {"a": 3}],
+    "ReadIndex": "{}",
+    "CommitSave": None,
+    "SweepSaves": None,
+    "RemoveFiles": None,
+    "AskMemory": [3, 4, [5, [6, 0]]],
+    "AskStatus": [1, None, 0.5],
+    "AskTurns": [["a", 1, 0.5]],
+    "AskPassed": True,
+    "AskChannel": ["", {}, [3, 11]],
+    "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0]],
+    "ListenForPeers": "tcp://127.0.0.1:1",
+}
+
+
+def test_every_question_has_a_good_answer_here() -> None:
+    assert {cls.__name__ for cls in MESSAGES if issubclass(cls, Question)} <= set(GOOD)
+
+
+@pytest.mark.parametrize("form", GOOD)
+def test_what_is_answered_is_checked_where_it_is_taken(form: str) -> None:
     """`dr.names()` and `dr.load()` unpacked what a worker had answered, and raised a `ValueError` of
     Python's.
     """
-    good = {
-        "ask published names": ["a", [["", "a", "x", 1, True, "Linear", [["a", 0, "here", 1, ["cpu"]]], 8]]],
-        "ask published versions": ["a", [1, 2]],
-        "ask published find": ["a", [[1, b"", [[1, 2, [[2], [1], 0, "float32", 0]], [1, 2, None]]]]],
-        "ask published settle": ["a", True],
-        "ask published drop": ["a", False],
-        "published": [[1, 2]],
-        "ask checkpoint look": [[["distruntime.json", "", 1, 1, "0" * 12, [["a", 3]]]], {"a": 3}],
-        "ask checkpoint index": "{}",
-    }.get(form)
-    assert FORMS[form](good)
+    assert fits(form, GOOD[form])
     for bad in ([3], ["a"], ["a", ["b"]], ["a", [[]]], ["a", None], 3, [[], {"a": ""}], [[["a"]], {}]):
-        assert not FORMS[form](bad)
+        assert not fits(form, bad)
+
+
+@pytest.mark.parametrize(
+    "form, bad",
+    [
+        ("ListVersions", ["a", [0]]),
+        ("ListVersions", ["a", [1 << 53]]),
+        ("FindPublished", ["a", [[0, b"", []]]]),
+        ("FindPublished", ["a", [[1, b"", [[1, 2, [[2], [1], 0, "float99", 0]]]]]]),
+        ("AskChannel", ["", {}, [3]]),
+        ("AskMemory", [3, 4, [[]]]),
+        ("AskMemory", [True, 4, []]),
+        ("AskPassed", 1),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused(form: str, bad: Any) -> None:
+    assert not fits(form, bad)
+
+
+def test_an_answer_has_the_type_that_its_question_names() -> None:
+    held = require("AskMemory", [3, 4, []], None, None)
+    assert isinstance(held, MemoryHeld) and held.values == 3
 
 
 @pytest.mark.parametrize("addresses", [[], [None, ""], [["a"]]])
 def test_peers_that_are_none(speaker: Speaker, addresses: list[Any]) -> None:
-    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.say(encode(ListenForPeers(1, "")))
     speaker.hears(Reply, "listen", 1)
     speaker.say(encode(Peers(0, b"secret", addresses)))
     assert "Peers makes no sense" in speaker.hears(Goodbye, "Peers").reason
@@ -353,11 +423,11 @@ def test_a_peer_at_an_address_that_is_none_costs_nothing_but_its_signal(
     speaker: Speaker, address: str
 ) -> None:
     """A worker that lies about where it listens; the master passes that on."""
-    speaker.say(encode(Ask(1, "listen", [""])))
+    speaker.say(encode(ListenForPeers(1, "")))
     speaker.hears(Reply, "listen", 1)
     speaker.say(encode(Peers(0, b"secret", ["", address])))
     speaker.say(encode(Notify(0, 0, 1, 1)))
-    speaker.say(encode(Ask(2, "status", [])))
+    speaker.say(encode(AskStatus(2)))
     speaker.hears(Reply, "status", 2)
 
 

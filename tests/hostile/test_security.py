@@ -29,11 +29,13 @@ from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
-    Ask,
+    AskMemory,
+    AskPassed,
     Cancel,
     Done,
     Failed,
     Fetch,
+    FindPublished,
     Goodbye,
     Hello,
     Join,
@@ -47,6 +49,7 @@ from distruntime.wire.messages import (
     Reply,
     Segment,
     Signal,
+    SweepSaves,
     Welcome,
 )
 from greeting_samples import HELLO, JOIN, WELCOME, hello
@@ -55,7 +58,7 @@ from processes import ListeningWorker, free_port, until
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# -- attacks -----------------------------------------------------------------------------------------------------------------------
+# -- attacks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ def messages_that_are_none(target: Target) -> None:
 def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
-        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), Ask(1, "memory", []), Reply(1, None),
+        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), AskMemory(1), Reply(1, None),
         Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
         MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip
@@ -194,7 +197,7 @@ BREAKERS = [messages_that_are_none, messages_out_of_place]
 Attack = Callable[[Target], None]
 
 
-# -- a listening worker ------------------------------------------------------------------------------------------------------------
+# -- a listening worker ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -309,7 +312,7 @@ def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
         frames.append(msgpack.packb([MESSAGES.index(kind), *(random_.choice(FIELDS) for _ in range(fields))]))
     by_class: dict[str, list[Any]] = {
         "int": [0, 1, 2, 3, -1, 1 << 62], "list": [[], [[]], [[], 1], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
-        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "Any": FIELDS, "bytes": [b""],
+        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "object": FIELDS, "bytes": [b""],
     }  # fmt: skip
     for _ in range(count):
         kind = random_.choice(kinds)
@@ -331,7 +334,10 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     kinds: list[type] = [
         Segment,
         Fetch,
-        Ask,
+        AskMemory,
+        AskPassed,
+        FindPublished,
+        SweepSaves,
         OpenStream,
         Signal,
         Cancel,
@@ -341,7 +347,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
         MeshSegment,
         MeshBody,
     ]
-    for frame in [encode(Ask(1, "passed", [[], 1])), *malformed(kinds, 60, seed)]:
+    for frame in [encode(AskPassed(1, [[], 1])), *malformed(kinds, 60, seed)]:
         attacker.send(b"target", greetings()[0])
         attacker.send(b"target", [frame])
     attacker.send(b"target", [encode(Goodbye("done"))])
@@ -356,7 +362,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
     assert computes() and worker.process.poll() is None, worker.text()
 
 
-# -- a listening master ------------------------------------------------------------------------------------------------------------
+# -- a listening master ----------------------------------------------------------------------------
 
 
 def dial_in(folder: Path, address: str, node: int, *arguments: str) -> subprocess.Popen[bytes]:
@@ -504,7 +510,7 @@ def test_a_worker_cannot_answer_for_another(bad_worker: BadWorker) -> None:
         assert computes()
 
 
-# -- what may listen, and what may be unpickled -------------------------------------------------------------------------------------
+# -- what may listen, and what may be unpickled ----------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0"])

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import distruntime as dr
 from distruntime.mesh.varying import run_for_each
+from distruntime.wire.messages import AskStatus
 from processes import blocked, slots, stop, until
 
 Mesh = dr.DeviceMesh
@@ -519,7 +520,7 @@ def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]
     stop(session.workers[1].pid)
     loss = model(x).sum()
     loss.backward()
-    until(lambda: session.value(session.ask(session.nodes[0], "status"))[1] is not None)  # it has begun
+    until(lambda: session.value(session.ask(session.nodes[0], AskStatus))[1] is not None)  # it has begun
     os.kill(session.workers[1].pid, signal.SIGKILL)
     with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
         loss.item()

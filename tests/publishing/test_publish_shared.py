@@ -19,7 +19,15 @@ from distruntime.backend.fused import _record
 from distruntime.log.handle import Storage
 from distruntime.session.session import active_session
 from distruntime.tensors.worker_functions import issue_function
-from distruntime.wire.messages import ADOPT, PUBLISH
+from distruntime.wire.messages import (
+    ADOPT,
+    PUBLISH,
+    DropOlder,
+    DropPublished,
+    FindPublished,
+    ListPublished,
+    ListVersions,
+)
 from keeping import Keeping, enter, keeping
 from processes import Child, until
 
@@ -299,15 +307,23 @@ def test_instructions_that_make_no_sense_end_the_session_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "detail",
-    [[], ["find"], ["find", "alice", "x"], ["drop", "x"], ["names", 1], ["settle", 5, 5], [5], [["names"]]],
+    "question, field",
+    [
+        (FindPublished(1, None, "x", 1), "owner"),
+        (FindPublished(1, "alice", ["x"], 1), "name"),
+        (FindPublished(1, "alice", "x", "1"), "token"),
+        (DropPublished(1, "x", None), "version"),
+        (DropOlder(1, 5, 5), "name"),
+        (ListVersions(1, {}), "name"),
+        (ListPublished([1]), "request"),
+    ],
     ids=repr,
 )
-def test_questions_that_make_no_sense_too(daemon: Keeping, detail: list[Any]) -> None:
+def test_questions_that_make_no_sense_too(daemon: Keeping, question: Any, field: str) -> None:
     session = active_session()
-    session.ask(session.nodes[0], "published", detail)
+    session.post(session.nodes[0], question)
     until(lambda: session.nodes[0].failed is not None)
-    assert "nothing is known about what is published" in str(session.nodes[0].failed)
+    assert f"{type(question).__name__}.{field} must be" in str(session.nodes[0].failed)
 
 
 def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
@@ -343,7 +359,7 @@ def test_a_lookup_that_meets_two_versions_looks_again(
     def ask(session: Any, *detail: Any) -> Any:
         """The first worker answers before a pair is published anew, the second afterwards."""
         answers = real(session, *detail)
-        if detail[0] != "find" or len(crossed) == times:
+        if detail[0] is not FindPublished or len(crossed) == times:
             return answers
         crossed.append(detail)
         child.tell()

@@ -20,6 +20,7 @@ import torch
 
 import distruntime as dr
 from distruntime.session.session import active_session
+from distruntime.wire.messages import AskMemory
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import serve
 from processes import Child, blocked, stop, stopped, until
@@ -639,11 +640,11 @@ def test_cancel_drops_what_has_not_begun(pair: tuple[dr.Stream, dr.Stream]) -> N
     with dr.stream(two), pytest.raises(dr.StreamCancelled):
         (dropped + 1).sum().item()
     dr.synchronize()  # what was asked for is no failure to report
-    memory = active_session().ask(active_session().nodes[0], "memory")
+    memory = active_session().ask(active_session().nodes[0], AskMemory)
     before = active_session().value(memory)[0]
     del dropped
     dr.synchronize()
-    assert active_session().value(active_session().ask(active_session().nodes[0], "memory"))[0] < before
+    assert active_session().value(active_session().ask(active_session().nodes[0], AskMemory))[0] < before
 
 
 def test_cancel_ends_a_wait_for_another_node() -> None:
@@ -776,11 +777,11 @@ def test_reads_of_a_gpu_are_instructions_of_the_stream(fresh_session: Callable[.
     assert "0., 0., 0." in repr(x)
     with pytest.raises(torch.linalg.LinAlgError):
         torch.linalg.cholesky(-torch.eye(3, device="remote")).cpu()
-    before = session.value(session.ask(session.nodes[0], "memory"))[0]
+    before = session.value(session.ask(session.nodes[0], AskMemory))[0]
     for _ in range(20):
         x.cpu()
     dr.synchronize()
-    assert session.value(session.ask(session.nodes[0], "memory"))[0] <= before
+    assert session.value(session.ask(session.nodes[0], AskMemory))[0] <= before
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
+from distruntime.wire.messages import AskMemory
 
 
 def _held(session: dr.Session) -> int:
     """Return how many values the worker of node 0 holds, after everything issued so far, frees included."""
     dr.synchronize(0)
-    asked = session.ask(session.nodes[0], "memory")
+    asked = session.ask(session.nodes[0], AskMemory)
     assert session.result(asked, 30)
     return int(asked.value[0])
 

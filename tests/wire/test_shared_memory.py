@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# -- what a worker maps ---------------------------------------------------------------------------------------------------------------
+# -- what a worker maps ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_nobody_can_cut_a_segment(pool: SharedPool) -> None:
     assert len(bytes(loan.memory)) == SIZE
 
 
-# -- with real workers ----------------------------------------------------------------------------------------------------------------
+# -- with real workers -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class Session:
         self.done: list[Any] = []
         self.errors: list[BaseException | None] = []
         self.executor = Executor(devices, self._send, lambda *_: None, budget=budget)
-        self.executor.joint.begin = self._begin  # type: ignore[method-assign, assignment]
+        self.executor.joint.take_part = self._begin  # type: ignore[method-assign, assignment]
         self.state, self.team = self.executor.state, None
         if mesh:
             self.executor.open_team(OpenTeam(0, ["cuda:0", "cuda:1"]))

@@ -100,7 +100,7 @@ def test_what_it_cannot_do_it_says() -> None:
             store.set(key, value)
 
 
-# -- what other workers say ------------------------------------------------------------------------------------------------------
+# -- what other workers say ------------------------------------------------------------------------
 
 
 class Worker:
@@ -119,7 +119,7 @@ class Worker:
         self.told.append((node, message))
 
     def hear(self, node: int, group: int, key: str, value: bytes = b"v") -> None:
-        self.groups.take(node, Entry(group, key, value), self.tell)
+        self.groups.receive(node, Entry(group, key, value), self.tell)
 
 
 def test_what_comes_before_the_group_is_kept_if_it_is_a_members(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +168,7 @@ def test_a_key_is_told_to_each_other_worker_once() -> None:
     assert {message for _, message in worker.told} == {Entry(1, "a", b"b")}
 
 
-# -- between workers ---------------------------------------------------------------------------------------------------------------
+# -- between workers -------------------------------------------------------------------------------
 
 
 class Waits(dr.DataChannel):

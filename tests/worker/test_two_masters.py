@@ -26,6 +26,7 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 import torch, distruntime as dr
+from distruntime.wire.messages import AskTurns
 from processes import until
 address, me, other, steps = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 session = dr.init_master_worker(workers=[address])
@@ -43,7 +44,7 @@ def step(k):
 for k in range(20):
     step(k)
 def turns():
-    return {name: seconds for name, _, seconds in session.value(session.ask(session.nodes[0], "turns"))}
+    return {name: seconds for name, _, seconds in session.value(session.ask(session.nodes[0], AskTurns))}
 me.touch()
 until(other.exists)
 before = turns()

@@ -3,7 +3,9 @@
 import gc
 import sys
 
-gc.disable()  # importing torch makes objects that stay, and looking through them again and again is a tenth of a worker's start
+# Importing torch makes objects that stay, and looking through them again and again is a tenth of a worker's
+# start.
+gc.disable()
 
 from .cli import main  # noqa: E402
 

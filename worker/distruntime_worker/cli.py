@@ -26,7 +26,7 @@ log = logging.getLogger("distruntime.worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `distruntime-worker`; return its exit code: 0 after SIGTERM or Ctrl-C, 2 where the settings are unusable."""
+    """Run `distruntime-worker`; return its exit code: 0 after SIGTERM or Ctrl-C, 2 for unusable settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["keygen"]:
@@ -86,19 +86,26 @@ def _parser() -> argparse.ArgumentParser:
         "--max-memory",
         type=_memory,
         metavar="SIZE",
-        help="what one session may hold on each device, as 8GiB, or 50%% of what the device has; default: all there is",
+        help=(
+            "what one session may hold on each device, as 8GiB, or 50%% of what the device has; default: "
+            "all there is"
+        ),
     )
     parser.add_argument(
         "--data-address",
         type=_host_and_port,
         default=("", 0),
         metavar="HOST[:PORT]",
-        help="where other workers reach this one, and the port of its own channel for them; default: found out, and any free port",
+        help=(
+            "where other workers reach this one, and the port of its own channel for them; default: found "
+            "out, and any free port"
+        ),
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     # For launch.py: ends with its last session.
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # For launch.py: started by the master with this process id, which writes the key to stdin and keeps stdin open for as long as it lives.
+    # For launch.py: the master with this process id started the worker. It writes the key to stdin, and keeps
+    # stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
     return parser
 
@@ -147,7 +154,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
     address = options.listen or options.master
     if options.node is not None and options.master is None:
         raise ConfigurationError(
-            f"got --node {options.node} with --listen: a listening worker is numbered by its master. Leave --node out."
+            f"got --node {options.node} with --listen: a listening worker is numbered by its master. Leave "
+            "--node out."
         )
     if options.data_address[1] and address.startswith("ipc://"):
         raise ConfigurationError(
@@ -180,7 +188,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
 
 
 def _key_from_master() -> KeyPair | None:
-    # Unbuffered, so that _follow sees all that comes after; a key never travels in argv, which every user of the machine can read.
+    # Unbuffered, so that _follow sees all that comes after. A key never travels in argv, which every user of
+    # the machine can read.
     words = bytearray()
     while not words.endswith(b"\n"):
         read = os.read(0, 1)
@@ -192,10 +201,10 @@ def _key_from_master() -> KeyPair | None:
 
 
 def _follow(master: int, stop: threading.Event) -> None:
-    """Stop when the master that started this worker is gone, however it ended: stdin ends, or its process is no more.
+    """Stop when the master that started this worker is gone: stdin ends, or its process is no more.
 
-    Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is not signalled. The master
-    is the parent, or the parent of the nursery that forked this worker.
+    Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is
+    not signalled. The master is the parent, or the parent of the nursery that forked this worker.
     """
     identity = process(master)
     while os.getppid() == master or (identity[2] and not has_died(identity)):
@@ -205,13 +214,15 @@ def _follow(master: int, stop: threading.Event) -> None:
     log.info("the master that started this worker is gone: stopping")
     stop.set()
     threading.Event().wait(ORPHAN.get())
-    os._exit(1)  # still here: a kernel that hangs must not outlive its master
+    # A kernel that hangs must not outlive its master.
+    os._exit(1)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
-        signal.signal(number, signal.SIG_DFL)  # the second one ends a worker that hangs
+        # The second signal ends a worker that hangs.
+        signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)

@@ -226,7 +226,8 @@ def main(arguments: Sequence[str]) -> int:
     if request is None:
         return 0
     code = run_worker(request.arguments)
-    # What Python and C++ do last looks through all that was imported. That would copy the memory that workers share.
+    # What Python and C++ do last looks through all that was imported. That would copy the memory that workers
+    # share.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,7 +1,9 @@
-"""A worker's part in checkpoints: files in a folder, written and read here, so that no tensor's bytes pass the master.
+"""A worker's part in checkpoints: files in a folder, written and read here, so that no tensor's bytes pass
+the master.
 
-A save has two phases. First each worker writes its tensors under a name that is new (`write`), and nothing refers to that file; when all
-have, each replaces the index (`commit`). What came before is readable until then, and its files go last (`sweep`). See docs/checkpoints.md.
+A save has two phases. First each worker writes its tensors under a name that is new (`write`), and nothing
+refers to that file; when all have, each replaces the index (`commit`). What came before is readable until
+then, and its files go last (`sweep`). See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,18 +28,19 @@ from safetensors.torch import save as serialized
 from distruntime.errors import CheckpointError
 from distruntime.wire.codec import bytes_tensor, dtype_name, dtype_named, tensor_bytes
 
+from ..values.step import Operator
 from ..values.streams import HostCopy
 
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
-Entry = tuple[
-    str, Callable[[], torch.Tensor], torch.Tensor
-]  # key, the values in main memory, and a tensor of their metadata
+# The key, what gives the values in main memory, and a tensor of their metadata.
+Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
 
 
 class Writing(HostCopy):
-    """What a save leaves in a slot: a fetch of it is answered, with the number of bytes or with what went wrong, when the file is written.
+    """What a save leaves in a slot: a fetch of it is answered, with the number of bytes or with what went
+    wrong, when the file is written.
 
     Nothing stands still for it, as for a copy to the host.
     """
@@ -45,7 +48,7 @@ class Writing(HostCopy):
     __slots__ = ("_error", "_nbytes", "_over")
 
     def __init__(self) -> None:
-        self.event: Any = self
+        self.event = self
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._nbytes = 0
@@ -58,11 +61,12 @@ class Writing(HostCopy):
         try:
             with torch.no_grad():
                 self._nbytes = write()
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:
+            # Whatever it is, it is the answer.
             self._error = error
         self._over.set()
 
-    def ready(self) -> bool:
+    def query(self) -> bool:
         """Return whether the file is written, or will not be."""
         return self._over.is_set()
 
@@ -78,23 +82,39 @@ class Writing(HostCopy):
         return torch.tensor(self._nbytes)
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def plan_of(packed: torch.Tensor) -> tuple[dict[str, Any], memoryview]:
-    """Return what the master sends along as bytes: a JSON object, then the values of small tensors of its own."""
+class Plan(TypedDict, total=False):
+    """What the master sends along as JSON: of a save the keys of its tensors, of a load where they are."""
+
+    folder: str
+    file: str
+    save: str
+    keys: list[str]
+    small: list[tuple[str, str, list[int], int]]
+    tensors: list[tuple[str, str, str, list[int], list[int] | None]]
+
+
+def plan_of(packed: torch.Tensor) -> tuple[Plan, memoryview]:
+    """Return what the master sends along as bytes.
+
+    A JSON object, then the values of small tensors of its own.
+    """
     data = tensor_bytes(packed.cpu())
     (size,) = struct.unpack("<Q", data[:8])
-    plan: dict[str, Any] = json.loads(bytes(data[8 : 8 + size]))
+    plan: Plan = json.loads(bytes(data[8 : 8 + size]))
     return plan, data[8 + size :]
 
 
-def write(packed: torch.Tensor, background: bool, tensors: list[Any]) -> Writing:
-    """Write tensors, as they are at this point of the log, to a new file; in a thread of its own, from copies, if `background`."""
+def write(packed: torch.Tensor, background: bool, tensors: list[torch.Tensor]) -> Writing:
+    """Write tensors, as they are at this point of the log, to a new file.
+
+    In a thread of its own, from copies, if `background`.
+    """
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise TypeError(
-            "what is to be saved is not here"
-        )  # of a poisoned one the first cause is told instead
+        # Of a poisoned tensor the master tells the first cause instead.
+        raise TypeError("what is to be saved is not here")
     plan, rest = plan_of(packed)
     take = _snapshot if background else _as_it_is
     entries: list[Entry] = [(key, take(t), t.to("meta")) for key, t in zip(plan["keys"], tensors)]
@@ -138,11 +158,15 @@ def _code(dtype: torch.dtype) -> str | None:
     except (KeyError, ValueError, RuntimeError, SafetensorError):
         return None
     code: str = json.loads(head[8 : 8 + struct.unpack("<Q", head[:8])[0]])["x"]["dtype"]
-    return code if code != "F4" else None  # two numbers in a byte, counted one by one
+    # Two numbers in a byte, counted one by one.
+    return code if code != "F4" else None
 
 
 def stored(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the file has it: complex128 as pairs of numbers, other dtypes that the format does not have as bytes."""
+    """Return a tensor as the file has it.
+
+    Complex128 as pairs of numbers, other dtypes that the format does not have as bytes.
+    """
     if _code(value.dtype) is not None:
         return value
     if value.is_complex():
@@ -158,14 +182,14 @@ def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
-    """Write a file as safetensors has it, one tensor after the other, with a checksum of each; return its size in bytes.
+    """Write a file as safetensors has it, one tensor after the other, with a checksum of each; return its
+    size in bytes.
 
     The library's own writer wants all tensors in main memory at once, which a GPU's need not fit into.
     """
-    order = sorted(
-        entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0])
-    )  # so that each is aligned, as the format wants
-    header: dict[str, Any] = {}
+    # This order aligns each tensor, as the format wants.
+    order = sorted(entries, key=lambda entry: (-entry[2].dtype.itemsize, entry[0]))
+    header: dict[str, object] = {}
     end = 0
     for key, _, meta in order:
         form = stored(meta)
@@ -189,9 +213,8 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
                     file.write(data)
                     sums[key] = zlib.crc32(data)
                 file.seek(0)
-                file.write(
-                    _header(header, save, [sums[key] for key in sorted(sums)])
-                )  # of the same length: in place
+                # The new header has the length of the old one, and so takes its place.
+                file.write(_header(header, save, [sums[key] for key in sorted(sums)]))
                 file.flush()
                 os.fsync(file.fileno())
             sync(folder)
@@ -202,7 +225,7 @@ def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:
     return length + end
 
 
-def _header(entries: dict[str, Any], save: str, sums: Sequence[int]) -> bytes:
+def _header(entries: dict[str, object], save: str, sums: Sequence[int]) -> bytes:
     metadata = {"format": "pt", "distruntime": save, "crc32": " ".join(f"{n:08x}" for n in sums)}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -234,11 +257,13 @@ def explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             there = next(p for p in _upwards(folder) if os.path.isdir(p))
             lines.append(
-                f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: make room, or save elsewhere"
+                f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: "
+                "make room, or save elsewhere"
             )
         elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
             lines.append(
-                f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a folder where it is"
+                f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a "
+                "folder where it is"
             )
         else:
             lines.append(
@@ -255,7 +280,7 @@ def _upwards(path: str) -> Iterator[str]:
         path = os.path.dirname(path)
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read(packed: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
@@ -284,13 +309,28 @@ def read_packed(packed: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _values(plan: dict[str, Any]) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
+def _values(plan: Plan) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
     """Yield the values of each tensor of a plan, in the file's memory, and the strides that it is to have."""
     folder, files = plan["folder"], dict[str, _File]()
     for name, key, dtype, sizes, stride in plan["tensors"]:
         if name not in files:
             files[name] = _File(folder, name, plan["save"])
         yield files[name].tensor(key, dtype_named(dtype), sizes), stride
+
+
+class _Opened(Protocol):
+    """What safetensors opens."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, key: str) -> torch.Tensor: ...
+
+
+def _opened(path: str) -> _Opened:
+    file: _Opened = safe_open(path, framework="pt")
+    return file
 
 
 class _File:
@@ -303,14 +343,14 @@ class _File:
             )
         self._path = os.path.join(folder, name)
         try:
-            opened: Any = safe_open
-            self._file = opened(self._path, framework="pt")
+            self._file = _opened(self._path)
             metadata = self._file.metadata() or {}
         except SafetensorError as error:
             raise self._damaged(str(error)) from None
         except OSError as error:
             raise CheckpointError(
-                f"{self._path} cannot be read: {error}; it is part of the checkpoint, which is of no use without it"
+                f"{self._path} cannot be read: {error}; it is part of the checkpoint, which is of no use "
+                "without it"
             ) from None
         keys, sums = sorted(self._file.keys()), str(metadata.get("crc32", "")).split()
         if metadata.get("distruntime") != save or len(sums) != len(keys):
@@ -320,7 +360,10 @@ class _File:
         self._sums = dict(zip(keys, sums))
 
     def tensor(self, key: str, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
-        """Return a tensor in the memory of the file; raise `CheckpointError` if its bytes are not those that were written."""
+        """Return a tensor in the memory of the file.
+
+        Raise `CheckpointError` if its bytes are not those that were written.
+        """
         if key not in self._sums:
             raise self._damaged(f"it has no tensor {key!r}")
         try:
@@ -329,22 +372,25 @@ class _File:
             raise self._damaged(str(error)) from None
         if f"{zlib.crc32(tensor_bytes(found)):08x}" != self._sums[key]:
             raise self._damaged(
-                f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not {self._sums[key]}"
+                f"the bytes of {key!r} have the checksum {zlib.crc32(tensor_bytes(found)):08x}, not "
+                f"{self._sums[key]}"
             )
         values = restored(found, dtype)
         if list(values.shape) != sizes:
             raise self._damaged(
-                f"{key!r} is {tuple(values.shape)} {dtype_name(values.dtype)}, and the index says {tuple(sizes)} {dtype_name(dtype)}"
+                f"{key!r} is {tuple(values.shape)} {dtype_name(values.dtype)}, and the index says "
+                f"{tuple(sizes)} {dtype_name(dtype)}"
             )
         return values
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} is damaged: {why}. Expected: the file as dr.save wrote it; take another copy of the checkpoint"
+            f"{self._path} is damaged: {why}. Expected: the file as dr.save wrote it; take another copy of "
+            "the checkpoint"
         )
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Operator] = {
     "distruntime::checkpoint_write": write,
     "distruntime::checkpoint_read": read,
     "distruntime::checkpoint_read_packed": read_packed,

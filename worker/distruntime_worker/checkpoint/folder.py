@@ -1,4 +1,5 @@
-"""The folder of a checkpoint: its index, which names the files of one save, and what the master asks about it outside the log.
+"""The folder of a checkpoint: its index, which names the files of one save, and what the master asks about it
+outside the log.
 
 The index is replaced at one stroke, so a reader finds either save, and whole.
 """
@@ -11,28 +12,43 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from distruntime.errors import CheckpointError, ProtocolError
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import Failed, Message, Reply
+from distruntime.wire.messages import (
+    CommitSave,
+    Failed,
+    FileSize,
+    FolderListing,
+    IndexSummary,
+    ListFolder,
+    Message,
+    ReadIndex,
+    RemoveFiles,
+    Reply,
+    SweepSaves,
+)
 
 from ..values.objects import failure
 from .files import INDEXES, OURS, explained, sync
 
 INDEX = "distruntime.json"
-WEIGHTS = "model.safetensors.index.json"  # by which transformers and others find a tensor's file
+# Transformers and other libraries find a tensor's file in this table.
+WEIGHTS = "model.safetensors.index.json"
 
 
 def commit(folder: str, save: str, index: str, weights: str) -> None:
-    """Make a save that all workers have written the current one. The index before it stays under the name of its save."""
+    """Make a save that all workers have written the current one.
+
+    The index before it stays under the name of its save.
+    """
     with explained(
         f"the checkpoint in {folder} was written, and could not be made the current one", folder, len(index)
     ):
         old = _summary(folder, INDEX)
-        if old is not None and not old[1] and old[4] != save:
+        if old is not None and not old.problem and old.save != save:
             with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
-                _replace(folder, f"distruntime-{old[4]}.json", file.read())
+                _replace(folder, f"distruntime-{old.save}.json", file.read())
         if _weights_are_ours(folder):
             _replace(folder, WEIGHTS, weights)
         _replace(folder, INDEX, index)
@@ -40,7 +56,10 @@ def commit(folder: str, save: str, index: str, weights: str) -> None:
 
 
 def _weights_are_ours(folder: str) -> bool:
-    """Whether the table of tensors and files names files of saves only, or is not there: else it belongs to a model that is kept here."""
+    """Whether the table of tensors and files names files of saves only, or is not there.
+
+    Else it belongs to a model that is kept here.
+    """
     try:
         with open(os.path.join(folder, WEIGHTS), encoding="utf-8") as file:
             return all(OURS.fullmatch(name) for name in json.load(file)["weight_map"].values())
@@ -67,9 +86,8 @@ def _replace(folder: str, name: str, text: str) -> None:
 def sweep(folder: str, save: str, keep: list[str]) -> None:
     """Remove the files of other saves, those that did not come to an end among them."""
     current = _summary(folder, INDEX)
-    if (
-        current is not None and current[4] != save
-    ):  # on a disk of its own, of a worker that has no part in this save
+    # This may be a disk of its own, of a worker that has no part in this save.
+    if current is not None and current.save != save:
         old = [WEIGHTS, INDEX] if _weights_are_ours(folder) else [INDEX]
         for name in old:
             with suppress(FileNotFoundError):
@@ -81,7 +99,8 @@ def remove(folder: str, names: list[str]) -> None:
     """Remove files of a save, as far as they are there."""
     for name in names:
         if OURS.fullmatch(name):
-            with suppress(FileNotFoundError):  # another worker that shares the disk was faster
+            # Another worker that shares the disk was faster.
+            with suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
 
 
@@ -92,12 +111,7 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-Summary = list[
-    Any
-]  # name of the index, what is wrong with it or "", version, number of the save, its id, [[file, bytes], ...]
-
-
-def look(folder: str) -> list[Any]:
+def look(folder: str) -> FolderListing:
     """Return what of checkpoints is in a folder: a summary of each index, and the bytes of each file."""
     with explained(f"there is no checkpoint to be read in {folder}", folder):
         names = _names(folder)
@@ -111,27 +125,32 @@ def look(folder: str) -> list[Any]:
             if name.endswith(".safetensors"):
                 with suppress(FileNotFoundError):
                     sizes[name] = os.stat(os.path.join(folder, name)).st_size
-        return [found, sizes]
+        return FolderListing(found, sizes)
 
 
-def _summary(folder: str, name: str) -> Summary | None:
+def _summary(folder: str, name: str) -> IndexSummary | None:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             index = json.load(file)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:  # the second where it is nested thousands deep
-        return [name, f"it is no JSON: {error}", 0, 0, "", []]
+    except (ValueError, RecursionError) as error:
+        # The second comes where the text is nested thousands deep.
+        return _spoilt(name, f"it is no JSON: {error}")
     try:
         if index["format"] != "distruntime":
-            return [name, f"its format is {index['format']!r:.80}, not 'distruntime'", 0, 0, "", []]
+            return _spoilt(name, f"its format is {index['format']!r:.80}, not 'distruntime'")
         version = int(index["version"])
         if version != 1:
-            return [name, "", version, 0, "", []]
-        files = [[str(file), int(entry["bytes"])] for file, entry in index["files"].items()]
-        return [name, "", version, int(index["number"]), str(index["save"]), files]
+            return IndexSummary(name, "", version, 0, "", [])
+        files = [FileSize(str(file), int(entry["bytes"])) for file, entry in index["files"].items()]
+        return IndexSummary(name, "", version, int(index["number"]), str(index["save"]), files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [name, f"it makes no sense: {type(error).__name__}: {error}", 0, 0, "", []]
+        return _spoilt(name, f"it makes no sense: {type(error).__name__}: {error}")
+
+
+def _spoilt(name: str, problem: str) -> IndexSummary:
+    return IndexSummary(name, problem, 0, 0, "", [])
 
 
 def index_of(folder: str, name: str) -> str:
@@ -145,40 +164,49 @@ def index_of(folder: str, name: str) -> str:
         return file.read()
 
 
-# Asked for outside the log, and done in a thread: the disk may be slow, and neither the log nor the reader waits for it.
-_VERBS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
-    "look": (look, (str,)),
-    "index": (index_of, (str, str)),
-    "commit": (commit, (str, str, str, str)),
-    "sweep": (sweep, (str, str, list)),
-    "remove": (remove, (str, list)),
-}
+FolderQuestion = ListFolder | ReadIndex | CommitSave | SweepSaves | RemoveFiles
 
 
-def answer(request: int, detail: list[Any], send: Callable[[Message], Any]) -> None:
-    """Do what the master asks for, and reply when it is done. Return at once (the reader)."""
-    verb, *args = detail or [None]
-    act, kinds = _VERBS.get(verb, (None, ())) if isinstance(verb, str) else (None, ())
-    names = args[-1] if args and isinstance(args[-1], list) else []
-    if act is None or tuple(map(type, args)) != kinds or not all(isinstance(name, str) for name in names):
-        raise ProtocolError(f"nothing is known about checkpoints and {str(detail)[:80]}")
+def answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
+    """Do what the master asks for, and reply when it is done. Return at once (the reader).
+
+    A thread does it: the disk may be slow, and neither the log nor the reader waits for it.
+    """
+    what = type(question).__name__
+    names: list[str] = []
+    match question:
+        case SweepSaves(keep=keep):
+            names = keep
+        case RemoveFiles(files=files):
+            names = files
+    if not all(isinstance(name, str) for name in names):
+        raise ProtocolError(f"{what} of files called {names!r:.80}")
     try:
-        threading.Thread(
-            target=_answer, args=(request, verb, act, args, send), name=f"checkpoint-{verb}", daemon=True
-        ).start()
-    except RuntimeError as error:  # of threading: there is no more room for one
-        raise ProtocolError(f"{verb} of a checkpoint cannot be begun: {error}") from error
+        threading.Thread(target=_answer, args=(question, send), name=what, daemon=True).start()
+    except RuntimeError as error:
+        # Threading raises it where there is no more room for a thread.
+        raise ProtocolError(f"{what} cannot be begun: {error}") from error
 
 
-def _answer(
-    request: int, verb: str, act: Callable[..., Any], args: list[Any], send: Callable[[Message], Any]
-) -> None:
+def _answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
     try:
-        send(Reply(request, act(*args)))
-    except Exception as error:  # whatever it is, it is the answer
-        send(
-            Failed(
-                request,
-                failure_fields(failure(error, seq=0, position=0, op=f"checkpoint: {verb}", operands="")),
-            )
-        )
+        send(Reply(question.request, _reply(question)))
+    except Exception as error:
+        # Whatever it is, it is the answer.
+        cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+        send(Failed(question.request, failure_fields(cause)))
+
+
+def _reply(question: FolderQuestion) -> FolderListing | str | None:
+    match question:
+        case ListFolder(folder=folder):
+            return look(folder)
+        case ReadIndex(folder=folder, index=index):
+            return index_of(folder, index)
+        case CommitSave(folder=folder, save=save, index=index, weights=weights):
+            commit(folder, save, index, weights)
+        case SweepSaves(folder=folder, save=save, keep=keep):
+            sweep(folder, save, keep)
+        case RemoveFiles(folder=folder, files=files):
+            remove(folder, files)
+    return None

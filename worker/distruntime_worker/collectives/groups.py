@@ -1,4 +1,7 @@
-"""The groups of one session on one worker: who is in them, whether they hold, and which of their operations carry poisoned values."""
+"""The groups of one session on one worker.
+
+Who is in them, whether they hold, and which of their operations carry poisoned values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -27,32 +29,38 @@ from .store import GroupStore
 log = logging.getLogger("distruntime.worker")
 
 _REASON = (
-    2.0  # seconds that the master may take to say why a group is broken, after a data channel has raised
+    # Seconds that the master may take to say why a group is broken, after a data channel has raised.
+    2.0
 )
-_EARLY = 16 << 20  # bytes of entries that are kept for groups that are not open here yet
-_LOOK = 0.1  # seconds between looks whether a group is broken while others are told of a poisoned value
+# Bytes of entries that are kept for groups that are not open here yet.
+_EARLY = 16 << 20
+# Seconds between looks whether a group is broken while others are told of a poisoned value.
+_LOOK = 0.1
 
 Tell = Callable[[int, Message], None]  # node, message
 Report = Callable[[Message], None]  # to the master
-Act = Callable[
-    [DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None
-]  # channel, rank, inputs, outputs, sequence
+# It takes the channel, the rank, the inputs, the outputs and the sequence.
+Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]
 
 
 class Group:
-    """One group as this worker sees it: its own members' ends, and what is known of operations that carry poisoned values."""
+    """One group as this worker sees it.
 
-    def __init__(self, message: OpenGroup, report: Report, tell: Tell) -> None:
+    Its own members' ends, and what is known of operations that carry poisoned values.
+    """
+
+    def __init__(self, message: OpenGroup, own: list[int], report: Report, tell: Tell) -> None:
         self._report = report
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
-        others = set(self.nodes) - {self.nodes[rank] for rank, _ in message.members}
+        others = set(self.nodes) - {self.nodes[rank] for rank in own}
 
         def publish(key: str, value: bytes) -> None:
             for node in others:
                 tell(node, Entry(self.number, key, value))
 
         self.store = GroupStore(self.number, self.timeout, publish)
-        self.devices: dict[int, torch.device] = {}  # of this worker's own members, by rank
+        # These belong to this worker's own members, by rank.
+        self.devices: dict[int, torch.device] = {}
         self.channels: dict[int, DataChannel] = {}
         self.broken = ""
         self.closed = False
@@ -78,7 +86,8 @@ class Group:
         try:
             act(self.channels[rank], rank, inputs, outputs, sequence)
         except Exception as error:
-            if out_of_memory(error):  # of this worker's own: the others wait in vain
+            # A member of this worker's own has failed: the others wait in vain.
+            if out_of_memory(error):
                 self.fail(f"a member has no memory for its part: {error}")
                 raise
             # Most often a member is gone, which the channel notices first and the master can explain.
@@ -89,18 +98,22 @@ class Group:
     def run_all(
         self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int
     ) -> None:
-        """As `run`, for each own member of `jobs`, by rank: side by side, as each may wait for the others. Raise what the first raised."""
+        """As `run`, for each own member of `jobs`, by rank.
+
+        Side by side, as each may wait for the others. Raise what the first raised.
+        """
         if len(jobs) == 1:
             ((rank, (inputs, outputs)),) = jobs.items()
             self.run(rank, act, inputs, outputs, sequence)
             return
         errors: list[Exception] = []
 
-        def work(rank: int, stream: Any) -> None:
+        def work(rank: int, stream: torch.cuda.Stream | None) -> None:
             try:
                 with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                     self.run(rank, act, *jobs[rank], sequence)
-            except Exception as error:  # raised below, in the thread of the stream
+            except Exception as error:
+                # The thread of the stream raises it, below.
                 errors.append(error)
 
         threads = []
@@ -124,17 +137,21 @@ class Group:
             raise NodeFailed(f"group {self.number} is closed")
 
     def fail(self, reason: str) -> None:
-        """Break the group because of what has happened here, and have the master tell the other members why."""
+        """Break the group: something has happened here. The master tells the other members why."""
         if self.end(reason):
             self._report(BreakGroup(self.number, reason))
 
     def end(self, reason: str) -> bool:
-        """Break the group: whoever waits in it fails, and whoever comes later. The first reason stays. Any thread."""
+        """Break the group.
+
+        Whoever waits in it fails, and whoever comes later. The first reason stays. Any thread.
+        """
         with self._lock:
             if self.broken or self.closed:
                 return False
             self.broken = reason
-            # Let go, or its threads and sockets stay until the collector comes by, which on a worker is rarely.
+            # Let go, or its threads and sockets stay until the collector comes by, which on a worker is
+            # rarely.
             channels, self.channels = self.channels, {}
         self._ends.set()
         self.store.end(reason)
@@ -157,10 +174,13 @@ class Group:
             channel.close()
         self.store.end("it is closed")
 
-    # -- poisoned values ---------------------------------------------------------------------------------------------------------
+    # -- poisoned values ---------------------------------------------------------------------------
 
     def taint(self, sequence: int, failure: Failure, me: int, tell: Tell) -> None:
-        """Tell every other worker of the group that this operation carries a poisoned value; return when they know, or the group ends."""
+        """Tell every other worker of the group that this operation carries a poisoned value.
+
+        Return when they know, or the group ends.
+        """
         others = set(self.nodes) - {me}
         self.tainted(sequence, failure)
         if not others:
@@ -176,7 +196,8 @@ class Group:
             if time.monotonic() > deadline:
                 late = ", ".join(map(str, sorted(told[0])))
                 self.fail(
-                    f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is poisoned"
+                    f"node {late} did not answer within {self.timeout:g} s that a value of node {me} is "
+                    "poisoned"
                 )
         with self._lock:
             del self._told[sequence]
@@ -195,7 +216,7 @@ class Group:
                 if not told[0]:
                     told[1].set()
 
-    def taken(self, sequence: int) -> Failure | None:
+    def first_cause(self, sequence: int) -> Failure | None:
         """Return, once an operation has run here, the failure that it carries, if any."""
         if not self._taints:
             return None
@@ -210,15 +231,16 @@ class Groups:
         self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
         self._ended = False
-        self._opening = (
-            threading.Lock()
-        )  # guards what follows, and that what is early goes to its group when that is opened
+        # It guards what follows, and that what is early goes to its group when that is opened.
+        self._opening = threading.Lock()
         self._latest = (
-            0  # the last group that was opened here: the master opens them in the order of their numbers
+            # The last group that was opened here: the master opens them in the order of their numbers.
+            0
         )
         self._early: dict[
             int, list[tuple[int, Entry]]
-        ] = {}  # by group, who said what before it was open here
+            # This keeps, by group, who said what before it was open here.
+        ] = {}
         self._room = _EARLY
 
     def __getitem__(self, number: int) -> Group:
@@ -230,19 +252,24 @@ class Groups:
     def open(
         self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]
     ) -> None:
-        """Begin to join a group; `then` is called, in a thread of its own, when all own members have, or with what went wrong."""
+        """Begin to join a group.
+
+        `then` is called, in a thread of its own, when all own members have, or with what went wrong.
+        """
         if message.group <= self._latest or self._ended:
             raise ProtocolError(f"group {message.group} cannot be opened")
-        ranks = [
-            member[0] if isinstance(member, list) and len(member) == 2 else None for member in message.members
-        ]
-        if not all(type(rank) is int and 0 <= rank < len(message.nodes) for rank in ranks):
-            raise ProtocolError(
-                f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
-            )
-        group = Group(message, self._report, tell)
+        named: dict[int, str] = {}
+        for member in message.members:
+            match member:
+                case [int(rank), str(device)] if 0 <= rank < len(message.nodes):
+                    named[rank] = device
+                case _:
+                    raise ProtocolError(
+                        f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
+                    )
+        group = Group(message, list(named), self._report, tell)
         try:
-            for rank, device in message.members:
+            for rank, device in named.items():
                 group.devices[rank] = self._devices.real(torch.device(device))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ProtocolError(
@@ -316,11 +343,12 @@ class Groups:
         with self._opening:
             self._early.clear()
 
-    def take(self, node: int, message: Message, tell: Tell) -> None:
+    def receive(self, node: int, message: Message, tell: Tell) -> None:
         """Act on what another worker says of a group."""
         match message:
             case Taint(group=number, sequence=sequence, failure=fields):
-                failure = failure_from(fields)  # the master would drop who passes on anything else
+                # The master would drop who passes on anything else.
+                failure = failure_from(fields)
                 group = self._groups.get(number)
                 if group is not None:
                     if node not in group.nodes:
@@ -343,17 +371,22 @@ class Groups:
                     group.answered(sequence, node)
 
     def _keep(self, node: int, entry: Entry) -> None:
-        """Keep an entry until its group is opened here (the lock is held); raise `ProtocolError` where that is too much."""
+        """Keep an entry until its group is opened here (the lock is held).
+
+        Raise `ProtocolError` where that is too much.
+        """
         if _size(entry) > self._room:
             raise ProtocolError(
-                f"more than {_EARLY >> 20} MiB of entries for groups that are not open here, the last for group {entry.group}"
+                f"more than {_EARLY >> 20} MiB of entries for groups that are not open here, the last for "
+                f"group {entry.group}"
             )
         self._room -= _size(entry)
         self._early.setdefault(entry.group, []).append((node, entry))
 
 
 def _size(entry: Entry) -> int:
-    return 256 + len(entry.key) + len(entry.value)  # with what Python needs for one
+    # With what Python needs for one.
+    return 256 + len(entry.key) + len(entry.value)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -361,8 +394,8 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
-def _unpickled(factory: bytes) -> Any:
-    # From the master, which may run any code here anyway.
+def _unpickled(factory: bytes) -> object:
+    # It comes from the master, which may run any code here anyway.
     try:
         return pickle.loads(factory)
     except Exception as error:

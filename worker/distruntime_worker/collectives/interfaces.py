@@ -9,12 +9,17 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
-_IPV6 = Path("/proc/net/if_inet6")  # address, number, prefix, scope, flags, name
+# Linux's request for the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
+# Address, number, prefix, scope, flags, name.
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def interface_of(host: str) -> str:
-    """Return the name of the interface with this host's address; nothing where none is found, as on systems other than Linux."""
+    """Return the name of the interface with this host's address.
+
+    Nothing where none is found, as on systems other than Linux.
+    """
     try:
         addresses = {
             ipaddress.ip_address(str(row[4][0]).partition("%")[0])
@@ -31,10 +36,12 @@ def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addre
         return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
+            # It has no IPv4 address.
+            with suppress(OSError):
                 row = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append((name, ipaddress.IPv4Address(row[20:24])))
-    with suppress(OSError):  # this system has no IPv6
+    # This system has no IPv6.
+    with suppress(OSError):
         for line in _IPV6.read_text().splitlines():
             fields = line.split()
             found.append((fields[-1], ipaddress.IPv6Address(bytes.fromhex(fields[0]))))

@@ -1,4 +1,7 @@
-"""The TCP sockets of this process: which listen, and what is connected to what. Libraries do not say which are theirs, so one looks."""
+"""The TCP sockets of this process.
+
+Which listen, and what is connected to what. Libraries do not say which are theirs, so one looks.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Held by whoever makes this process listen somewhere, so that who looks before and after knows that what is new is its own.
+# Held by whoever makes this process listen somewhere, so that who looks before and after knows that what is
+# new is its own.
 LISTENING = threading.Lock()
 
 Endpoint = tuple[str, int]  # address and port
-_OPEN = ("/proc/self/fd", "/dev/fd")  # where Linux and others list what a process has open
+# Where Linux and others list what a process has open.
+_OPEN = ("/proc/self/fd", "/dev/fd")
 
 
 @dataclass(frozen=True)
@@ -56,5 +61,6 @@ def _socket(number: int) -> socket.socket:
 def _endpoint(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
     address = ipaddress.ip_address(name[0].partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped  # the other end may call it so
+        # The other end may call it so.
+        address = address.ipv4_mapped
     return str(address), name[1]

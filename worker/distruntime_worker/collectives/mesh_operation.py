@@ -1,47 +1,51 @@
-"""Operations along a dimension of a mesh, on a worker with several of its members: one for each group that some of them are in.
+"""Operations along a dimension of a mesh, on a worker with several of its members: one for each group that
+some of them are in.
 
-Template: "group::all_reduce", [number of the dimension, options, inputs, outputs]; instruction: template, sequence, refs of inputs and
-outputs, the same for every member.
+Template: "group::all_reduce", [number of the dimension, options, inputs, outputs]; instruction: template,
+sequence, refs of inputs and outputs, the same for every member.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.messages import Failure, Plain
 
 from ..values.mesh_lanes import Shards, Team
 from ..values.objects import Poisoned, memory_of
-from ..values.step import Slots, Step
-from .operation import Collective
+from ..values.step import Slots, Step, Words, int_word, list_word
+from .operation import Collective, TakePart
 
-Begin = Callable[..., int]
 Real = Callable[[torch.device], torch.device]
-Spread = Callable[..., None]
+Spread = Callable[[Slots, torch.UntypedStorage, Failure], None]
 
 
-def along(team: Team, name: str, args: list[Any], real: Real, begin: Begin, spread: Spread) -> Step:
+def along(team: Team, name: str, args: list[Plain], real: Real, take_part: TakePart, spread: Spread) -> Step:
     """Return what runs an operation along a dimension for a mesh's members here."""
     try:
         number, options, ins, outs = args
-        lines = team.lines[number]
+        lines = team.lines[int_word(number)]
+        counts = len(list_word(ins)), len(list_word(outs))
     except (TypeError, ValueError, KeyError) as error:
         raise ProtocolError(f"{name} of mesh {team.number} makes no sense: {error!r}") from error
-    rows: dict[int, list[tuple[int, list[Any]]]] = {}
+    rows: dict[int, list[tuple[int, list[Plain]]]] = {}
     for lane, (group, rank) in enumerate(lines):
         rows.setdefault(group, []).append((lane, [rank, team.devices[lane], ins, outs]))
     if len(lines) == 1:
         ((group, [(_, row)]),) = rows.items()
-        return Collective(name, [group, options, [row]], real, begin)
-    # In one order on every worker, so that no two groups wait for each other.
+        return Collective(name, [group, options, [row]], real, take_part)
+    # Every worker takes the groups in one order, so that no two groups wait for each other.
     parts = [
-        (Collective(name, [g, options, [row for _, row in rows[g]]], real, begin), [k for k, _ in rows[g]])
+        (
+            Collective(name, [g, options, [row for _, row in rows[g]]], real, take_part),
+            [k for k, _ in rows[g]],
+        )
         for g in sorted(rows)
     ]
-    return LaneCollective(name, parts, len(ins), len(outs), begin, spread)
+    return LaneCollective(name, parts, *counts, take_part, spread)
 
 
 class LaneCollective(Step):
@@ -55,39 +59,39 @@ class LaneCollective(Step):
         parts: list[tuple[Collective, list[int]]],
         ins: int,
         outs: int,
-        begin: Begin,
+        take_part: TakePart,
         spread: Spread,
     ) -> None:
-        self.name, self._parts, self._begin, self._spread = name, parts, begin, spread
+        self.name, self._parts, self._take_part, self._spread = name, parts, take_part, spread
         self._ins = list(range(2, 2 + ins))
         self._outs = list(range(2 + ins, 2 + ins + outs))
         inplace = bool(parts[0][0].mutates)
         self.reads, self.length = self._ins, 2 + ins + outs
         self.mutates, self.writes = (self._outs, []) if inplace else ([], self._outs)
 
-    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
+    def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i`; return the index of the word after it."""
         return self._run(slots, p, i, None)
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """As `run`, for an instruction that was dropped."""
         return self._run(slots, p, i, error)
 
-    def _run(self, slots: dict[int, Any], p: list[Any], i: int, error: BaseException | None) -> int:
+    def _run(self, slots: Slots, p: Words, i: int, error: BaseException | None) -> int:
         offsets = [*self._ins, *self._outs]
         lanes = sum(len(mine) for _, mine in self._parts)
         if not self.mutates:
             for k in self.writes:
                 slots[p[i + k]] = Shards([None] * lanes)
         for collective, mine in self._parts:
-            own: dict[int, Any] = {}
-            words: list[Any] = [p[i], p[i + 1]]
+            own: Slots = {}
+            words: Words = [p[i], p[i + 1]]
             for lane in mine:
                 for k in offsets:
                     words.append(len(words))
                     whole = slots.get(p[i + k])
                     own[words[-1]] = whole[lane] if isinstance(whole, Shards) else whole
-            self._begin(collective, own, words, 0, error, (p, i))
+            self._take_part(collective, own, words, 0, error, (p, i))
             refs = iter(words[2:])
             for lane in mine:
                 for k in offsets:
@@ -96,7 +100,7 @@ class LaneCollective(Step):
                         self._set(slots, p[i + k], lane, after)
         return i + self.length
 
-    def _set(self, slots: dict[int, Any], ref: int, lane: int, after: Any) -> None:
+    def _set(self, slots: Slots, ref: Plain, lane: int, after: object) -> None:
         whole = slots.get(ref)
         if isinstance(whole, Shards) and whole[lane] is not after:
             memory, whole[lane] = memory_of(whole[lane]), after

@@ -1,9 +1,10 @@
 """Collectives and copies between workers as instructions: one covers all of a group's members on this worker.
 
-Template: "group::all_reduce", [group, options, [[rank, device, inputs, outputs], ...]], each input and output [dtype, sizes, strides].
-Instruction: template, sequence, then the refs of inputs and outputs, member by member. Outputs are new values, or, with the option
-"inplace", tensors that are written. Members whose input is poisoned take part all the same, with zeros, so that nobody hangs; the others
-are told first, so that nobody takes the zeros for values.
+Template: "group::all_reduce", [group, options, [[rank, device, inputs, outputs], ...]], each input and output
+[dtype, sizes, strides]. Instruction: template, sequence, then the refs of inputs and outputs, member by
+member. Outputs are new values, or, with the option "inplace", tensors that are written. Members whose input
+is poisoned take part all the same, with zeros, so that nobody hangs; the others are told first, so that
+nobody takes the zeros for values.
 
 What an operation does with its inputs and outputs, each list laid out flat, one tensor after the other:
 
@@ -24,15 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
 from distruntime.wire.data_channel import DataChannel, Reduction
+from distruntime.wire.messages import Plain
 
-from ..values.step import Slots, Step
+from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
 from .groups import Group
 
 PREFIX = "group::"
@@ -66,7 +69,22 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    splits: tuple[list[list[int]], list[list[int]]] = ((), ())  # type: ignore[assignment]  # all_to_all: bytes per rank, in and out
+    # The bytes per rank of all_to_all, in and out.
+    splits: tuple[list[list[int]], list[list[int]]] = ([], [])
+
+
+class TakePart(Protocol):
+    """Has a session's members take part in an operation: see taking_part.py."""
+
+    def __call__(
+        self,
+        collective: Collective,
+        slots: Slots,
+        p: Words,
+        i: int,
+        error: BaseException | None = None,
+        at: tuple[Words, int] | None = None,
+    ) -> int: ...
 
 
 class Collective(Step):
@@ -77,21 +95,23 @@ class Collective(Step):
     def __init__(
         self,
         name: str,
-        args: list[Any],
+        args: list[Plain],
         device: Callable[[torch.device], torch.device],
-        begin: Callable[..., int],
+        take_part: TakePart,
     ) -> None:
         self.operation = name.removeprefix(PREFIX)
         try:
-            self.group, options, members = args
-            root, op, factor, inplace, inputs, outputs = options
-            self.options = Options(
-                root, None if op is None else Reduction(op, factor), inplace, (inputs, outputs)
-            )
+            group, options, members = args
+            self.group = int_word(group)
+            root, op, factor, inplace, inputs, outputs = list_word(options)
+            reduction = None if op is None else Reduction(text_word(op), real_word(factor))
+            splits = _rows(inputs), _rows(outputs)
+            self.options = Options(int_word(root), reduction, bool(inplace), splits)
             self.members: list[tuple[int, list[Layout], list[Layout]]] = []
-            for rank, where, ins, outs in members:
-                here = device(torch.device(where))
-                self.members.append((rank, [_layout(f, here) for f in ins], [_layout(f, here) for f in outs]))
+            for member in list_word(members):
+                number, where, came, go = list_word(member)
+                here = device(torch.device(text_word(where)))
+                self.members.append((int_word(number), _layouts(came, here), _layouts(go, here)))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name} makes no sense: {error}") from error
         self.name = f"{self.operation} of group {self.group}"
@@ -104,25 +124,31 @@ class Collective(Step):
                 self.reads += range(offset, offset + len(ins))
             written += range(offset + len(ins), offset + len(ins) + len(outs))
             offset += len(ins) + len(outs)
-        self.mutates, self.writes = (written, []) if inplace else ([], written)
+        self.mutates, self.writes = (written, []) if self.options.inplace else ([], written)
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
-        self._begin = begin
+        self._take_part = take_part
+        # Straight to where the session takes part: an instruction goes through no method of this class
+        # before.
+        self.run: Run = partial(take_part, self)
 
-    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
-        """Run the instruction at `i`; return the index of the word after it."""
-        return self._begin(self, slots, p, i)
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
+        """As `run`, for an instruction that was dropped.
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
-        """As `run`, for an instruction that was dropped: its results are poisoned, here and at the other members."""
-        return self._begin(self, slots, p, i, error)
+        Its results are poisoned, here and at the other members.
+        """
+        return self._take_part(self, slots, p, i, error)
 
-    def perform(self, group: Group, values: list[Any], sequence: int) -> list[torch.Tensor]:
-        """Take part for all own members; `values` are the operands in the order of the words. Return the new values."""
+    def perform(self, group: Group, values: list[object], sequence: int) -> list[torch.Tensor]:
+        """Take part for all own members.
+
+        `values` are the operands in the order of the words. Return the new values.
+        """
         new: list[torch.Tensor] = []
         if (
             len(values) == 2 and self.options.inplace and len(self.members) == 1
-        ):  # the commonest, and small ones come by the thousand
+            # The commonest, and small ones come by the thousand.
+        ):
             rank, ins, outs = self.members[0]
             both = [
                 v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)
@@ -157,7 +183,8 @@ class Collective(Step):
             channel.barrier()
             return
         if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            self._pass(channel, rank, inputs, outputs, sequence)  # on every member, as sizes are equal
+            # Every member comes here, as sizes are equal.
+            self._pass(channel, rank, inputs, outputs, sequence)
             return
         if o.op is not None:
             self._reduce(channel, o.op, inputs, outputs, on)
@@ -175,7 +202,7 @@ class Collective(Step):
                     channel.broadcast(into.data, o.root)
                 else:
                     channel.broadcast(data, o.root)
-                    into.take(data)
+                    into.fill(data)
             case "all_gather":
                 assert data is not None
                 channel.all_gather(into.data, data)
@@ -188,7 +215,8 @@ class Collective(Step):
                 assert data is not None
                 if (
                     data.untyped_storage()._cdata == into.data.untyped_storage()._cdata
-                ):  # parts would arrive over what has yet to leave
+                    # Parts would arrive over what has yet to leave.
+                ):
                     data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:
@@ -203,7 +231,10 @@ class Collective(Step):
         outputs: list[torch.Tensor],
         sequence: int,
     ) -> None:
-        """Wait for the other members where no bytes move: one that is poisoned tells them before it comes here."""
+        """Wait for the other members where no bytes move.
+
+        One that is poisoned tells them before it comes here.
+        """
         if self.operation == "copy":
             here = (inputs or outputs)[0].device
             token = torch.zeros(
@@ -229,7 +260,8 @@ class Collective(Step):
             channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
             landing.land()
             return
-        # In place where it may be: the memory of an output that is the input, or where there is none, of a copy.
+        # In place where it may be: the memory of an output that is the input, or where there is none, of a
+        # copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (
@@ -244,7 +276,7 @@ class Collective(Step):
             landing = _Landing(outputs, on, numbers=True, keep=True)
         else:
             landing = _Landing(outputs if outputs else [torch.empty_like(inputs[0])], on, numbers=True)
-            landing.take(_flat(inputs, on, numbers=True))
+            landing.fill(_flat(inputs, on, numbers=True))
         if self.operation == "all_reduce":
             channel.all_reduce(landing.data, op)
         else:
@@ -253,7 +285,10 @@ class Collective(Step):
 
 
 class _Landing:
-    """Where the bytes of some tensors arrive: their own memory if that is flat and where the channel takes it, else a buffer."""
+    """Where the bytes of some tensors arrive.
+
+    Their own memory if that is flat and where the channel takes it, else a buffer.
+    """
 
     def __init__(
         self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False
@@ -272,7 +307,7 @@ class _Landing:
             device = tensors[0].device if tensors[0].device.type in on else torch.device("cpu")
             self.data = _plain(torch.empty(count, dtype=tensors[0].dtype, device=device), numbers)
 
-    def take(self, data: torch.Tensor) -> None:
+    def fill(self, data: torch.Tensor) -> None:
         if self._tensors:
             self.data.copy_(data)
 
@@ -289,23 +324,37 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    flat = tensor.as_strided(
-        (tensor.numel(),), (1,)
-    )  # not view(-1): a dimension of size 1 keeps whatever stride it had
+    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
 
 def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False) -> torch.Tensor:
-    """Return the tensors' bytes, or numbers, one after the other, where the channel takes them. Copies only what it must."""
+    """Return the tensors' bytes, or numbers, one after the other, where the channel takes them.
+
+    Copies only what it must.
+    """
     whole = [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
     flat = _plain(whole[0], numbers) if len(whole) == 1 else torch.cat([_plain(t, numbers) for t in whole])
     return flat if flat.device.type in on else flat.cpu()
 
 
-def _layout(fields: Any, device: torch.device) -> Layout:
-    dtype, sizes, strides = fields
-    return Layout(dtype_named(dtype), sizes, strides, device)
+def _integers(word: Plain) -> list[int]:
+    return [int_word(n) for n in list_word(word)]
 
 
-def _tensor(value: Any, layout: Layout) -> torch.Tensor:
+def _rows(word: Plain) -> list[list[int]]:
+    return [_integers(row) for row in list_word(word)]
+
+
+def _layouts(word: Plain, device: torch.device) -> list[Layout]:
+    layouts: list[Layout] = []
+    for fields in list_word(word):
+        dtype, sizes, strides = list_word(fields)
+        dense = None if strides is None else _integers(strides)
+        layouts.append(Layout(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
+    return layouts
+
+
+def _tensor(value: object, layout: Layout) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else layout.zeros()

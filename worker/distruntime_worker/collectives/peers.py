@@ -1,4 +1,5 @@
-"""The channel from worker to worker, for what is no tensor: signals of events, word of poisoned values, and where groups' members are.
+"""The channel from worker to worker, for what is no tensor: signals of events, word of poisoned values, and
+where groups' members are.
 
 It has the same keys as the master's.
 """
@@ -13,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
-from typing import Any
 
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed, PeerEvent, PeerGone
@@ -28,9 +28,11 @@ from .listening import LISTENING
 
 log = logging.getLogger("distruntime.worker")
 
-_PAUSE = 0.1  # seconds before a worker is dialled again
+# Seconds before a worker is dialled again.
+_PAUSE = 0.1
 
-Handle = Callable[[int, Message], None]  # node that it comes from, message
+# Node that it comes from, message.
+Handle = Callable[[int, Message], None]
 
 
 class _Way:
@@ -44,24 +46,26 @@ class _Way:
 class PeerChannel:
     """One session's connections to other workers. A thread of its own reads; any thread sends.
 
-    `handle` gets what arrives, with the number of the node that sent it. Each worker dials where it sends to, and says `Meet`; the answer
-    is an `Ack` with what has come on earlier connections, and the rest is sent again: a cut network costs no signal, and none comes twice.
+    `handle` gets what arrives, with the number of the node that sent it. Each worker dials where it sends to,
+    and says `Meet`; the answer is an `Ack` with what has come on earlier connections, and the rest is sent
+    again: a cut network costs no signal, and none comes twice.
     """
 
     def __init__(self, address: str, keys: KeyPair | None, handle: Handle) -> None:
         with LISTENING:
             self._channel = Channel(listen=address, keys=keys, silence=UNREACHABLE.get())
         self._handle = handle
-        self._origin = os.urandom(
-            16
-        )  # which tells this worker's messages from those of one that had its node before
+        # This tells the worker's messages from those of one that had its node before.
+        self._origin = os.urandom(16)
         self._introduced: dict[
             bytes, tuple[int, Link]
-        ] = {}  # who has said `Meet`, by the name of the connection: node, and what has come
+            # A connection that has said `Meet` has its node and what has come here, by its name.
+        ] = {}
         self._incoming: dict[bytes, Link] = {}  # by origin
         self._ways: dict[int, _Way] = {}
         self._dialling = threading.Lock()
-        self._again: dict[int, float] = {}  # when to dial whom once more
+        # When to dial whom once more.
+        self._again: dict[int, float] = {}
         self._numbers = count().__next__
         self._strangers = Tally(log.warning)
         self._known = threading.Event()
@@ -83,7 +87,10 @@ class PeerChannel:
         self._known.set()
 
     def send(self, node: int, message: Message) -> None:
-        """Send to another worker, dialling it first. Return at once; while it cannot be reached, the message waits."""
+        """Send to another worker, dialling it first.
+
+        Return at once; while it cannot be reached, the message waits.
+        """
         peers = self._peers
         if peers is None or not 0 <= node < len(peers.addresses):
             raise ProtocolError(f"{type(message).__name__} for node {node}, of which no Peers has told")
@@ -95,28 +102,33 @@ class PeerChannel:
                 way = self._ways.get(node)
                 if (
                     way is None or way.address != peers.addresses[node]
-                ):  # another worker may have taken the place of a lost one
+                    # Another worker may have taken the place of a lost one.
+                ):
                     if way is not None:
                         self._channel.hang_up(way.name)
                     way = self._dial(node, _Way(peers.addresses[node], b""))
             self._channel.send(way.link, [encode(message)])
         except ChannelClosed:
             log.debug("the session is over: %s not sent to node %d", type(message).__name__, node)
-        except ConfigurationError as error:  # that node's word, passed on by the master: none of this worker's other streams may suffer
+        # The address is that node's word, passed on by the master: no other stream of this worker may suffer.
+        except ConfigurationError as error:
             log.warning("node %d cannot be reached, %s not sent: %s", node, type(message).__name__, error)
 
     def _dial(self, node: int, way: _Way) -> _Way:
-        """Dial a worker, under a new name: under the old one libzmq would send what was for the broken connection."""
+        """Dial a worker, under a new name.
+
+        Under the old one libzmq would send what was for the broken connection.
+        """
         assert self._peers is not None
         self._channel.hang_up(way.name)
         way.name = f"node-{node}.{self._numbers()}".encode()
         self._channel.connect(way.address, way.name)
         self._ways[node] = (
-            way  # what the reader hears of the connection before waits for `_dialling`, which is held
+            # What the reader hears of the connection before waits for `_dialling`, which is held.
+            way
         )
-        self._say(
-            way.name, Meet(self._peers.secret, self._peers.node, self._origin)
-        )  # which waits for the connection
+        # The message waits for the connection.
+        self._say(way.name, Meet(self._peers.secret, self._peers.node, self._origin))
         return way
 
     def close(self) -> None:
@@ -137,7 +149,7 @@ class PeerChannel:
                 self._strangers.finish()
                 return
 
-    def _hear(self, peer: bytes, frames: Sequence[Any]) -> None:
+    def _hear(self, peer: bytes, frames: Sequence[object]) -> None:
         try:
             if len(frames) != 1 or not isinstance(frames[0], bytes):
                 raise ProtocolError(f"a message of {len(frames)} frames")
@@ -161,26 +173,28 @@ class PeerChannel:
         for node, when in list(self._again.items()):
             if time.monotonic() >= when:
                 del self._again[node]
-                with self._dialling, suppress(ConfigurationError):  # said when it was dialled first
+                # Said when it was dialled first.
+                with self._dialling, suppress(ConfigurationError):
                     self._dial(node, self._ways[node])
 
     def _say(self, peer: bytes, message: Message) -> None:
-        with suppress(PeerGone):  # an event tells of it
+        # An event tells of it.
+        with suppress(PeerGone):
             self._channel.send(peer, [encode(message)])
 
     def _take(self, peer: bytes, message: Message) -> None:
         match message:
             case Meet(secret=secret, node=node, origin=origin):
-                self._known.wait(10.0)  # the master may have told the other one first
+                # The master may have told the other one first.
+                self._known.wait(10.0)
                 if self._peers is None or not compare_digest(secret, self._peers.secret):
                     raise ProtocolError("Meet without the session's secret")
                 if not 0 <= node < len(self._peers.addresses):
                     raise ProtocolError(f"Meet as node {node}, of {len(self._peers.addresses)}")
                 link = self._incoming.setdefault(origin, Link())
                 for other in [name for name, (_, known) in self._introduced.items() if known is link]:
-                    del self._introduced[
-                        other
-                    ]  # given up at its other end: what still comes on it comes again on this one
+                    # The other end has given it up: what still comes on it comes again on this one.
+                    del self._introduced[other]
                 self._introduced[peer] = node, link
                 self._say(peer, Ack(link.received))
             case Ack(received=received):
@@ -198,7 +212,8 @@ class PeerChannel:
     def _acknowledged(self, peer: bytes, received: int) -> None:
         node = self._node_of(peer)
         if node is None:
-            return  # of a connection that was given up
+            # This belongs to a connection that was given up.
+            return
         link = self._ways[node].link
         if link.peer is None:
             self._channel.resume(link, peer, received)

@@ -1,6 +1,8 @@
-"""Where the members of a group find each other: keys and values. Each worker keeps them all, and tells the other members' workers its own.
+"""Where the members of a group find each other: keys and values. Each worker keeps them all, and tells the
+other members' workers its own.
 
-They travel over the workers' own channel, so only who holds the session's keys reads them, or sets one. Nobody listens for them.
+They travel over the workers' own channel, so only who holds the session's keys reads them, or sets one.
+Nobody listens for them.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed
 
@@ -16,7 +18,8 @@ from distruntime.errors import NodeFailed, NotSupportedError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as _Store
-else:  # a torch that was built without torch.distributed has none; the data channel tcp needs none of it
+else:
+    # A torch that was built without torch.distributed has no store. The data channel tcp needs none of it.
     _Store = getattr(torch.distributed, "Store", object)
 
 LONGEST_KEY = 1 << 10  # characters
@@ -26,7 +29,8 @@ LARGEST_VALUE = 1 << 20  # bytes
 class GroupStore(_Store):
     """One group's keys on one worker, a `torch.distributed.Store` for its members there. Any thread.
 
-    `tell` sends a key and its value to the workers of all other members. Whoever waits for a key is woken by its arrival, and by `end`.
+    `tell` sends a key and its value to the workers of all other members. Whoever waits for a key is woken by
+    its arrival, and by `end`.
     """
 
     def __init__(self, group: int, timeout: float, tell: Callable[[str, bytes], None]) -> None:
@@ -50,15 +54,20 @@ class GroupStore(_Store):
             self._values.clear()
             self._changed.notify_all()
 
-    # -- what a Store is asked for, by torch's C++ and by data channels ------------------------------------------------------------
+    # -- what a Store is asked for, by torch's C++ and by data channels ----------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key for all members. Return at once; raise `ValueError` for what is too large, `NodeFailed` if the group has ended."""
+        """Set a key for all members.
+
+        Return at once; raise `ValueError` for what is too large, `NodeFailed` if the group has ended.
+        """
         data = value.encode() if isinstance(value, str) else bytes(value)
         if len(key) > LONGEST_KEY or len(data) > LARGEST_VALUE:
             raise ValueError(
-                f"the store of a group takes keys of {LONGEST_KEY} characters and values of {LARGEST_VALUE} bytes at most, "
-                f"got {key[:80]!r} with {len(data)} bytes: it is for finding each other, tensors take the data channel"
+                f"the store of a group takes keys of {LONGEST_KEY} characters and values of {LARGEST_VALUE} "
+                "bytes at most, "
+                f"got {key[:80]!r} with {len(data)} bytes: it is for finding each other, tensors take the "
+                "data channel"
             )
         with self._changed:
             self._require()
@@ -105,7 +114,8 @@ class GroupStore(_Store):
             missing = [key for key in keys if key not in self._values]
             more = f", and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise TimeoutError(
-                f"group {self._group}: no member has set {', '.join(map(repr, missing[:5]))}{more} in its store within {timeout:g} s"
+                f"group {self._group}: no member has set {', '.join(map(repr, missing[:5]))}{more} in its "
+                f"store within {timeout:g} s"
             )
         self._require()
 
@@ -113,7 +123,7 @@ class GroupStore(_Store):
         if self._ended:
             raise NodeFailed(f"group {self._group} has ended: {self._ended}")
 
-    # -- what it would need one place for that all ask, and has none -----------------------------------------------------------------
+    # -- what it would need one place for that all ask, and has none -------------------------------
 
     def _lacks(self, what: str) -> NoReturn:
         raise NotSupportedError(
@@ -125,7 +135,7 @@ class GroupStore(_Store):
         """Raise `NotSupportedError`."""
         self._lacks("add")
 
-    def append(self, key: str, value: Any) -> None:
+    def append(self, key: str, value: object) -> None:
         """Raise `NotSupportedError`."""
         self._lacks("append")
 

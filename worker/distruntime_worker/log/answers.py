@@ -1,21 +1,22 @@
 """Answers fetches, and whoever waits for a position of the log.
 
-Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread gets there last.
+Invariant: a fetch is answered when each stream that it names has run up to its position, by whichever thread
+gets there last.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError
-from distruntime.wire.codec import copy_bytes, failure_fields
-from distruntime.wire.messages import Failed, Fetch, Notify, Part, Reply, Signal
+from distruntime.wire.codec import copy_bytes, failure_fields, pack_constant
+from distruntime.wire.messages import Failed, Fetch, Notify, Part, Plain, Reply, Signal
 from distruntime.wire.shared import Attached
 
 from ..values.objects import (
@@ -24,36 +25,42 @@ from ..values.objects import (
     Poisoned,
     described,
     failure,
-    plain,
     render,
     wire_tensor,
 )
-from ..values.streams import Action, HostCopy, Stream
-from .look import Look
+from ..values.streams import Action, Happening, HostCopy, Stream
+from .progress import Progress
 from .state import State, Tell
 
 MOST_FAILURES = (
-    64  # reported by one segment with text; a loop of failing instructions says the same thing anyway
+    # Reported by one segment with text; a loop of failing instructions says the same thing anyway.
+    64
 )
-_SENT = 0.0002  # seconds between looks whether a large tensor has arrived
+# Seconds between looks whether a large tensor has arrived.
+_SENT = 0.0002
 
 
 class Answers:
     """The fetches of a session, each answered when its value is there."""
 
-    def __init__(self, state: State, look: Look, shared: Attached, tell: Tell) -> None:
-        self._state, self._look, self._shared, self._tell = state, look, shared, tell
-        self._done: list[tuple[int, Fetch]] = []  # who waits for the whole log, up to a position
+    def __init__(self, state: State, progress: Progress, shared: Attached, tell: Tell) -> None:
+        self._state, self._progress, self._shared, self._tell = state, progress, shared, tell
+        # These fetches wait for the whole log, up to a position.
+        self._done: list[tuple[int, Fetch]] = []
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer `fetch` if the log has run far enough; else leave it to the thread that gets there (the reader)."""
+        """Answer `fetch` if the log has run far enough.
+
+        Else leave it to the thread that gets there (the reader).
+        """
         after = fetch.after
         if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
             if (
                 len(after) > 2
-            ):  # in the order of the streams' numbers, so that no two threads wait for each other's `serving`
+                # The streams' numbers give the order, so that no two threads wait for each other's `serving`.
+            ):
                 pairs = sorted(zip(after[::2], after[1::2]))
                 fetch = replace(fetch, after=[n for pair in pairs for n in pair])
             self._when(fetch, 0)
@@ -78,7 +85,7 @@ class Answers:
         """Send a signal to another worker once a stream has run far enough (the reader)."""
         self.fetch(Fetch(message.number, message.node, [message.stream, message.position], "signal", {}))
 
-    def _names(self, after: list[Any]) -> bool:
+    def _names(self, after: list[int]) -> bool:
         """Whether `after` is [stream, position, ...] of streams that there are."""
         return (
             bool(after)
@@ -105,18 +112,19 @@ class Answers:
                 stream.waiting.append(entry)
             if not self._reached(stream, position):
                 return
-            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be sending a large value, and only
-            # the reader hears that one has arrived.
+            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be
+            # sending a large value, and only the reader hears that one has arrived.
             take_back = partial(self._take_back, stream, entry)
             self._state.apart(take_back) if threading.get_ident() == self._state.reader else take_back()
             return
         self._answer(fetch)
 
     def _take_back(self, stream: Stream, entry: tuple[int, Action]) -> None:
-        """Do what waits for a stream that is there already, unless its thread does. Block while that thread answers others.
+        """Do what waits for a stream that is there already, unless its thread does. Block while that thread
+        answers others.
 
-        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on a stream that need not wait
-        any more: so this returns when it has answered.
+        Its thread may have taken the entry, and be about to answer. What comes next could write the value, on
+        a stream that need not wait any more: so this returns when it has answered.
         """
         with stream.serving:
             with self._state.gate:
@@ -127,7 +135,7 @@ class Answers:
 
     def _reached(self, stream: Stream, position: int) -> bool:
         return stream.reached >= position or (
-            stream is self._state.default and self._look.position(stream)[0] >= position
+            stream is self._state.default and self._progress.position(stream).position >= position
         )
 
     def serve(self, stream: Stream, position: int) -> None:
@@ -140,8 +148,11 @@ class Answers:
             for entry in ready:
                 entry[1]()
 
-    def passed(self, after: list[Any]) -> bool:
-        """Whether each stream is at its position; on a GPU, whether the kernels before it have run (the reader)."""
+    def passed(self, after: list[int]) -> bool:
+        """Whether each stream is at its position.
+
+        On a GPU, whether the kernels before it have run (the reader).
+        """
         if not self._names(after):
             raise ProtocolError(f"a question after {str(after)[:80]}")
         for number, position in zip(after[::2], after[1::2]):
@@ -169,20 +180,25 @@ class Answers:
                 self._state.send(Failed(fetch.request, failure_fields(orphan)), None)
                 return
         if isinstance(value, HostCopy) and not value.ready():
-            self._later(fetch, value, [value.event])
+            self._later(fetch, value, [] if value.event is None else [value.event])
         elif (
             isinstance(value, torch.Tensor) and value.is_cuda
-        ):  # a text, for which the value need not come over whole
+            # A text, for which the value need not come over whole.
+        ):
             self._later(fetch, value, self._events(fetch.after))
         else:
             self._answer_with(fetch, value)
 
-    def _answer_with(self, fetch: Fetch, value: Any) -> None:
+    def _answer_with(self, fetch: Fetch, value: object) -> None:
         try:
             if value is None:
                 raise InternalError(f"the value {fetch.ref} is not here")
-            self._reply(fetch, value.tensor if isinstance(value, HostCopy) else value)
-        except Exception as error:  # whatever it is, it is the answer
+            shown = value.tensor if isinstance(value, HostCopy) else value
+            if not isinstance(shown, torch.Tensor):
+                raise InternalError(f"the value {fetch.ref} is no tensor")
+            self._reply(fetch, shown)
+        except Exception as error:
+            # Whatever it is, it is the answer.
             operands = described([value]) if value is not None else ""
             cause = failure(
                 error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands
@@ -202,13 +218,16 @@ class Answers:
         self._later(fetch, None, self._events(after))
 
     def _say(self, fetch: Fetch) -> None:
-        """Tell whoever waits for streams that they are there: the master, or another worker whose stream waits."""
+        """Tell whoever waits for streams that they are there.
+
+        The master, or another worker whose stream waits.
+        """
         if fetch.form == "signal":
             self._tell(fetch.ref, Signal(fetch.request, ""))
         else:
             self._state.send(Reply(fetch.request, self._news(fetch)), None)
 
-    def _events(self, after: list[Any]) -> list[Any]:
+    def _events(self, after: list[int]) -> list[torch.cuda.Event]:
         """Return the events of a GPU that come after [stream, position, ...]."""
         return [
             event
@@ -216,13 +235,13 @@ class Answers:
             for event in self._stream(number).events(position)
         ]
 
-    def _later(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+    def _later(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
         threading.Thread(
             target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True
         ).start()
 
-    def _answer_after(self, fetch: Fetch, value: Any, events: list[Any]) -> None:
+    def _answer_after(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
         for event in events:
             event.synchronize()
         if value is None:
@@ -231,7 +250,7 @@ class Answers:
         with torch.no_grad():
             self._answer_with(fetch, value)
 
-    def _news(self, fetch: Fetch) -> list[Any] | None:
+    def _news(self, fetch: Fetch) -> list[list[Plain]] | None:
         """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.
 
         Who waits hears of every failure, so the next read need not say it again.
@@ -246,11 +265,12 @@ class Answers:
     def _reply(self, fetch: Fetch, value: torch.Tensor) -> None:
         """Send a value in the form that was asked for.
 
-        When this returns later instructions may write the tensor: its bytes have arrived, or the reader lets none come before they have.
+        When this returns later instructions may write the tensor: its bytes have arrived, or the reader lets
+        none come before they have.
         """
         request = fetch.request
         if fetch.form == "item":
-            self._state.send(Reply(request, plain(value.item())), None)
+            self._state.send(Reply(request, pack_constant(value.item())), None)
             return
         if fetch.form == "text":
             self._state.send(Reply(request, render(value, dict(fetch.options))), None)
@@ -268,7 +288,7 @@ class Answers:
             # Only the reader hears what has arrived, so it cannot wait for that.
             self._state.apart(work) if threading.get_ident() == self._state.reader else work()
 
-    def _send_parts(self, request: int, head: list[Any], data: memoryview) -> None:
+    def _send_parts(self, request: int, head: list[Plain], data: memoryview) -> None:
         """Send a large value. When this returns its memory may be written again."""
         # One memory copy more on this way makes it a quarter slower than a plain socket.
         parts = [

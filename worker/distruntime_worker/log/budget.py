@@ -1,10 +1,12 @@
 """How much memory one session may hold on each device of this worker, and how much it holds.
 
-What is made is added up, which costs little and can only say too much, as values die and results share memory. Only where the sum exceeds
-what the session may hold is its memory counted, by a walk over its values, and the sum goes on from there.
+What is made is added up, which costs little and can only say too much, as values die and results share
+memory. Only where the sum exceeds what the session may hold is its memory counted, by a walk over its values,
+and the sum goes on from there.
 
-Invariant: a session holds at most its share and a 64th, not counting the result that is refused; what is refused is gone at once.
-Not in the sum, nor in the walk: what torch's kernels and autograd keep for themselves, what its allocator caches, and bytes on their way.
+Invariant: a session holds at most its share and a 64th, not counting the result that is refused; what is
+refused is gone at once. Not in the sum, nor in the walk: what torch's kernels and autograd keep for
+themselves, what its allocator caches, and bytes on their way.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator
 from time import monotonic
-from typing import Any
 
 import torch
 
@@ -23,21 +24,27 @@ from ..machine.devices import Devices
 from ..values.functions import Tape
 from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned
+from ..values.step import Slots
 from ..values.streams import HostCopy
 
-_SLACK = 64  # a share's part by which the sum may exceed it while a walk would come too soon after the last
-_PAUSE = 10  # times as long as a walk takes: till the next one, where only the slack is exceeded
+# A share's part by which the sum may exceed it while a walk would come too soon after the last.
+_SLACK = 64
+# Times as long as a walk takes: till the next one, where only the slack is exceeded.
+_PAUSE = 10
 
 
 def limits(most: float, devices: Devices) -> dict[torch.device, int]:
-    """Return the bytes that a session may hold on each device: `most` if that is an `int`, else this part of what the device has."""
+    """Return the bytes that a session may hold on each device.
+
+    `most` if that is an `int`, else this part of what the device has.
+    """
     return {
         devices.real(torch.device(name)): most if isinstance(most, int) else int(total * most)
         for name, _, total, *_ in devices.info()
     }
 
 
-def memory_in(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+def memory_in(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     """Return the memory that values in slots are in, some of it several times."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -59,15 +66,15 @@ class Budget:
 
     def __init__(self, session: str, most: dict[torch.device, int]) -> None:
         self._session, self._most = session, most
-        self._values: dict[int, Any] = {}
+        self._values: Slots = {}
         self._sum = dict.fromkeys(most, 0)
-        self._next = 0.0  # time.monotonic() from which on exceeding the slack is worth a walk
+        # time.monotonic() from which on exceeding the slack is worth a walk.
+        self._next = 0.0
         self._lock = threading.Lock()
-        self.large = max(
-            1, min(most.values(), default=1 << 62) // _SLACK
-        )  # bytes from which on it is worth asking before there is a value
+        # From so many bytes on it is worth asking before there is a value.
+        self.large = max(1, min(most.values(), default=1 << 62) // _SLACK)
 
-    def watch(self, slots: dict[int, Any]) -> None:
+    def watch(self, slots: Slots) -> None:
         """Count what is in `slots`."""
         self._values = slots
 
@@ -77,7 +84,10 @@ class Budget:
             return self._count()
 
     def require(self, devices: list[torch.device], nbytes: int, op: str) -> None:
-        """Raise `torch.OutOfMemoryError` unless the session may hold so much more on each device; some may stand there several times."""
+        """Raise `torch.OutOfMemoryError` unless the session may hold so much more on each device.
+
+        Some may stand there several times.
+        """
         for device in set(devices):
             more = nbytes * devices.count(device)
             with self._lock:
@@ -91,7 +101,8 @@ class Budget:
                 return
             self._sum[device] += nbytes
             if self._exceeds(device, 0):
-                self._next = 0.0  # what is dropped now is still in the sum
+                # What is dropped now is still in the sum.
+                self._next = 0.0
                 raise self._refusal(device, self._sum[device] - nbytes, f"{op} made {size_text(nbytes)} more")
 
     def _exceeds(self, device: torch.device, more: int) -> bool:
@@ -104,12 +115,14 @@ class Budget:
         return self._sum[device] + more > most
 
     def _count(self) -> dict[torch.device, int]:
-        """Count everything once. A result whose thread has not called `add` yet may be in it twice after that, never not at all."""
+        """Count everything once.
+
+        A result whose thread has not called `add` yet may be in it twice after that, never not at all.
+        """
         began = monotonic()
         found = dict.fromkeys(self._most, 0)
-        values = (
-            self._values.copy()
-        )  # other threads add and free meanwhile; and what is in the copy keeps its address
+        # Other threads add and free meanwhile; and what is in the copy keeps its address.
+        values = self._values.copy()
         seen: set[int] = set()
         for memory in memory_in(values.values()):
             if memory._cdata not in seen:
@@ -124,6 +137,7 @@ class Budget:
     def _refusal(self, device: torch.device, held: int, what: str) -> torch.OutOfMemoryError:
         where = f"{device} (GPU {device.index})" if device.type == "cuda" else str(device)
         return torch.OutOfMemoryError(
-            f"session {self._session!r} may hold {size_text(self._most[device])} on {where} of {socket.gethostname()} (--max-memory); "
+            f"session {self._session!r} may hold {size_text(self._most[device])} on {where} of "
+            f"{socket.gethostname()} (--max-memory); "
             f"it holds {size_text(held)}, and {what}"
         )

@@ -1,8 +1,9 @@
-"""Drops what a cancelled stream has not begun: its results are poisoned, and what others count on happens all the same."""
+"""Drops what a cancelled stream has not begun.
+
+Its results are poisoned, and what others count on happens all the same.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire.codec import failure_fields
@@ -25,6 +26,7 @@ from distruntime.wire.messages import (
 )
 
 from ..values.objects import Poisoned
+from ..values.step import Words, int_word
 from ..values.streams import Stream
 from .state import State, request_of
 from .waits import Waits
@@ -47,34 +49,38 @@ class Cancelling:
         """Drop what a stream has not begun and ends at or before `position`."""
         stream.cancelled = max(stream.cancelled, position)
         with self._state.gate:
-            stream.waiting.append(
-                (position, lambda: None)
-            )  # so that `run`, which has no time to look each time, looks
+            # This makes `run` look, which has no time to look each time.
+            stream.waiting.append((position, lambda: None))
 
-    def drop(self, stream: Stream, p: list[Any], i: int) -> int:
+    def drop(self, stream: Stream, p: Words, i: int) -> int:
         """Step over the instruction at `i` of a cancelled stream: its results are poisoned, its frees happen.
 
-        The master counts on its waits: who waits for this stream waits for them instead, and so does it before it poisons what was there.
+        The master counts on its waits: who waits for this stream waits for them instead, and so does it
+        before it poisons what was there.
         """
-        slots, word = self._state.slots, p[i]
+        slots, word = self._state.slots, int_word(p[i])
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        if word in (FORGET, TAKE, GIVE):  # what is taken or given may come from another stream
+        # What is taken or given may come from another stream.
+        if word in (FORGET, TAKE, GIVE):
             self._waits.pay(stream, p, i)
         if word in (RELEASE, FORGET, STAMP, TAKE, GIVE, ADOPT):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
-            stream.owe(work.segment.start + i, self._state.log(work).streams[p[i + 1]], p[i + 2])
+            stream.owe(
+                work.segment.start + i, self._state.log(work).streams[int_word(p[i + 1])], int_word(p[i + 2])
+            )
         if word == WAIT:
             return i + 5
         if word == AWAIT:
-            self._waits.forget(p[i + 1])
+            self._waits.discard(int_word(p[i + 1]))
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            if word == UPLOAD:  # maybe into a value that another stream is still to make
+            # Maybe into a value that another stream is still to make.
+            if word == UPLOAD:
                 self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(cause)
@@ -85,7 +91,8 @@ class Cancelling:
             return i + 4
         first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
         step = self._state.log(self._state.work(p)).info[p[first]]
-        # What it would write, or be a view of, must be there to be known; and a group's operations keep their order.
+        # What it would write, or be a view of, must be there to be known; and a group's operations keep their
+        # order.
         if step.mutates or step.views or step.joint:
             self._waits.pay(stream, p, i)
         after = step.drop(slots, p, first, error)

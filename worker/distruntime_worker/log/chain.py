@@ -43,7 +43,7 @@ class Chain:
         # Draws may wait for another session that has the generators, so memory is asked for after that wait.
         self.links: list[Link] = [self.read_only, draws, Shares(state)]
 
-    def begin(self, log: State | Team) -> None:
+    def add_own(self, log: State | Team) -> None:
         """Put the runtime's own instructions into the table of a new log (the reader)."""
         for word, step in self._state.own.items():
             log.templates[word] = self.around(step)
@@ -56,7 +56,7 @@ class Chain:
         """Make all tables anew: a link was switched on (the reader)."""
         logs: list[State | Team] = [self._state, *self._state.teams.values()]
         for log in logs:
-            self.begin(log)
+            self.add_own(log)
             # A stream's thread forgets templates meanwhile, and what it has forgotten must not come back.
             with self._state.gate:
                 for number, step in log.info.items():

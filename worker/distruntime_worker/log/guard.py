@@ -1,4 +1,7 @@
-"""Holds instructions to what their session may hold: stands around what makes values, where a worker was started with `--max-memory`."""
+"""Holds instructions to what their session may hold.
+
+Stands around what makes values, where a worker was started with `--max-memory`.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,27 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 
 from distruntime.wire.codec import dtype_named
+from distruntime.wire.messages import Plain
 
 from ..values.functions import resize_storage
 from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned, described
-from ..values.step import Run, Slots, Step
+from ..values.step import Run, Slots, Step, Words, int_word, list_word, text_word
 from ..values.template import Template
 from .state import State
 
 log = logging.getLogger("distruntime.worker")
 
 _META = torch.device("meta")
-_MOST = 1024  # sizes that are remembered of one template
+# Sizes that are remembered of one template.
+_MOST = 1024
 
-Sizes = tuple[list[torch.device], int]  # on each of these devices, so many bytes
+# The devices, and how many bytes on each of them.
+Sizes = tuple[list[torch.device], int]
 
 
 class Shares:
@@ -50,12 +55,17 @@ class Shares:
         return partial(step.guard.run, run)
 
 
-def _resize(call: Any, args: list[Any]) -> Callable[[torch.Tensor], int] | None:
-    """Return what tells how many bytes an operator will have given a tensor: 0 if that is not known before; None if it changes no size."""
+def _resize(call: object, args: list[Plain]) -> Callable[[torch.Tensor], int] | None:
+    """Return what tells how many bytes an operator will have given a tensor.
+
+    0 if that is not known before; None if it changes no size.
+    """
     if call is resize_storage:
-        return lambda _: int(args[1])
-    if call is torch.ops.aten.resize_.default and all(type(n) is int for n in args[1][1:]):
-        return lambda tensor: prod(args[1][1:]) * tensor.itemsize
+        nbytes = int_word(args[1])
+        return lambda _: nbytes
+    if call is torch.ops.aten.resize_.default and all(isinstance(n, int) for n in list_word(args[1])[1:]):
+        elements = prod(int_word(n) for n in list_word(args[1])[1:])
+        return lambda tensor: elements * tensor.itemsize
     schema = getattr(call, "_schema", None)
     out = schema is not None and any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
@@ -63,11 +73,11 @@ def _resize(call: Any, args: list[Any]) -> Callable[[torch.Tensor], int] | None:
     return (lambda _: 0) if out or torch.Tag.inplace_view in getattr(call, "tags", ()) else None
 
 
-def _raise(template: Any, slots: Slots, p: list[Any], i: int, error: BaseException) -> None:
+def _raise(template: object, slots: Slots, p: Words, i: int, error: BaseException) -> None:
     raise error
 
 
-def _each(slots: Slots, refs: list[Any]) -> Iterator[torch.Tensor]:
+def _each(slots: Slots, refs: list[Plain]) -> Iterator[torch.Tensor]:
     """Yield the tensors with memory among values, also those of several members of a mesh."""
     for ref in refs:
         value = slots.get(ref)
@@ -76,7 +86,7 @@ def _each(slots: Slots, refs: list[Any]) -> Iterator[torch.Tensor]:
                 yield one
 
 
-def _looks(value: Any) -> Any:
+def _looks(value: object) -> object:
     if isinstance(value, Shards):
         return tuple(map(_looks, value))
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
@@ -85,27 +95,28 @@ def _looks(value: Any) -> Any:
 class Guarded:
     """Runs a step's instructions, and drops their results again where the session may not hold them.
 
-    What is known to be large is asked for first: a request for a terabyte must not be tried. How large a result is, is known from the
-    master's prediction, from the last time that operands had these shapes, and without operands from torch's meta kernel.
+    What is known to be large is asked for first: a request for a terabyte must not be tried. How large a
+    result is, is known from the master's prediction, from the last time that operands had these shapes, and
+    without operands from torch's meta kernel.
     """
 
     def __init__(self, state: State, step: Step) -> None:
         assert state.budget is not None
         self._state, self._budget, self._step, self._devices = state, state.budget, step, [*step.devices]
-        call: Any = step.pattern.call if step.pattern is not None else None
-        operator = isinstance(call, torch._ops.OpOverload)
+        call: object = step.pattern.call if step.pattern is not None else None
+        operator = call if isinstance(call, torch._ops.OpOverload) else None
         # Whether operands of the same shapes give results of the same size. An operation of a group is never
         # dropped for its size, as other workers count on it.
-        self._steady = operator and torch.Tag.dynamic_output_shape not in call.tags
+        self._steady = operator is not None and torch.Tag.dynamic_output_shape not in operator.tags
         self._writes, self._name = step.writes, step.name.replace("::", ".")
         # Offsets of words that are no refs.
         self._numbers = [k for k in range(1, min(step.writes)) if k not in step.reads]
-        self._known: dict[Any, Sizes] = {}
+        self._known: dict[object, Sizes] = {}
         self.shadow: Template | None = None
-        if operator and step.pattern is not None and step.devices and not step.reads:
+        if operator is not None and step.pattern is not None and step.devices and not step.reads:
             self.shadow = Template(step.name, *step.pattern, lambda _: _META, _raise)
 
-    def run(self, run: Run, slots: Slots, p: list[Any], i: int) -> int:
+    def run(self, run: Run, slots: Slots, p: Words, i: int) -> int:
         """Run the instruction at `i` by calling `run`."""
         step, budget = self._step, self._budget
         if self._known or self.shadow is not None:
@@ -117,7 +128,8 @@ class Guarded:
         value = slots.get(p[i + self._writes[0]])
         if (
             len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided
-        ):  # as below, 0.9 us sooner
+            # This does what stands below, 0.9 us sooner.
+        ):
             total = value.untyped_storage().nbytes()
             made = [(value.device, total)]
         else:
@@ -139,24 +151,27 @@ class Guarded:
                 slots[p[i + k]] = Poisoned(cause)
         return after
 
-    def expect(self, predicted: list[list[Any]], slots: Slots, p: list[Any], i: int) -> None:
+    def expect(self, predicted: Plain, slots: Slots, p: Words, i: int) -> None:
         """Take note of what the master says that the instruction at `i` will return."""
-        nbytes = sum(prod(sizes) * dtype_named(dtype).itemsize for sizes, _, _, dtype, _ in predicted)
+        nbytes = 0
+        for spec in list_word(predicted):
+            sizes, _, _, dtype, _ = list_word(spec)
+            nbytes += prod(int_word(n) for n in list_word(sizes)) * dtype_named(text_word(dtype)).itemsize
         if nbytes >= self._budget.large:
             operands = _each(slots, [p[i + k] for k in self._step.reads])
             self._remember(slots, p, i, (self._devices or [one.device for one in operands][:1], nbytes))
 
-    def _key(self, slots: Slots, p: list[Any], i: int) -> Any:
+    def _key(self, slots: Slots, p: Words, i: int) -> object:
         looks = tuple(_looks(slots.get(p[i + k])) for k in self._step.reads)
         return looks, tuple(p[i + k] for k in self._numbers)
 
-    def _remember(self, slots: Slots, p: list[Any], i: int, sizes: Sizes) -> None:
+    def _remember(self, slots: Slots, p: Words, i: int, sizes: Sizes) -> None:
         if self._steady:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[self._key(slots, p, i)] = sizes
 
-    def _sizes(self, slots: Slots, p: list[Any], i: int) -> Sizes:
+    def _sizes(self, slots: Slots, p: Words, i: int) -> Sizes:
         """Return what the instruction at `i` will make, as far as that is known."""
         known = self._known.get(self._key(slots, p, i))
         if known is not None or self.shadow is None:
@@ -164,11 +179,12 @@ class Guarded:
         own: Slots = {}
         try:
             self.shadow.run(own, p, i)
-        except Exception as error:  # whatever it is: the real one tells the master
+        except Exception as error:
+            # Whatever it is, the real kernel tells the master.
             log.debug("no meta kernel tells the size of %s: %s", self._name, error)
             self.shadow = None
             return [], 0
-        nbytes = sum(value.untyped_storage().nbytes() for value in own.values())
+        nbytes = sum(one.untyped_storage().nbytes() for one in _each(own, [*own]))
         self._remember(slots, p, i, (self._devices, nbytes))
         return self._devices, nbytes
 
@@ -181,7 +197,7 @@ class Resizing:
         self._budget, self._step, self._run, self._after = state.budget, step, run, after
         self._name = step.name.replace("::", ".")
 
-    def __call__(self, slots: Slots, p: list[Any], i: int) -> int:
+    def __call__(self, slots: Slots, p: Words, i: int) -> int:
         step, budget = self._step, self._budget
         refs = [p[i + k] for k in step.mutates or step.reads]
         before = [(one, one.untyped_storage().nbytes()) for one in _each(slots, refs)]

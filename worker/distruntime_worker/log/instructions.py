@@ -1,14 +1,16 @@
-"""The instructions of the runtime that are no operator: checks, uploads, copies to the host, stamps, frees that streams share."""
+"""The instructions of the runtime that are no operator.
+
+Checks, uploads, copies to the host, stamps, frees that streams share.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError
-from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields
+from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields, pack_constant
 from distruntime.wire.messages import (
     CHECK,
     FORGET,
@@ -20,20 +22,22 @@ from distruntime.wire.messages import (
     TAKE,
     UPLOAD,
     Failed,
+    Plain,
     Reply,
 )
 from distruntime.wire.shared import Attached, KeptMemory
 
 from ..values.functions import Tape
 from ..values.mesh_lanes import Shards
-from ..values.objects import Poisoned, described, plain, spec_fields
+from ..values.objects import Poisoned, described, spec_fields
 from ..values.staging import Staging
-from ..values.step import Own, Step
+from ..values.step import Own, Slots, Step, Words, int_word, list_word, text_word
 from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
 
-# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere: there kernels sum in another
-# order, so that a small weight gave other last bits than here. From the second on, a copy would cost more than the last bits are worth.
+# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere:
+# there kernels sum in another order, so that a small weight gave other last bits than here. From the second
+# on, a copy would cost more than the last bits are worth.
 _ALIGNED, _LARGE = 64, 1 << 20  # bytes
 _HOST = torch.device("cpu")
 
@@ -45,8 +49,9 @@ class Instructions:
         self._state, self._shared = state, shared
         self._kept = KeptMemory()
         self._staging = Staging()
-        self._users: dict[int, int] = {}  # streams that have released a value, by ref
-        self.table: dict[int, Step] = {
+        # Streams that have released a value, by ref.
+        self._users: dict[int, int] = {}
+        self.table: dict[Plain, Step] = {
             CHECK: Own("check", self._check),
             LEARN: Own("learn", self._learn),
             UPLOAD: Own("upload", self._upload),
@@ -58,9 +63,12 @@ class Instructions:
             GIVE: Own("give", self._give),
         }
 
-    def _check(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        """Run the next instruction; make its results what the master predicted, and report where they were not."""
-        number, predicted = p[i + 1], p[i + 2]
+    def _check(self, slots: Slots, p: Words, i: int) -> int:
+        """Run the next instruction.
+
+        Make its results what the master predicted, and report where they were not.
+        """
+        number, predicted = int_word(p[i + 1]), list_word(p[i + 2])
         log = self._state.log(self._state.work(p))
         template = log.info.get(p[i + 3])
         run = log.templates[p[i + 3]]
@@ -74,55 +82,66 @@ class Instructions:
             if isinstance(value, Shards):
                 for lane, one in enumerate(value):
                     try:
-                        value[lane] = self._as_promised(one, expected, template.name, [number, k], p)
+                        value[lane] = self._as_promised(
+                            one, list_word(expected), template.name, [number, k], p
+                        )
                     except (RuntimeError, NotSupportedError) as error:
                         value[lane] = Poisoned(self._state.failure(p, i + 3, error, template.name, ""))
                 continue
             try:
-                slots[p[i + 3 + offset]] = self._as_promised(value, expected, template.name, [number, k], p)
+                slots[p[i + 3 + offset]] = self._as_promised(
+                    value, list_word(expected), template.name, [number, k], p
+                )
             except (RuntimeError, NotSupportedError) as error:
                 self._state.fail(template, slots, p, i + 3, error)
         return after
 
-    def _as_promised(self, value: Any, expected: list[Any], name: str, which: list[int], p: list[Any]) -> Any:
-        """Return a result as the master predicted it; report where it is not, and raise where it cannot be made so."""
-        if value is None or isinstance(
-            value, Poisoned
-        ):  # None: C++ left it undefined; who reads it is told so
+    def _as_promised(
+        self, value: object, expected: list[Plain], name: str, which: list[Plain], p: Words
+    ) -> object:
+        """Return a result as the master predicted it.
+
+        Report where it is not, and raise where it cannot be made so.
+        """
+        # None: C++ left it undefined, and who reads it is told so.
+        if value is None or isinstance(value, Poisoned):
             return value
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a result of {name} is no tensor")
         real = spec_fields(value)
         if real == expected:
             return value
         self._state.work(p).corrections.append([*which, real])
-        if real[0] != expected[0] or real[3:] != expected[3:]:
+        sizes, strides, *rest = expected
+        if real[0] != sizes or real[3:] != rest[1:]:
             raise RuntimeError(
-                f"{name} gave {tuple(real[0])} {real[3]} where its meta kernel promised "
-                f"{tuple(expected[0])} {expected[3]}; distruntime now knows better: run it again"
+                f"{name} gave {tuple(value.shape)} {real[3]!s} where its meta kernel promised "
+                f"{tuple(list_word(sizes))} {rest[1]!s}; distruntime now knows better: run it again"
             )
-        if (
-            real[2] == 0 == expected[2]
-        ):  # the master's strides hold for this value; the next one gets the real ones
-            return torch.empty_strided(
-                expected[0], expected[1], dtype=value.dtype, device=value.device
-            ).copy_(value)
+        # The master's strides hold for this value; the next one gets the real ones.
+        if real[2] == 0 == rest[0]:
+            laid_out = [int_word(n) for n in list_word(strides)]
+            return torch.empty_strided(value.shape, laid_out, dtype=value.dtype, device=value.device).copy_(
+                value
+            )
         return value
 
-    def _take(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _take(self, slots: Slots, p: Words, i: int) -> int:
         value = slots.get(p[i + 1])
         if isinstance(value, Shards):
-            value = value[p[i + 2]]
+            value = value[int_word(p[i + 2])]
         if value is None:
             error = InternalError("the value of a mesh is not here")
             value = Poisoned(self._state.failure(p, i, error, "member", ""))
         slots[p[i + 3]] = value
         return i + 4
 
-    def _give(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        values = [slots[ref] for ref in p[i + 1]]
+    def _give(self, slots: Slots, p: Words, i: int) -> int:
+        values = [slots[ref] for ref in list_word(p[i + 1])]
         slots[p[i + 2]] = values[0] if len(values) == 1 else Shards(values)
         return i + 3
 
-    def _learn(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _learn(self, slots: Slots, p: Words, i: int) -> int:
         """Run the next instruction and reply with the specs of its results."""
         request = request_of(p[i + 1])
         log = self._state.log(self._state.work(p))
@@ -145,36 +164,39 @@ class Instructions:
                 shown = [None if isinstance(v, Tape) else v for v in results]
                 self._state.send(
                     Reply(
-                        request, [spec_fields(v) if isinstance(v, torch.Tensor) else plain(v) for v in shown]
+                        request,
+                        [spec_fields(v) if isinstance(v, torch.Tensor) else pack_constant(v) for v in shown],
                     ),
                     None,
                 )
                 return after
-            except Exception as error:  # whatever it is, it is the answer
+            except Exception as error:
+                # Whatever it is, it is the answer.
                 self._state.fail(template, slots, p, i + 2, error)
                 bad = self._state.work(p).failures[-1]
         self._state.send(Failed(request, failure_fields(bad)), None)
         return after
 
-    def _upload(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        ref, device, dtype, sizes, data = p[i + 1 : i + 6]
+    def _upload(self, slots: Slots, p: Words, i: int) -> int:
+        ref, device, data = p[i + 1], text_word(p[i + 2]), p[i + 5]
+        dtype, sizes = text_word(p[i + 3]), [int_word(n) for n in list_word(p[i + 4])]
         try:
             if isinstance(data, list):
                 name, nbytes = data
-                kept = self._kept.take(nbytes)
-                copy_bytes(kept, memoryview(self._shared[name])[:nbytes])
+                kept = self._kept.allocate(int_word(nbytes))
+                copy_bytes(kept, memoryview(self._shared[text_word(name)])[: int_word(nbytes)])
                 value = bytes_tensor(dtype, sizes, kept)
+            elif isinstance(data, int):
+                value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data])
+            elif isinstance(data, bytes):
+                value = bytes_tensor(dtype, sizes, data)
             else:
-                value = bytes_tensor(
-                    dtype, sizes, self._state.work(p).payloads[data] if isinstance(data, int) else data
-                )
+                raise TypeError(f"an upload of {data!r:.80}")
             team, budget = self._state.work(p).team, self._state.budget
             if device == "member" and team is None:
                 raise TypeError("an upload to a mesh's members, in no mesh's log")
-            on = [
-                self._state.devices.real(torch.device(d))
-                for d in (team.devices if device == "member" else [device])
-            ]
+            names = team.devices if team is not None and device == "member" else [device]
+            on = [self._state.devices.real(torch.device(name)) for name in names]
             if budget is not None:
                 budget.require(on, value.nbytes, "an upload")
             if device == "member":
@@ -188,20 +210,22 @@ class Instructions:
             if budget is not None:
                 for real in on:
                     budget.add(real, value.nbytes, "an upload")
-        except (RuntimeError, MemoryError, OSError) as error:  # OSError: no memory to map
+        except (RuntimeError, MemoryError, OSError) as error:
+            # An OSError says that there is no memory to map.
             text = f"{tuple(sizes)} {dtype} to {device}"
             slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
         return i + 6
 
-    def _forget(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _forget(self, slots: Slots, p: Words, i: int) -> int:
         log = self._state.log(self._state.work(p))
         # The reader adds to it meanwhile, and may make its entries anew.
         with self._state.gate:
-            for number in [n for n in log.info.copy() if n < p[i + 1]]:
+            first = int_word(p[i + 1])
+            for number in [n for n in log.info.copy() if int_word(n) < first]:
                 del log.templates[number], log.info[number]
         return i + 2
 
-    def _stamp(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _stamp(self, slots: Slots, p: Words, i: int) -> int:
         mine = self._state.mine()
         device = (
             mine.device
@@ -217,8 +241,8 @@ class Instructions:
         slots[p[i + 1]] = Stamp(time.perf_counter_ns(), event)
         return i + 2
 
-    def _release(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        ref, count = p[i + 1], p[i + 2]
+    def _release(self, slots: Slots, p: Words, i: int) -> int:
+        ref, count = int_word(p[i + 1]), int_word(p[i + 2])
         self._used(slots.get(ref))
         with self._state.gate:
             released = self._users.pop(ref, 0) + 1
@@ -228,16 +252,18 @@ class Instructions:
                 slots.pop(ref, None)
         return i + 3
 
-    def _used(self, value: Any) -> None:
-        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its kernels have run."""
+    def _used(self, value: object) -> None:
+        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its
+        kernels have run.
+        """
         if isinstance(value, torch.Tensor) and value.is_cuda:
             mine = self._state.mine()
             value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
 
-    def _host(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
+    def _host(self, slots: Slots, p: Words, i: int) -> int:
         try:
             value = slots[p[i + 1]]
-            if isinstance(value, Shards):
+            if not isinstance(value, (torch.Tensor, Poisoned)):
                 raise TypeError("a copy to the host is of one tensor")
             budget = self._state.budget
             if budget is not None and isinstance(value, torch.Tensor):
@@ -245,7 +271,8 @@ class Instructions:
             slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
             if budget is not None and isinstance(value, torch.Tensor):
                 budget.add(_HOST, value.nbytes, "a copy to the host")
-        except RuntimeError as error:  # no memory, or what a kernel before this one has done
+        except RuntimeError as error:
+            # There is no memory, or a kernel before this one has failed.
             slots[p[i + 2]] = Poisoned(
                 self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])]))
             )

@@ -1,12 +1,13 @@
-"""What a session may read and not write: the values of another, which it has adopted. Its master is not relied on to refuse.
+"""What a session may read and not write: the values of another, which it has adopted. Its master is not
+relied on to refuse.
 
-Nothing here costs a session that has asked for nobody's values: only then are its templates that write made to look first.
+Nothing here costs a session that has asked for nobody's values: only then are its templates that write made
+to look first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +17,7 @@ from distruntime.errors import UsageError
 from ..values.functions import WRITING
 from ..values.mesh_lanes import Shards
 from ..values.objects import Poisoned, described, memory_of
-from ..values.step import Run, Slots, Step
+from ..values.step import Run, Slots, Step, Words
 from .state import State
 
 
@@ -31,17 +32,20 @@ class ReadOnly:
 
     def __init__(self, state: State, switched: Callable[[], None]) -> None:
         self._state, self._switched = state, switched
-        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can be taken for it.
+        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can
+        # be taken for it.
         self._storages: dict[int, StorageWeakRef] = {}
         self.watching = False
 
     def watch(self) -> None:
-        """Let every template that writes look what it writes, from now on (the reader, before any such value has a ref)."""
+        """Let every template that writes look what it writes, from now on (the reader, before any such value
+        has a ref).
+        """
         if not self.watching:
             self.watching = True
             self._switched()
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """Let the memory of a value be read only."""
         for cdata in [cdata for cdata, storage in self._storages.items() if storage.expired()]:
             del self._storages[cdata]
@@ -49,7 +53,7 @@ class ReadOnly:
         if storage is not None:
             self._storages[storage._cdata] = StorageWeakRef(storage)
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether a value in a slot is in such memory, or one of a mesh's members' is."""
         if isinstance(value, Shards):
             return any(self.holds(one) for one in value)
@@ -62,15 +66,18 @@ class ReadOnly:
         if not self.watching or not offsets:
             return None
 
-        def watched(slots: Slots, p: list[Any], i: int) -> int:
+        def watched(slots: Slots, p: Words, i: int) -> int:
             if any(self.holds(slots.get(p[i + k])) for k in offsets):
                 return self._refuse(step, slots, p, i, offsets)
             return run(slots, p, i)
 
         return watched
 
-    def _refuse(self, step: Step, slots: Slots, p: list[Any], i: int, offsets: Sequence[int]) -> int:
-        """Poison what the instruction would have made or written; what it may not write is as it was, and stays readable."""
+    def _refuse(self, step: Step, slots: Slots, p: Words, i: int, offsets: Sequence[int]) -> int:
+        """Poison what the instruction would have made or written.
+
+        What it may not write is as it was, and stays readable.
+        """
         text = "this would write what another session has published, and shares for reading"
         error = UsageError(f"{text}: write to a copy, x.clone()")
         if step.joint:

@@ -1,67 +1,96 @@
-"""What one session holds on a worker: its values, its streams, the segments that are being run, and what failed in them."""
+"""What one session holds on a worker.
+
+Its values, its streams, the segments that are being run, and what failed in them.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Message, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, team_and_stream
 
 from ..machine.devices import Devices
 from ..values.mesh_lanes import Shards, Team
 from ..values.objects import Poisoned, described, failure, memory_of
-from ..values.step import Run, Step
-from ..values.streams import Stream, Work
+from ..values.step import Run, Slots, Step, Words, int_word
+from ..values.streams import Mesh, Stream, Work
 from .budget import Budget
 from .turns import Turn
 
-Send = Callable[..., Any]  # message, payload or None, copy=True; see daemon
-Tell = Callable[[int, Message], None]  # node, message: to another worker
+
+class Sending(Protocol):
+    """What tells whether a payload that was not copied may be written again."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+Sent = Sending | None
+
+
+class Send(Protocol):
+    """Sends a message to the master, with a payload if it has one: see session.py."""
+
+    def __call__(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent: ...
+
+
+# Node, message: to another worker.
+Tell = Callable[[int, Message], None]
 
 
 class State:
-    """The state of one session on one worker, for the reader and each stream's thread; `gate` guards what more than one takes out of."""
+    """The state of one session on one worker, for the reader and each stream's thread.
+
+    `gate` guards what more than one takes out of.
+    """
 
     def __init__(self, devices: Devices, send: Send, turn: Turn, budget: Budget | None) -> None:
         self.devices, self.send, self.turn, self.budget = devices, send, turn, budget
-        self.slots: dict[int, Any] = {}
+        self.slots: Slots = {}
         if budget is not None:
             budget.watch(self.slots)
-        # By the first word of an instruction. The chain fills it: see chain.py.
-        self.templates: dict[int, Run] = {}
+        # The key is the first word of an instruction. The chain fills it: see chain.py.
+        self.templates: dict[Plain, Run] = {}
         # Those that the master has sent.
-        self.info: dict[int, Step] = {}
+        self.info: dict[Plain, Step] = {}
         self.next_template = FIRST_TEMPLATE
         # Those of the runtime, in every log.
-        self.own: dict[int, Step] = {}
-        self.teams: dict[int, Team] = {}  # by number, the meshes with members here
+        self.own: dict[Plain, Step] = {}
+        # The meshes with members here, by number.
+        self.teams: dict[int, Team] = {}
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
-        self.works: deque[Work] = (
-            deque()
-        )  # segments in the order of the log; each is done when those before it are
-        self.under_way: dict[int, Work] = {}  # by the id of their words
-        self.executed = 0  # position up to which the whole log has run
+        # The segments in the order of the log; each is done when those before it are.
+        self.works: deque[Work] = deque()
+        # The key is the id of a segment's words.
+        self.under_way: dict[int, Work] = {}
+        # Position up to which the whole log has run.
+        self.executed = 0
         self.orphans: list[
             Failure
-        ] = []  # of instructions without results, such as a check: the next read brings them
+            # These failures are of instructions without results, such as a check: the next read brings them.
+        ] = []
         self.gate = threading.RLock()
         self.spoil: Callable[[torch.UntypedStorage, Failure], None] = (
-            _unspoilt  # tells what is published that a write of it has failed
+            # Tells what is published that a write of it has failed.
+            _unspoilt
         )
         self.apart: Callable[[Callable[[], None]], None] = (
-            _now  # has a thread do what waits for the master, where the reader would have to
+            # Has a thread do what waits for the master, where the reader would have to.
+            _now
         )
         self.reader = threading.get_ident()
-        self.closed = False  # whether the master is gone, and nothing is worth waiting for
+        # Whether the master is gone, and nothing is worth waiting for.
+        self.closed = False
 
-    def log(self, work: Work) -> State | Team:
+    def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
         return self if work.team is None else work.team
 
@@ -83,25 +112,26 @@ class State:
             not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values())
         )
 
-    def poisoned(self) -> list[Any]:
-        """Return the refs of what is poisoned; of several members of a mesh the k-th's is [ref, k]."""
-        found: list[Any] = []
-        for ref, value in self.slots.copy().items():
+    def poisoned(self) -> list[int | MemberRef]:
+        """Return the refs of what is poisoned."""
+        found: list[int | MemberRef] = []
+        for word, value in self.slots.copy().items():
             if isinstance(value, Poisoned):
-                found.append(ref)
+                found.append(int_word(word))
             elif isinstance(value, Shards):
-                found += [[ref, lane] for lane, one in enumerate(value) if isinstance(one, Poisoned)]
+                ref = int_word(word)
+                found += [MemberRef(ref, lane) for lane, one in enumerate(value) if isinstance(one, Poisoned)]
         return found
 
     def mine(self) -> Stream:
         """Return the stream that this thread runs."""
         return self.by_thread[threading.get_ident()]
 
-    def work(self, p: list[Any]) -> Work:
+    def work(self, p: Words) -> Work:
         """Return the segment whose words `p` is."""
         return self.under_way[id(p)]
 
-    def failure(self, p: list[Any], i: int, error: BaseException, op: str, operands: str) -> Failure:
+    def failure(self, p: Words, i: int, error: BaseException, op: str, operands: str) -> Failure:
         """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
         work = self.work(p)
         cause = failure(
@@ -110,8 +140,10 @@ class State:
         work.failures.append(cause)
         return cause
 
-    def fail(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, error: BaseException) -> None:
-        """Poison the results of the instruction at `i`, and whatever it would have written, with its first cause."""
+    def fail(self, step: Step, slots: Slots, p: Words, i: int, error: BaseException) -> None:
+        """Poison the results of the instruction at `i`, and whatever it would have written, with its first
+        cause.
+        """
         # Each member has a cause of its own.
         if step.lanes:
             step.drop(slots, p, i, error)
@@ -126,7 +158,7 @@ class State:
                 self.orphans.append(cause)
         self.poison(step, slots, p, i, cause)
 
-    def poison(self, step: Step, slots: dict[int, Any], p: list[Any], i: int, cause: Failure) -> None:
+    def poison(self, step: Step, slots: Slots, p: Words, i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""
         memories = (memory_of(slots.get(p[i + k])) for k in step.views)
         viewed = next((memory for memory in memories if memory is not None), None)
@@ -134,24 +166,27 @@ class State:
             slots[p[i + k]] = Poisoned(cause, viewed)
         for k in step.mutates:
             written = memory_of(slots.get(p[i + k]))
-            if written is not None:  # its views and its base hold the same bytes
+            # Its views and its base hold the same bytes.
+            if written is not None:
                 self.spread(slots, written, cause)
             slots[p[i + k]] = Poisoned(cause)
 
-    def spread(self, slots: dict[int, Any], memory: torch.UntypedStorage, cause: Failure) -> None:
+    def spread(self, slots: Slots, memory: torch.UntypedStorage, cause: Failure) -> None:
         """Poison everything that is in `memory`."""
-        for ref, value in slots.copy().items():  # other streams add and free meanwhile
+        # Other streams add and free meanwhile.
+        for ref, value in slots.copy().items():
             if isinstance(value, Shards):
                 for lane, one in enumerate(value):
                     if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == memory._cdata:
                         value[lane] = Poisoned(cause)
             elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                 slots[ref] = Poisoned(cause)
-        if not self.closed:  # what was dropped because the master is gone leaves published values as they are
+        # What was dropped because the master is gone leaves published values as they are.
+        if not self.closed:
             self.spoil(memory, cause)
 
 
-def request_of(word: Any) -> int:
+def request_of(word: object) -> int:
     """Return the request that an instruction is to answer, by its number."""
     if type(word) is not int:
         raise ProtocolError(f"an instruction that answers a request called {str(word)[:40]!r}")

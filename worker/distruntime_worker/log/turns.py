@@ -1,12 +1,14 @@
 """Whose turn it is: sessions that have work at the same time run it in turns, each for as long as the others.
 
-Without turns a session with eight streams has eight times the time of a session with one: its threads ask for the interpreter and the
-cores eight times as often. A session that is alone takes no turns, and pays for the look whether it is.
+Without turns a session with eight streams has eight times the time of a session with one: its threads ask for
+the interpreter and the cores eight times as often. A session that is alone takes no turns, and pays for the
+look whether it is.
 
-Invariant: at most one session holds the turn, and nobody waits for it for long. The holder gives it up when it comes to the end of a
-segment and is ahead of somebody who waits, or has no more work, or blocks. If it comes to no such end within `LEASE` seconds, it is in a
-long instruction, and those who wait go on beside it, one after the other. So what a holder waits for cannot depend on its turn ending,
-whatever it is, and a turn is never part of a circle of waits, within a worker or between workers.
+Invariant: at most one session holds the turn, and nobody waits for it for long. The holder gives it up when
+it comes to the end of a segment and is ahead of somebody who waits, or has no more work, or blocks. If it
+comes to no such end within `LEASE` seconds, it is in a long instruction, and those who wait go on beside it,
+one after the other. So what a holder waits for cannot depend on its turn ending, whatever it is, and a turn
+is never part of a circle of waits, within a worker or between workers.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 
-LEASE = 0.02  # seconds that a session may run, without coming to the end of a segment, while others wait
-# Seconds that a holder may be ahead of who waits: two sessions that are never done have turns of twice that. Waking a thread that takes the
-# interpreter over costs some 0.1 ms.
+from distruntime.wire.messages import TurnsTaken
+
+# Seconds that a session may run, without coming to the end of a segment, while others wait.
+LEASE = 0.02
+# Seconds that a holder may be ahead of who waits: two sessions that are never done have turns of twice that.
+# Waking a thread that takes the interpreter over costs some 0.1 ms.
 _GRAIN = LEASE / 2
-_CREDIT = 0.1  # seconds that an account may be behind when its session has work again: gaps of that size are no idleness
-# Seconds that an account may be ahead, and that a thread pays for one segment: during a kernel of an hour, and after it, a session's other
-# threads have to wait a little longer than others, but not for an hour.
+# Seconds that an account may be behind when its session has work again: gaps of that size are no idleness.
+_CREDIT = 0.1
+# Seconds that an account may be ahead, and that a thread pays for one segment: during a kernel of an hour,
+# and after it, a session's other threads have to wait a little longer than others, but not for an hour.
 _LEAD = 1.0
 
 
@@ -31,7 +37,8 @@ def _nothing() -> bool:
 
 
 class Turn:
-    """One session's place in the turns. `with turn:` stands around what a thread runs, a segment or a part of one; it blocks until then.
+    """One session's place in the turns. `with turn:` stands around what a thread runs, a segment or a part of
+    one; it blocks until then.
 
     Threads of one session hold the turn together, and count as one.
     """
@@ -51,17 +58,22 @@ class Turn:
 
     def __init__(self, turns: Turns, name: str) -> None:
         self.name = name
+        # The turns, and the seconds that it ran; while others ran beside it, its threads' part of that.
         self.taken, self.seconds = (
             0,
             0.0,
-        )  # turns, and how long it ran; while others ran beside it, its threads' part of that
+        )
         self.more: Callable[[], bool] = (
-            _nothing  # whether something is there for it to run, which no thread has begun
+            # Whether something is there for it to run, which no thread has begun.
+            _nothing
         )
         self._turns = turns
-        self._account = 0.0  # seconds; who has least is next
-        self._threads: dict[int, float] = {}  # that run, and since when
-        self._waiting = 0  # threads that wait for the turn
+        # Seconds; who has least is next.
+        self._account = 0.0
+        # These threads run, each since that time.
+        self._threads: dict[int, float] = {}
+        # Threads that wait for the turn.
+        self._waiting = 0
         self._ready = threading.Condition(turns.lock)
         self._closed = False
 
@@ -70,16 +82,18 @@ class Turn:
         if turns.single:
             return
         with turns.lock:
-            if self._closed:  # its threads only drop what is left
+            # Its threads only drop what is left.
+            if self._closed:
                 return
             now = monotonic()
-            turns.settle(now)
+            turns.charge(now)
             if not self._threads and not self._waiting:
                 turns.welcome(self)
-            if turns.holder is not self:  # which may be so although another thread of its own still runs
+            # This may be so although another thread of its own still runs.
+            if turns.holder is not self:
                 self._wait(now)
             if not self._closed:
-                self._threads[get_ident()] = turns.settled
+                self._threads[get_ident()] = turns.charged_at
                 turns.running[self] = None
 
     def _wait(self, now: float) -> None:
@@ -98,11 +112,12 @@ class Turn:
                 else:
                     turns.give(turns.next(), now)
                 now = monotonic()
-                turns.settle(now)
+                turns.charge(now)
         except BaseException:
             if (
                 turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting
-            ):  # nobody is left to use the turn
+                # Nobody is left to use the turn.
+            ):
                 turns.give(turns.next(), now)
             raise
         finally:
@@ -115,21 +130,24 @@ class Turn:
             self.leave()
 
     def leave(self, blocks: bool = False) -> bool:
-        """End what this thread runs, or interrupt it while the thread `blocks`; return whether it ran anything in its turn."""
+        """End what this thread runs, or interrupt it while the thread `blocks`.
+
+        Return whether it ran anything in its turn.
+        """
         turns, mine = self._turns, get_ident()
-        if mine not in self._threads:  # which only this thread changes for itself
+        # Only this thread changes its own entry.
+        if mine not in self._threads:
             return False
         with turns.lock:
             now = monotonic()
-            turns.settle(now)
+            turns.charge(now)
             del self._threads[mine]
             if not self._threads:
                 del turns.running[self]
             if turns.holder is self:
                 turns.since = now
-                done = self.idle() or (
-                    blocks and not self._threads
-                )  # what is behind a thread that blocks cannot run
+                # What is behind a thread that blocks cannot run.
+                done = self.idle() or (blocks and not self._threads)
                 if turns.waiting:
                     following = turns.next()
                     if done or self._account > following._account + _GRAIN:
@@ -139,11 +157,17 @@ class Turn:
             return True
 
     def paused(self) -> Pause:
-        """Return the context in which a thread blocks: others may have the turn meanwhile. Nothing happens in a thread without one."""
+        """Return the context in which a thread blocks.
+
+        Others may have the turn meanwhile. Nothing happens in a thread without one.
+        """
         return Pause(self)
 
     def charged(self, now: float) -> int:
-        """Return how many of its threads pay: one that has been at the same segment for longer than an account counts does not."""
+        """Return how many of its threads pay.
+
+        One that has been at the same segment for longer than an account counts does not.
+        """
         return sum(now - since < _LEAD for since in self._threads.values())
 
     def idle(self) -> bool:
@@ -184,22 +208,27 @@ class Pause:
 class Turns:
     """The turns of one worker's sessions. All but `enter` and `report` is called under the lock, by `Turn`.
 
-    Invariant: while somebody is in `waiting`, there is a holder, and it has come to the end of a segment within `LEASE` seconds, or some
-    thread of those that wait takes the turn from it: each waits with that deadline.
+    Invariant: while somebody is in `waiting`, there is a holder, and it has come to the end of a segment
+    within `LEASE` seconds, or some thread of those that wait takes the turn from it: each waits with that
+    deadline.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: dict[Turn, None] = {}  # used as ordered sets
         self.single = (
-            True  # no more than one: what that one runs, or has begun while it was alone, is not counted
+            # No more than one: what that one runs, or has begun while it was alone, is not counted.
+            True
         )
-        self.running: dict[Turn, None] = {}  # whose threads run: the holder, and who came to no end in time
+        # These sessions' threads run: the holder's, and those that came to no end in time.
+        self.running: dict[Turn, None] = {}
         self.waiting: dict[Turn, None] = {}
         self.holder: Turn | None = None
-        self.since = 0.0  # time.monotonic() when the holder took the turn, or came to the end of a segment
-        self.settled = 0.0
-        self._floor = 0.0  # the least account of those that were active, which never falls
+        # time.monotonic() when the holder took the turn, or came to the end of a segment.
+        self.since = 0.0
+        self.charged_at = 0.0
+        # The least account of those that were active, which never falls.
+        self._floor = 0.0
 
     def enter(self, name: str) -> Turn:
         """Return the place of a new session."""
@@ -209,18 +238,19 @@ class Turns:
             self.single = len(self.open) < 2
             return turn
 
-    def report(self) -> list[tuple[str, int, float]]:
-        """Return (name, turns taken, seconds used) of each session that is open; what it did while it was alone is not in it."""
+    def report(self) -> list[TurnsTaken]:
+        """Return what each open session has had; what it did while it was alone is not in it."""
         with self.lock:
-            self.settle(monotonic())
-            return [(turn.name, turn.taken, turn.seconds) for turn in self.open]
+            self.charge(monotonic())
+            return [TurnsTaken(turn.name, turn.taken, turn.seconds) for turn in self.open]
 
-    def settle(self, now: float) -> None:
+    def charge(self, now: float) -> None:
         """Charge the time since the last call to those that ran in it."""
-        passed, self.settled = now - self.settled, now
+        passed, self.charged_at = now - self.charged_at, now
         if not self.running:
             return
-        if len(self.running) == 1 and not self.waiting:  # what follows, in short: the commonest case
+        # What follows, in short: the commonest case.
+        if len(self.running) == 1 and not self.waiting:
             (turn,) = self.running
             turn.seconds += passed
             turn._account += passed

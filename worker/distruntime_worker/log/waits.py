@@ -1,18 +1,22 @@
-"""What makes a stream wait: for another stream of this worker, or for a signal of the master that another node has got there."""
+"""What makes a stream wait.
+
+For another stream of this worker, or for a signal of the master that another node has got there.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from distruntime.errors import NodeFailed, WaitTimeout
 from distruntime.wire.messages import Signal
 
+from ..values.step import Slots, Words, int_word, real_word, text_word
 from ..values.streams import Stream
 from .state import State
 
-_LOOK = 0.1  # seconds between a blocked stream's looks whether it is cancelled or the master gone
+# Seconds between a blocked stream's looks whether it is cancelled or the master gone.
+_LOOK = 0.1
 
 
 class Waits:
@@ -20,12 +24,15 @@ class Waits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Both end empty: each number is waited for once, or its wait dropped, and signalled once; whichever comes second forgets it.
+        # Both end empty: each number is waited for once, or its wait dropped, and signalled once; whichever
+        # comes second forgets it.
         self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
-        self._unwanted: set[int] = set()  # whose wait has ended before they came
+        # The wait for each of these ended before the signal came.
+        self._unwanted: set[int] = set()
 
-    def wait(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        other, position, seconds, text = p[i + 1 : i + 5]
+    def wait(self, slots: Slots, p: Words, i: int) -> int:
+        other, position = int_word(p[i + 1]), int_word(p[i + 2])
+        seconds, text = real_word(p[i + 3]), text_word(p[i + 4])
         mine, work = self._state.mine(), self._state.work(p)
         target = self._state.log(work).streams[other]
         if not self._follow(mine, [(target, position)], p, i, seconds, text) and seconds is None:
@@ -36,13 +43,15 @@ class Waits:
         self,
         mine: Stream,
         due: list[tuple[Stream, int]],
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,
         patient: bool = False,
     ) -> bool:
-        """Block this stream until those in `due` are at their positions, and at what they have not waited for when they were cancelled."""
+        """Block this stream until those in `due` are at their positions, and at what they have not waited for
+        when they were cancelled.
+        """
         for target, position in due:  # which grows
             passed = threading.Event()
             entry = position, passed
@@ -56,7 +65,8 @@ class Waits:
                     mine.wait_for(target.events(position))
             if not done:
                 return False
-            # Only debts from before that position: a later one may be to this very stream, for what stands behind this wait.
+            # Only debts from before that position: a later one may be to this very stream, for what stands
+            # behind this wait.
             due += [
                 (other, where)
                 for at, other, where in target.owed
@@ -64,20 +74,23 @@ class Waits:
             ]
         return True
 
-    def pay(self, mine: Stream, p: list[Any], i: int) -> None:
-        """Wait for what this stream has not waited for when it was cancelled: it is about to change what others may still use."""
+    def pay(self, mine: Stream, p: Words, i: int) -> None:
+        """Wait for what this stream has not waited for when it was cancelled.
+
+        It is about to change what others may still use.
+        """
         self._follow(mine, [(other, where) for _, other, where in mine.owed], p, i, None, "", patient=True)
 
-    def await_signal(self, slots: dict[int, Any], p: list[Any], i: int) -> int:
-        number, seconds, text = p[i + 1 : i + 4]
+    def await_signal(self, slots: Slots, p: Words, i: int) -> int:
+        number, seconds, text = int_word(p[i + 1]), real_word(p[i + 2]), text_word(p[i + 3])
         passed, reasons = self._signal(number)
         if self._block(self._state.mine(), passed, p, i, seconds, text):
             for reason in reasons:
                 self._state.orphans.append(self._state.failure(p, i, NodeFailed(reason), "wait", ""))
-        self.forget(number)
+        self.discard(number)
         return i + 4
 
-    def forget(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         """Drop a signal that nobody waits for any more, now or when it comes."""
         with self._state.gate:
             passed, _ = self._signals.pop(number, (None, None))
@@ -88,13 +101,16 @@ class Waits:
         self,
         mine: Stream,
         passed: threading.Event,
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,
         patient: bool = False,
     ) -> bool:
-        """Block until `passed`; return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`."""
+        """Block until `passed`.
+
+        Return False when time is up (a failure), the master gone, or the stream cancelled, unless `patient`.
+        """
         if passed.is_set():
             return True
         with self._state.turn.paused():
@@ -104,7 +120,7 @@ class Waits:
         self,
         mine: Stream,
         passed: threading.Event,
-        p: list[Any],
+        p: Words,
         i: int,
         seconds: float | None,
         text: str,

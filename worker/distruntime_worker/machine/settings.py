@@ -1,4 +1,7 @@
-"""Torch's settings that a master may change (`dr.config`). They are the whole process's; every session begins with those of its start."""
+"""Torch's settings that a master may change (`dr.config`).
+
+They are the whole process's; every session begins with those of its start.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,31 @@ import os
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
 
-_THREADS_PER_CORE = 16  # at most: libgomp ends the process where it cannot make a thread
+# There may be no more: libgomp ends the process where it cannot make a thread.
+_THREADS_PER_CORE = 16
 _SOFT = 1  # omp_pause_soft of omp.h
 
 
-class PerThread:
-    """What torch and the CPU keep for each thread by itself: the number of intra-op threads, and whether denormal numbers become zero.
+# A setting as it travels.
+Setting = bool | int | str | None
 
-    A new thread takes torch's default number at its first parallel operation and never looks again; `set_num_threads` sets that
-    default, and the calling thread's own number. Flushing denormals is a bit in a register of each thread, which the threads that it
-    starts inherit. So a thread that executes calls `apply` at the start of every stretch of work: 0.1 us when nothing has changed.
+
+class PerThread:
+    """What torch and the CPU keep for each thread by itself: the number of intra-op threads, and whether
+    denormal numbers become zero.
+
+    A new thread takes torch's default number at its first parallel operation and never looks again;
+    `set_num_threads` sets that default, and the calling thread's own number. Flushing denormals is a bit in a
+    register of each thread, which the threads that it starts inherit. So a thread that executes calls `apply`
+    at the start of every stretch of work: 0.1 us when nothing has changed.
     """
 
     def __init__(self) -> None:
-        self._wanted: tuple[int, bool] | None = None  # None until somebody changes one of the two
+        # None until somebody changes one of the two.
+        self._wanted: tuple[int, bool] | None = None
         self._applied = threading.local()
 
     @property
@@ -58,8 +68,9 @@ class PerThread:
             return
         num_threads, flush_denormal = wanted
         torch.set_flush_denormal(flush_denormal)
-        # This thread's OpenMP threads keep their old bit: without the next lines only its own quarter of a tensor is flushed with four of
-        # them (seen on torch 2.13). Where OpenMP cannot be told to drop them (before 5.0), what has run in parallel stays as it is.
+        # This thread's OpenMP threads keep their old bit: without the next lines only its own quarter of a
+        # tensor is flushed with four of them (seen on torch 2.13). Where OpenMP cannot be told to drop them
+        # (before 5.0), what has run in parallel stays as it is.
         library = ctypes.CDLL(None)
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_SOFT)
@@ -70,7 +81,13 @@ class PerThread:
 per_thread = PerThread()
 
 
-def _backend(path: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _count(value: Setting) -> int:
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"num_threads={value!r:.80} is no number")
+
+
+def _backend(path: str) -> tuple[Callable[[], Setting], Callable[[Setting], None]]:
     """Return what reads and what writes the flag `torch.backends.<path>`."""
     owner, _, flag = path.rpartition(".")
     holder = attrgetter(owner)(torch.backends)
@@ -78,24 +95,27 @@ def _backend(path: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 def _precision() -> str | None:
-    """Return the precision of float32 matmul; None where TF32 was set apart from it, for which torch has no name and raises."""
+    """Return the precision of float32 matmul.
+
+    None where TF32 was set apart from it, for which torch has no name and raises.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
 
 
-# By the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+# The keys are the names of `dr.config`. The precision of matmul stands before TF32, which it sets too.
+_SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] = {
     "num_threads": (
         lambda: per_thread.num_threads,
-        lambda value: per_thread.want(value, per_thread.flush_denormal),
+        lambda value: per_thread.want(_count(value), per_thread.flush_denormal),
     ),
     "flush_denormal": (
         lambda: per_thread.flush_denormal,
-        lambda value: per_thread.want(per_thread.num_threads, value),
+        lambda value: per_thread.want(per_thread.num_threads, bool(value)),
     ),
-    "float32_matmul_precision": (_precision, torch.set_float32_matmul_precision),
+    "float32_matmul_precision": (_precision, lambda value: torch.set_float32_matmul_precision(str(value))),
     "cuda_matmul_allow_tf32": _backend("cuda.matmul.allow_tf32"),
     "cuda_matmul_allow_fp16_reduced_precision_reduction": _backend(
         "cuda.matmul.allow_fp16_reduced_precision_reduction"
@@ -109,19 +129,20 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mkldnn_enabled": _backend("mkldnn.enabled"),
 }
 
-_at_start: dict[str, Any] = {}  # as they were before the first change of this session
+# The settings as they were before the first change of this session.
+_at_start: dict[str, Setting] = {}
 
 
-def settings() -> list[list[Any]]:
+def settings() -> list[tuple[str, Setting]]:
     """Return [name, value] of every setting."""
     return [
-        *([name, read()] for name, (read, _) in _SETTINGS.items()),
-        ["use_deterministic_algorithms", torch.are_deterministic_algorithms_enabled()],
-        ["warn_only", torch.is_deterministic_algorithms_warn_only_enabled()],
+        *((name, read()) for name, (read, _) in _SETTINGS.items()),
+        ("use_deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
+        ("warn_only", torch.is_deterministic_algorithms_warn_only_enabled()),
     ]
 
 
-def configure(**wanted: Any) -> None:
+def configure(**wanted: Setting) -> None:
     """Change the settings that are named; raise what torch says of a value that cannot be here."""
     if not _at_start:
         _at_start.update({name: value for name, value in settings()})
@@ -134,11 +155,11 @@ def restore() -> None:
     _at_start.clear()
 
 
-def _set(wanted: dict[str, Any]) -> None:
+def _set(wanted: dict[str, Setting]) -> None:
     for name, (_, write) in _SETTINGS.items():
         if wanted.get(name) is not None:
             write(wanted[name])
     if "use_deterministic_algorithms" in wanted:
         torch.use_deterministic_algorithms(
-            wanted["use_deterministic_algorithms"], warn_only=wanted.get("warn_only", False)
+            bool(wanted["use_deterministic_algorithms"]), warn_only=bool(wanted.get("warn_only", False))
         )

@@ -14,7 +14,8 @@ _ANY = ("", "*", "0.0.0.0", "::")
 
 
 def data_host(config: WorkerConfig, proposed: str) -> str:
-    """Return this worker's host for the others: what it was told, else where it listens, else where its master reaches it or it its master.
+    """Return this worker's host for the others: what it was told, else where it listens, else where its
+    master reaches it or it its master.
 
     `proposed` is the host by which the master has dialled this worker, if it has.
     """
@@ -22,12 +23,14 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
         return config.data_host
     address = config.listen or config.master or ""
     if not address.startswith("tcp://"):
-        return "127.0.0.1"  # an ipc address: all are on this machine
+        # An ipc address: all are on this machine.
+        return "127.0.0.1"
     host = host_of(address)
     if config.listen is not None:
         return proposed if host in _ANY and proposed else "127.0.0.1" if host in _ANY else host
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the system only chooses the interface
+        # Sends nothing: the system only chooses the interface.
+        probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
@@ -41,13 +44,18 @@ def peer_address(config: WorkerConfig, proposed: str, session: int) -> str:
 
 
 def unusable_for_workers(address: str, error: ConfigurationError) -> ConfigurationError:
-    """Return the error of an address that this worker cannot listen on for other workers; one that is not about the address stays."""
+    """Return the error of an address that this worker cannot listen on for other workers.
+
+    One that is not about the address stays.
+    """
     cause = error.__cause__
     if cause is None:
         return error
     why = getattr(cause, "strerror", "") or cause
     return ConfigurationError(
-        f"cannot listen at {address.removeprefix('tcp://')} for other workers: {why}. Expected a host of this "
-        "machine and a free port, and one session at a time where the port is named: start the worker with another "
+        f"cannot listen at {address.removeprefix('tcp://')} for other workers: {why}. Expected a host of "
+        "this "
+        "machine and a free port, and one session at a time where the port is named: start the worker with "
+        "another "
         "--data-address HOST:PORT, or leave the port out"
     )

@@ -1,4 +1,7 @@
-"""The worker's sockets: one reader, and the sessions of masters, each with threads of its own that run its segments."""
+"""The worker's sockets.
+
+One reader, and the sessions of masters, each with threads of its own that run its segments.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -27,19 +28,34 @@ from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
+from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
-    Ask,
+    AskChannel,
+    AskDevices,
+    AskMemory,
+    AskPassed,
+    AskStatus,
+    AskTurns,
     BreakGroup,
     Bury,
     Cancel,
+    CommitSave,
     Detach,
+    DropOlder,
+    DropPublished,
     Failed,
     Fetch,
+    FindPublished,
     Goodbye,
     Hello,
     Join,
+    ListenForPeers,
+    ListFolder,
+    ListPublished,
+    ListVersions,
+    MemoryHeld,
     MeshSegment,
     Message,
     Notify,
@@ -48,10 +64,14 @@ from distruntime.wire.messages import (
     OpenStream,
     OpenTeam,
     Peers,
+    Question,
+    ReadIndex,
     Refused,
+    RemoveFiles,
     Reply,
     Segment,
     Signal,
+    SweepSaves,
     Welcome,
 )
 from distruntime.wire.tally import Tally
@@ -71,20 +91,27 @@ from .session import Session
 
 log = logging.getLogger("distruntime.worker")
 
-_SWITCH = 0.0005  # seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread
+# Seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread.
+_SWITCH = 0.0005
 _SPIN = 0.0002  # seconds
-_PAUSE = 0.1  # seconds before a master that has hung up is dialled again
-_SWEEP = 1.0  # seconds from the end of a session to the collection of what it leaves, which its threads may still hold before
+# Seconds before a master that has hung up is dialled again.
+_PAUSE = 0.1
+# Seconds from the end of a session to the collection of what it leaves, which its threads may still hold
+# before.
+_SWEEP = 1.0
 _LAST_WORDS = 0.3  # seconds
-_LONGEST = 300  # characters of the names in a greeting, which the log shows
-_LOOK = 0.5  # seconds between looks whether a session's time is over
+# Characters of the names in a greeting, which the log shows.
+_LONGEST = 300
+# Seconds between looks whether a session's time is over.
+_LOOK = 0.5
 
 
 def keep_pages() -> None:
-    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills them.
+    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills
+    them.
 
-    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not (measured 2026-11, 2 shared
-    cores, glibc 2.36). Elsewhere than on glibc nothing happens.
+    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not
+    (measured 2026-11, 2 shared cores, glibc 2.36). Elsewhere than on glibc nothing happens.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
@@ -92,14 +119,17 @@ def keep_pages() -> None:
             (-4, 0),
             (-1, (1 << 31) - 1),
             (-8, 1),
-        ):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h
+            # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h.
+        ):
             libc.mallopt(option, setting)
 
 
 def give_pages_back() -> None:
-    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that sessions leave in the heap.
+    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that
+    sessions leave in the heap.
 
-    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with every other one, all of it free.
+    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with
+    every other one, all of it free.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -112,26 +142,34 @@ class Daemon:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._devices = Devices(config.devices, config.simulate_cuda)
-        # Its silence is the master's to notice: a large frame that is on its way here says nothing for as long as it takes.
+        # Its silence is the master's to notice: a large frame that is on its way here says nothing for as
+        # long as it takes.
         self._channel = Channel(
             listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True
         )
         self._incarnation = os.urandom(16)
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        self._retired: deque[bytes] = deque(maxlen=4096)  # connections that masters have given up
-        self._gone: deque[bytes] = deque(
-            maxlen=4096
-        )  # of them, those that have ended, whose greeting may still lie unread
+        # Connections that masters have given up.
+        self._retired: deque[bytes] = deque(maxlen=4096)
+        # Those of them that have ended. Their greetings may still lie unread.
+        self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
         self._dials = count().__next__
-        self._hang_ups = 0  # of the dialled master, in the handshake, in a row
-        self._strangers = Tally(log.warning)  # what those without a session here make this worker say
-        self._master = b""  # the connection to the dialled master
-        self._dial_at = math.inf  # when to dial the master again
+        # The dialled master has hung up so often in a row, in the handshake.
+        self._hang_ups = 0
+        # What those without a session here make this worker say.
+        self._strangers = Tally(log.warning)
+        # The connection to the dialled master.
+        self._master = b""
+        # When to dial the master again.
+        self._dial_at = math.inf
         self._looked = 0.0
-        self._sweep_at = math.inf  # when to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in cycles
-        self._served = False  # whether there was a session
+        # When to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in
+        # cycles.
+        self._sweep_at = math.inf
+        # Whether there was a session.
+        self._served = False
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
         else:
@@ -141,8 +179,9 @@ class Daemon:
     def _dial(self) -> None:
         """Dial the master anew: under its old name libzmq would send what was for the broken connection.
 
-        The greeting waits for the connection. Not for the event that tells of it: that knows an address, where the connection before may
-        just have come back, and so can come twice; two greetings on one connection would be two workers to the master.
+        The greeting waits for the connection. Not for the event that tells of it: that knows an address,
+        where the connection before may just have come back, and so can come twice; two greetings on one
+        connection would be two workers to the master.
         """
         assert self._config.master is not None
         self._dial_at = math.inf
@@ -155,19 +194,22 @@ class Daemon:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
-        arrived: list[Any] = []
+        arrived: list[tuple[bytes, Frames]] = []
         while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
-            # A master that has just read something often reads again. While a segment runs, its thread needs the interpreter more.
+            # A master that has just read something often reads again. While a segment runs, its thread needs
+            # the interpreter more.
             quick = arrived and not any(session.executor.running for session in self._sessions.values())
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
-                del frames  # or this variable would hold the last upload until something else comes,
+                # This variable would hold the last upload until something else comes.
+                del frames
             for session in [
                 session for session in self._sessions.values() if session.backlog and not session.held
             ]:
                 self._go_on(session)
-                del session  # and this one an ended session
+                # Otherwise this variable would hold an ended session.
+                del session
             self._watch()
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
@@ -195,9 +237,8 @@ class Daemon:
                 if session is not None:
                     self._leave(session)
                 if event.peer == self._master:
-                    self._channel.hang_up(
-                        self._master
-                    )  # or libzmq would go on by itself, with what is to be sent again in order
+                    # Otherwise libzmq would go on by itself, with what is to be sent again in order.
+                    self._channel.hang_up(self._master)
                     self._dial_at = time.monotonic() + _PAUSE
             elif event.kind in ("auth_failed", "handshake_failed"):
                 what = event.kind.replace("_", " ")
@@ -209,7 +250,8 @@ class Daemon:
                     self._hang_ups += 1
                     if event.final or self._hang_ups >= HANG_UPS:
                         raise ConnectionFailed(
-                            f"the master at {self._config.master} and this worker do not hold the same key ({what}), "
+                            f"the master at {self._config.master} and this worker do not hold the same key "
+                            f"({what}), "
                             "or the master has no descriptors left"
                         )
         now = time.monotonic()
@@ -256,7 +298,8 @@ class Daemon:
         self._sweep_at = time.monotonic() + _SWEEP
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-        self._go_on(session)  # a greeting may have come behind what has ended it
+        # A greeting may have come behind what has ended it.
+        self._go_on(session)
 
     def _drop(self, session: Session, why: str) -> None:
         log.warning("dropped a peer: %s", why)
@@ -264,10 +307,11 @@ class Daemon:
         self._end(session, "protocol error")
 
     def _greet(self, peer: bytes, message: Message) -> None:
-        with suppress(PeerGone):  # it did not wait for the answer; an event tells of it
+        # It did not wait for the answer; an event tells of it.
+        with suppress(PeerGone):
             self._channel.send(peer, [encode(message)])
 
-    def _handle(self, peer: bytes, frames: Sequence[Any]) -> None:
+    def _handle(self, peer: bytes, frames: Frames) -> None:
         """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
         buffers = [f if isinstance(f, bytes) else f.buffer for f in frames]
         session = self._by_peer.get(peer)
@@ -303,10 +347,10 @@ class Daemon:
                     session.executor.open_lines(message)
                 case Fetch():
                     session.executor.fetch(message)
-                case Ask(what="checkpoint"):
-                    checkpoint_folder.answer(message.request, message.detail, session.send)
-                case Ask():
-                    self._reply(session, message)
+                case ListFolder() | ReadIndex() | CommitSave() | SweepSaves() | RemoveFiles():
+                    checkpoint_folder.answer(message, session.send)
+                case Question():
+                    self._answer(session, message)
                 case OpenStream():
                     session.open(message)
                 case Signal():
@@ -329,7 +373,9 @@ class Daemon:
                     self._greet(peer, Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
                 case Hello() if message == session.greeting:
-                    pass  # it has been answered: a master that sees its connection come back before it was answered greets again
+                    # It has been answered: a master that sees its connection come back before it was answered
+                    # greets again.
+                    pass
                 case Hello():
                     self._end(session, "a new session on the same connection")
                     self._welcome(peer, message)
@@ -340,7 +386,8 @@ class Daemon:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._broke(session, str(error))
-        except NONSENSE as error:  # whatever it is in, it must not cost the other sessions
+        except NONSENSE as error:
+            # Whatever it is in, it must not cost the other sessions.
             self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
 
     def _broke(self, session: Session | None, why: str) -> None:
@@ -350,12 +397,15 @@ class Daemon:
             self._strangers.note(f"dropped a peer: {why}")
 
     def _go_on(self, session: Session) -> None:
-        """Act on what has come while a large value was being read. What is of a connection that is no more comes again on the next."""
+        """Act on what has come while a large value was being read.
+
+        What is of a connection that is no more comes again on the next.
+        """
         waiting, session.backlog = session.backlog, []
         for peer, frames in waiting:
             self._handle(peer, frames)
 
-    # -- how sessions begin, and go on ------------------------------------------------------------------------------------------
+    # -- how sessions begin, and go on -------------------------------------------------------------
 
     def _first(self, peer: bytes, message: Message) -> None:
         """Act on a message of a peer that has no session."""
@@ -363,14 +413,17 @@ class Daemon:
             self._welcome(peer, message)
         elif (
             not isinstance(message, Goodbye) and peer not in self._retired
-        ):  # of a master that is no longer ours
+            # A message may come of a master that is no longer ours.
+        ):
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
-        self._watch()  # the session's master may have gone since the last look, and this be its successor
+        # The session's master may have gone since the last look, and this be its successor.
+        self._watch()
         if (
             peer in self._gone
-        ):  # the session would be in use for ever, by nobody: no event tells of that connection's end any more
+            # The session would be in use for ever, by nobody: no event tells of that connection's end.
+        ):
             return
         found = self._sessions.get(hello.session)
         reason = self._refusal(hello, found)
@@ -384,7 +437,8 @@ class Daemon:
             assert found is not None
             if (
                 found.link.peer is not None
-            ):  # it knows of the break before we do, or this greeting is an older one that was on its way
+                # It knows of the break before we do, or this greeting is an older one that was on its way.
+            ):
                 self._greet(found.link.peer, Refused("the session goes on on another connection", False))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
@@ -411,9 +465,15 @@ class Daemon:
         self._greet(peer, self._about_us(session, hello))
 
     def _refusal(self, hello: Hello, found: Session | None) -> str:
-        """Return why there is no session for this master; nothing if there is one. `found` has the name that it asks for."""
+        """Return why there is no session for this master.
+
+        Nothing if there is one. `found` has the name that it asks for.
+        """
         if hello.protocol != PROTOCOL:
-            return f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same distruntime on both"
+            return (
+                f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same "
+                "distruntime on both"
+            )
         if not 0 <= hello.keep <= 1e9:
             raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
         if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
@@ -430,17 +490,25 @@ class Daemon:
             case "again" if found is not None:
                 return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
             case "again":
-                return f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started anew, or its time was over"
+                return (
+                    f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started "
+                    "anew, or its time was over"
+                )
             case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
-                return ""  # its own master has given it up, and begins anew: the connection, or all of it
+                # Its own master has given it up, and begins anew: the connection, or all of it.
+                return ""
             case "new" | "resume" if found is not None and found.link.peer is not None:
                 pid = ", ".join(map(str, found.process[1:2]))
                 return (
-                    f"the session {hello.session!r} is in use, by pid {pid} on {found.master.rpartition(' on ')[2]}: "
+                    f"the session {hello.session!r} is in use, by pid {pid} on "
+                    f"{found.master.rpartition(' on ')[2]}: "
                     "force=True takes it over, or choose another name"
                 )
             case "new" if found is not None:
-                return f"there is a session {hello.session!r} already, without a master: resume=True attaches to it, force=True drops it"
+                return (
+                    f"there is a session {hello.session!r} already, without a master: resume=True "
+                    "attaches to it, force=True drops it"
+                )
             case "resume" | "force resume" if found is None:
                 return f"there is no session {hello.session!r} here; there {self._listed()}"
             case "new" | "force new" | "resume" | "force resume":
@@ -477,42 +545,52 @@ class Daemon:
             ],
         )
 
-    def _reply(self, session: Session, message: Ask) -> None:
+    def _answer(self, session: Session, question: Question[object]) -> None:
         try:
-            session.send(Reply(message.request, self._about(session, message.what, message.detail)))
+            session.send(Reply(question.request, self._reply(session, question)))
         except (ConfigurationError, OSError) as error:
-            cause = failure(error, seq=0, position=0, op=message.what, operands="")
-            session.send(Failed(message.request, failure_fields(cause)))
+            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+            session.send(Failed(question.request, failure_fields(cause)))
 
-    def _about(self, session: Session, what: str, detail: list[Any]) -> Any:
-        executor = session.executor
-        if what == "status":
-            return executor.status()
-        if what == "turns":
-            return [list(row) for row in self._turns.report()]
-        if what == "info":
-            return self._devices.info()
-        if what == "published":
-            return executor.shelf.answer(detail)
-        if what == "passed":
-            return executor.passed(detail)
-        if what == "memory":
-            return [
-                len(executor.slots),
-                executor.state.executed,
-                executor.state.poisoned(),
-            ]
-        match what, detail:
-            case "channel", [str(name)]:
-                return report(name)
-            case "listen", [str(host)]:
-                session.host = host
-                address = peer_address(self._config, host, session.number)
-                try:
-                    return session.listen(address, self._config.keys)
-                except ConfigurationError as error:
-                    raise unusable_for_workers(address, error) from error
-        raise ProtocolError(f"nothing is known about {what[:40]!r}")
+    def _reply(self, session: Session, question: Question[object]) -> object:
+        """Return the reply to a question that the reader answers at once."""
+        executor, shelf = session.executor, session.executor.shelf
+        match question:
+            case AskDevices():
+                return self._devices.info()
+            case AskMemory():
+                state = executor.state
+                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
+            case AskStatus():
+                return executor.status()
+            case AskTurns():
+                return self._turns.report()
+            case AskPassed(after=after):
+                return executor.passed(after)
+            case AskChannel(channel=channel):
+                return report(channel)
+            case ListenForPeers(host=host):
+                return self._listen(session, host)
+            case ListPublished():
+                return shelf.listing()
+            case ListVersions(name=name):
+                return shelf.versions(name)
+            case FindPublished(owner=owner, name=name, token=token):
+                return shelf.find(owner, name, token)
+            case DropOlder(name=name, version=version):
+                return shelf.drop_older(name, version)
+            case DropPublished(name=name, version=version):
+                return shelf.drop(name, version)
+        raise ProtocolError(f"a worker does not answer {type(question).__name__}")
+
+    def _listen(self, session: Session, host: str) -> str:
+        """Open a session's channel to other workers; return where it listens."""
+        session.host = host
+        address = peer_address(self._config, host, session.number)
+        try:
+            return session.listen(address, self._config.keys)
+        except ConfigurationError as error:
+            raise unusable_for_workers(address, error) from error
 
 
 def serve(config: WorkerConfig, stop: threading.Event) -> None:

@@ -1,13 +1,13 @@
 """Runs segments of the log: messages in, messages out, no sockets.
 
-Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream, which run segments.
+Several threads call it: the daemon's reader, which answers what is ready at once, and one for each stream,
+which run segments.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from distruntime.wire.messages import (
     OpenLines,
     OpenStream,
     OpenTeam,
+    Plain,
     Segment,
 )
 from distruntime.wire.shared import Attached
@@ -36,7 +37,7 @@ from ..log.budget import Budget
 from ..log.cancel import Cancelling
 from ..log.chain import Chain
 from ..log.instructions import Instructions
-from ..log.look import Look
+from ..log.progress import Progress
 from ..log.state import Send, State, Tell
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
@@ -46,20 +47,24 @@ from ..values import functions
 from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, Team
 from ..values.step import Own, Step
-from ..values.streams import Stream, Work
+from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
-# What Python raises where a master's words are of the wrong kind or number: what operators raise, their templates keep to themselves.
+# What Python raises where a master's words are of the wrong kind or number: what operators raise, their
+# templates keep to themselves.
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-_LOOK = 0.1  # seconds between looks whether the master is gone
+# Seconds between looks whether the master is gone.
+_LOOK = 0.1
 _END = 1 << 62  # no log gets there
 _FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
 class Executor:
-    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's `turn`.
+    """Runs the log of one session on one worker. Who calls `run` and `run_stretch` does so in the session's
+    `turn`.
 
-    `draws` and `published` are the session's random state and what it has published: both outlive this log where a master resumes it.
+    `draws` and `published` are the session's random state and what it has published: both outlive this log
+    where a master resumes it.
     """
 
     def __init__(
@@ -77,10 +82,10 @@ class Executor:
     ) -> None:
         state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
         self.draws = Draws() if draws is None else draws
-        look = Look(state, (Executor.run.__code__, Executor.run_stretch.__code__))
+        progress = Progress(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
-        self._answers = Answers(state, look, shared, tell)
+        self._answers = Answers(state, progress, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
         self.chain = Chain(state, self.draws)
@@ -89,22 +94,29 @@ class Executor:
         state.own[WAIT] = Own("a wait for another stream", waits.wait)
         state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
         state.own.update(self.shelf.table)
-        self.chain.begin(state)
+        self.chain.add_own(state)
         self.received = (
-            0  # seq of the last segment that the reader accepted: a segment that is sent again is dropped
+            # Seq of the last segment that the reader accepted: a segment that is sent again is dropped.
+            0
         )
-        self.running = False  # whether stream 0 runs a segment
-        self._last_team: Any = None  # whose segment came last
-        self._turn: threading.Event | None = None  # set when what came before the last change of logs has run
+        # Whether stream 0 runs a segment.
+        self.running = False
+        # The mesh whose segment came last; None where it was one of this worker's own log.
+        self._last_team: Mesh | None = None
+        # Set when everything before the last change of logs has run.
+        self._before: threading.Event | None = None
         # What the reader calls and looks at; whose they are need not concern it.
-        self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, look.status
+        self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, progress.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
         self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
         self.turn.more = state.waits
 
     def open(self, message: OpenStream) -> Stream:
-        """Return a new stream, for its thread to run; raise `ProtocolError` where it makes no sense (the reader)."""
+        """Return a new stream, for its thread to run.
+
+        Raise `ProtocolError` where it makes no sense (the reader).
+        """
         team = self.state.teams.get(message.team)
         if message.team != -1 and team is None:
             raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
@@ -131,7 +143,7 @@ class Executor:
         if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
             raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
         team = Team(message.team, devices)
-        self.chain.begin(team)
+        self.chain.add_own(team)
         state.teams[message.team] = team
 
     def open_lines(self, message: OpenLines) -> None:
@@ -149,7 +161,8 @@ class Executor:
         for (group, rank), device in zip(rows, team.devices):
             if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
                 raise ProtocolError(
-                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group {group}"
+                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group "
+                    f"{group}"
                 )
         team.lines[message.number] = rows
 
@@ -168,22 +181,26 @@ class Executor:
         )
 
     def line_up(self, work: Work) -> None:
-        """Add a segment to those that run, after one of another log. Between the logs all streams keep the order (the reader)."""
+        """Add a segment to those that run, after one of another log.
+
+        Between the logs all streams keep the order (the reader).
+        """
         state = self.state
         with state.gate:
             if work.team is not self._last_team:
-                self._last_team, self._turn = work.team, threading.Event() if state.works else None
+                self._last_team, self._before = work.team, threading.Event() if state.works else None
             if (
-                self._turn is not None and not self._turn.is_set()
-            ):  # the next of the same log must not overtake it on another stream
-                work.turn = self._turn
+                self._before is not None and not self._before.is_set()
+                # The next of the same log must not overtake it on another stream.
+            ):
+                work.before = self._before
             state.works.append(work)
 
-    def _wait_turn(self, stream: Stream, work: Work) -> None:
+    def _await_before(self, stream: Stream, work: Work) -> None:
         """Block until everything before a segment has run; on GPUs, order this stream's kernels after it."""
-        assert work.turn is not None
+        assert work.before is not None
         with self.turn.paused():
-            while not work.turn.wait(_LOOK) and not self.state.closed:
+            while not work.before.wait(_LOOK) and not self.state.closed:
                 pass
             for streams in self.state.all_streams():
                 for other in list(streams.values()):
@@ -215,15 +232,16 @@ class Executor:
         templates = (state if work.team is None else work.team).templates
         state.under_way[id(words)] = work
         i, n = 0, len(words)
-        if work.turn is not None:
-            self._wait_turn(stream, work)
+        if work.before is not None:
+            self._await_before(stream, work)
         if start < stream.cancelled:
             self.run_stretch(stream, work, 0, n)
             self.running = False
             return
         try:
             while i < n:
-                word = words[i]
+                # What is no number there raises, as any nonsense does.
+                word: int = words[i]  # type: ignore[assignment]
                 if word < 0:
                     slots.pop(-word, None)
                     i += 1
@@ -240,12 +258,13 @@ class Executor:
                 f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}"
             ) from error
         self._finish(work)
-        stream.reached = start + n  # only now: whoever waits wants to hear of failures first
+        # Only now: whoever waits wants to hear of failures first.
+        stream.reached = start + n
         if waiting:
             self._answers.serve(stream, start + n)
         if len(state.streams) > 1 or work.team is not None:
             stream.mark(start + n)
-        stream.publish(start + n)
+        stream.advance(start + n)
         self.running = False
 
     def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
@@ -259,10 +278,11 @@ class Executor:
         state.under_way[id(words)] = work
         try:
             with stream.entered():
-                if work.turn is not None:
-                    self._wait_turn(stream, work)
+                if work.before is not None:
+                    self._await_before(stream, work)
                 while i < stop:
-                    word = words[i]
+                    # What is no number there raises, as any nonsense does.
+                    word: int = words[i]  # type: ignore[assignment]
                     if start + i < stream.cancelled:
                         i = self._cancelling.drop(stream, words, i)
                     elif word < 0:
@@ -274,57 +294,71 @@ class Executor:
                     if waiting:
                         self._answers.serve(stream, start + i)
                     if i < stop:
-                        stream.publish(start + i)
+                        stream.advance(start + i)
                 stream.mark(start + i)
         except NONSENSE as error:
             raise ProtocolError(
-                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: {type(error).__name__}: {error}"
+                f"segment {segment.seq} makes no sense at word {i}, on stream {stream.number}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         self._finish(work)
         if waiting:
             self._answers.serve(stream, start + i)
-        stream.publish(start + i)
+        stream.advance(start + i)
 
     def _finish(self, work: Work) -> None:
-        """Count a stretch as run; send `Done` for each segment that is complete and has only such before it."""
+        """Count a stretch as run.
+
+        Send `Done` for each segment that is complete and has only such before it.
+        """
         state = self.state
         with state.gate:
             work.left -= 1
             while state.works and state.works[0].left == 0:
                 done = state.works.popleft()
-                failures = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
+                failures: list[Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
                 state.send(Done(done.segment.seq, failures, done.corrections), None)
                 if done.team is None:
                     state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)
-                if state.works and (turn := state.works[0].turn) is not None:
-                    turn.set()
+                if state.works and (before := state.works[0].before) is not None:
+                    before.set()
         self._answers.executed()
 
-    def learn(self, templates: list[Any], team: Team | None = None) -> None:
+    def learn(self, templates: list[Plain], team: Team | None = None) -> None:
         """Compile new templates, of a mesh or of this worker's own log (the reader)."""
         for fields in templates:
             try:
-                self._add(*fields) if team is None else self._add_to(team, *fields)
+                match fields:
+                    case [int(number), str(name), list(args), dict(kwargs), results]:
+                        if team is None:
+                            self._add(number, name, args, kwargs, results)
+                        else:
+                            self._add_to(team, number, name, args, kwargs, results)
+                    case _:
+                        raise ProtocolError(f"a template makes no sense: {fields!r:.80}")
             except ProtocolError:
                 raise
-            except Exception as error:  # whatever it is, the master sent nonsense
+            # Whatever it is, the master sent nonsense.
+            except Exception as error:
                 raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 
-    def _add(self, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any) -> None:
+    def _add(
+        self, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
+    ) -> None:
         state, real = self.state, self.state.devices.real
         if number != state.next_template:
             raise ProtocolError(f"template {number} came where {state.next_template} was expected")
         state.next_template += 1
         if name.startswith(PREFIX):
-            step: Step = Collective(name, args, real, self.joint.begin)
+            step: Step = Collective(name, args, real, self.joint.take_part)
         else:
             call = _FUNCTIONS.get(name) or operator(name)
             step = Template(name, call, args, kwargs, results, real, state.fail)
         self.chain.add(state, number, step)
 
     def _add_to(
-        self, team: Team, number: int, name: str, args: list[Any], kwargs: dict[str, Any], results: Any
+        self, team: Team, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
     ) -> None:
         if number != team.next_template:
             raise ProtocolError(
@@ -333,15 +367,13 @@ class Executor:
         team.next_template += 1
         state, real = self.state, self.state.devices.real
         if name.startswith(PREFIX):
-            self.chain.add(team, number, along(team, name, args, real, self.joint.begin, state.spread))
+            self.chain.add(team, number, along(team, name, args, real, self.joint.take_part, state.spread))
             return
         call, lanes = _FUNCTIONS.get(name) or operator(name), []
         for k in range(len(team.devices)):
-            own = (
-                team.member_device(args, k),
-                {key: team.member_device(value, k) for key, value in kwargs.items()},
-            )
-            lanes.append(Template(name, call, *own, results, real, state.fail))
+            own = [team.member_device(pattern, k) for pattern in args]
+            named = {key: team.member_device(value, k) for key, value in kwargs.items()}
+            lanes.append(Template(name, call, own, named, results, real, state.fail))
         if len(lanes) == 1:
             self.chain.add(team, number, lanes[0])
             return

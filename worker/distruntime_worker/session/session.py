@@ -1,4 +1,7 @@
-"""A master's session on this worker: its executor, its threads, and its link to the master, which may come back on another connection."""
+"""A master's session on this worker.
+
+Its executor, its threads, and its link to the master, which may come back on another connection.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
+from distruntime.wire.inbox import Frames
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import (
@@ -33,6 +36,7 @@ from distruntime.wire.shared import Attached
 
 from ..collectives.peers import PeerChannel
 from ..log.budget import Budget
+from ..log.state import Sent
 from ..log.turns import Turn
 from ..machine.devices import Devices
 from ..machine.settings import per_thread
@@ -65,15 +69,19 @@ class Session:
     ) -> None:
         self.link = Link(peer)
         self.began: float = time.monotonic() if before is None else before.began
-        self.alone_since: float | None = None  # when the master was last there, if it is not
+        # When the master was last there, if it is not.
+        self.alone_since: float | None = None
         self._channel = channel
         self.number = _numbers()  # of this process's sessions
-        self.greeting = hello  # which the connection was opened with
+        # The connection was opened with this greeting.
+        self.greeting = hello
         self.name, self.token, self.process = hello.session, hello.token, hello.process
         self.keep, self.lasting = hello.keep, hello.lasting
         self.master = f"{hello.session} on {hello.host}"
-        self.host = ""  # by which the master has dialled this worker, if it has
-        self._peers: PeerChannel | None = None  # once the master has asked for it
+        # The master has dialled this worker by this address, if it has.
+        self.host = ""
+        # Once the master has asked for it.
+        self._peers: PeerChannel | None = None
         self.published: Published = before.published if before is not None else Published(hello.session)
         self.shared = Attached(hello.process, hello.shared)
         self.executor: Executor = Executor(
@@ -88,17 +96,19 @@ class Session:
             shared=self.shared,
         )
         self.executor.state.apart = self._do_apart
-        self.held = False  # whether messages must wait, because the value that a fetch has asked for is still being read
-        self.backlog: list[
-            tuple[bytes, Sequence[Any]]
-        ] = []  # those that do, by who sent them; not counted yet
+        # Whether messages must wait, because the value that a fetch has asked for is still being read.
+        self.held = False
+        # Those that do, by who sent them; not counted yet.
+        self.backlog: list[tuple[bytes, Frames]] = []
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
 
     @property
     def spent(self) -> bool:
-        """Whether its master has been away for as long as it has asked for, or is known to have died without a wish to be followed."""
+        """Whether its master has been away for as long as it has asked for, or is known to have died without
+        a wish to be followed.
+        """
         if self.alone_since is None:
             return False
         return time.monotonic() - self.alone_since > self.keep or (
@@ -117,7 +127,9 @@ class Session:
         self._channel.resume(self.link, peer, hello.received)
 
     def _do_apart(self, work: Callable[[], None]) -> None:
-        """Do what waits for the master in a thread of its own, and hold what comes from the master until it is done (the reader)."""
+        """Do what waits for the master in a thread of its own, and hold what comes from the master until it
+        is done (the reader).
+        """
         self.held = True
 
         def act() -> None:
@@ -137,15 +149,17 @@ class Session:
         """Open a stream: start its thread."""
         try:
             self._start(self.executor.open(message), f"stream-{message.stream}")
-        except RuntimeError as error:  # of threading: there is no more room for one
+        except RuntimeError as error:
+            # Threading raises it where there is no more room for a thread.
             raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
 
-    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Any:
+    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent:
         """Send to the master, from any thread; while it is away, the message waits.
 
         Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
         """
-        if self.executor.state.closed:  # a thread of its still ends
+        # A thread of its still ends.
+        if self.executor.state.closed:
             return None
         if payload is None:
             return self._channel.send(self.link, [encode(message)])
@@ -156,7 +170,7 @@ class Session:
     def listen(self, address: str, keys: KeyPair | None) -> str:
         """Open the channel to other workers, if it is not; return where it listens."""
         if self._peers is None:
-            self._peers = PeerChannel(address, keys, self.executor.joint.take)
+            self._peers = PeerChannel(address, keys, self.executor.joint.receive)
         return self._peers.address
 
     def meet(self, message: Peers) -> None:
@@ -192,7 +206,8 @@ class Session:
         finally:
             if (
                 self.executor.state.closed
-            ):  # the session itself is in cycles, and goes when Python looks for those
+                # The session itself is in cycles, and goes when Python looks for those.
+            ):
                 self.executor.state.slots.clear()
 
     def _run_all(self, stream: Stream) -> None:
@@ -207,8 +222,10 @@ class Session:
                             executor.run_stretch(stream, work, first, stop)
                         else:
                             executor.run(work)
-                    del item, work  # else an idle stream would hold a segment's payloads
-                except Exception as error:  # the master must hear of it, whatever it is
+                    # Else an idle stream would hold a segment's payloads.
+                    del item, work
+                except Exception as error:
+                    # The master must hear of it, whatever it is.
                     if isinstance(error, ProtocolError):
                         self.broken = str(error)
                     else:
@@ -240,7 +257,8 @@ class Session:
         """As `put`, for a segment whose body is a mesh's."""
         if message.seq != self.executor.received + 1 or len(payloads) != 1:
             raise ProtocolError(
-                f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} bodies"
+                f"segment {message.seq} of a mesh came after {self.executor.received}, with {len(payloads)} "
+                "bodies"
             )
         self.executor.received = message.seq
         work = self.executor.mesh_work(message, decode(payloads[0]))

@@ -1,20 +1,23 @@
-"""Random numbers of several sessions on one worker: each draws as if it were alone here, although torch has one generator for a device."""
+"""Random numbers of several sessions on one worker.
+
+Each draws as if it were alone here, although torch has one generator for a device.
+"""
 
 from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from .functions import seedings
-from .step import Run, Slots, Step
+from .step import Run, Slots, Step, Words
 
 _SEED = "distruntime::manual_seed"
 _COMPOSITES = tuple(f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng"))
 _changing = threading.Condition()
-_owner: list[Draws] = []  # whose state the process's generators hold
+# The process's generators hold the state of this one.
+_owner: list[Draws] = []
 _States = list[torch.Tensor]
 
 
@@ -25,7 +28,7 @@ def may_draw(step: Step) -> bool:
 
 
 def _states() -> _States:
-    # Of GPUs that are in use: asking the others would begin to use them.
+    # Only GPUs that are in use are asked: asking the others would begin to use them.
     gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.get_rng_state(), *(gpu.get_state() for gpu in gpus)]
 
@@ -41,14 +44,18 @@ _at_start = _states()
 
 
 def seed_anew() -> None:
-    """Seed torch's generator as at the start of a process. A fork has the state of the process that it was forked from."""
+    """Seed torch's generator as at the start of a process.
+
+    A fork has the state of the process that it was forked from.
+    """
     global _at_start
     torch.default_generator.seed()
     _at_start = _states()
 
 
 class Draws:
-    """The random state of one session. What draws runs inside `with draws:`; several of its streams may, at the same time.
+    """The random state of one session. What draws runs inside `with draws:`; several of its streams may, at
+    the same time.
 
     Changing the owner costs some 10 us for a CPU; who draws twice in a row does not pay it.
     """
@@ -57,7 +64,8 @@ class Draws:
 
     def __init__(self) -> None:
         self._kept, self._seedings = _at_start, 0
-        self._inside = 0  # how many threads draw now
+        # How many threads draw now.
+        self._inside = 0
 
     def __enter__(self) -> Draws:
         with _changing:
@@ -85,7 +93,7 @@ class Draws:
         if step.name != _SEED and not may_draw(step):
             return None
 
-        def draw(slots: Slots, p: list[Any], i: int) -> int:
+        def draw(slots: Slots, p: Words, i: int) -> int:
             with self:
                 return run(slots, p, i)
 

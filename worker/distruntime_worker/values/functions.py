@@ -1,24 +1,27 @@
-"""Operations of a worker that are not torch operators: settings, random state, and composites that are recorded here with their backward.
+"""Operations of a worker that are not torch operators: settings, random state, and composites that are
+recorded here with their backward.
 
-Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into slots.
+Each is called as an operator is, by its own name, with tensors and constants; what it returns goes into
+slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from distruntime.errors import UsageError
 
 from ..machine.settings import configure, settings
+from .step import Operator
 from .streams import elapsed_time
 
 # In the executing thread autograd is off; what is recorded here turns it on for one call.
 
 
-seedings = [0]  # how often a generator of this worker was set
+# How often a generator of this worker was set.
+seedings = [0]
 
 
 def seed_member(device: torch.device, seed: torch.Tensor) -> None:
@@ -64,10 +67,11 @@ class Tape:
         self.inputs, self.outputs = inputs, outputs
 
 
-def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
+def record(name: str, differentiable: list[bool], *args: object) -> list[object]:
     """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
 
-    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if none, the tape is empty.
+    `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if
+    none, the tape is empty.
     """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
@@ -84,17 +88,18 @@ def record(name: str, differentiable: list[bool], *args: Any) -> list[Any]:
             *values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])}
         )
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch over those there.
+    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch
+    # over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
 
 
-def record_autocast(dtype: torch.dtype, *args: Any) -> list[Any]:
+def record_autocast(dtype: torch.dtype, name: str, differentiable: list[bool], *args: object) -> list[object]:
     """As `record`, under torch's autocast of this CPU."""
     with torch.autocast("cpu", dtype=dtype):
-        return record(*args)
+        return record(name, differentiable, *args)
 
 
-def _leaf(value: Any, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> Any:
+def _leaf(value: object, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> object:
     if isinstance(value, list):
         return [_leaf(item, wanted, inputs) for item in value]
     if isinstance(value, torch.Tensor):
@@ -115,7 +120,7 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
     ]
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Operator] = {
     "distruntime::config": configure,
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::settings": settings,

@@ -1,30 +1,30 @@
 """A mesh's members on this worker: an instruction of its log runs for each of them.
 
-With one member here, a mesh's value stands in its slot as any other. With several (the GPUs of one machine), it is a `Shards`, and a
-`Lanes` runs the instruction once for each.
+With one member here, a mesh's value stands in its slot as any other. With several (the GPUs of one machine),
+it is a `Shards`, and a `Lanes` runs the instruction once for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Plain
 
 from .functions import seedings
 from .objects import Poisoned, memory_of
-from .step import Run, Slots, Step
+from .step import Run, Slots, Step, Words
 from .streams import Stream
 from .template import Template
 
-MEMBER = ["device", "member"]  # stands in a template for the device of whichever member runs it
+# Stands in a template for the device of whichever member runs it.
+MEMBER: Plain = ["device", "member"]
 
 
-class Shards(list[Any]):
+class Shards(list[object]):
     """What stands in the slot of a mesh's value: those of its members here, in their order."""
 
 
@@ -34,14 +34,16 @@ class Team:
     def __init__(self, number: int, devices: list[str]) -> None:
         self.number, self.devices = number, devices
         self.received = 0  # words
-        # As of a worker's own log: see State.
-        self.templates, self.info = dict[int, Run](), dict[int, Step]()
+        # These are as in a worker's own log: see State.
+        self.templates, self.info = dict[Plain, Run](), dict[Plain, Step]()
         self.next_template = FIRST_TEMPLATE
         self.lines: dict[
             int, list[list[int]]
-        ] = {}  # by the number of a dimension, each member's [group, rank] along it
+            # The key is the number of a dimension; the value has each member's [group, rank] along it.
+        ] = {}
         self.generators = Generators(len(devices))
-        self.default = Stream(0, torch.device("cpu"))  # run by the thread of the worker's own, in turns
+        # Run by the thread of the worker's own, in turns.
+        self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
 
     def enter(self, start: int, words: int) -> None:
@@ -52,7 +54,7 @@ class Team:
             )
         self.received += words
 
-    def member_device(self, pattern: Any, lane: int) -> Any:
+    def member_device(self, pattern: Plain, lane: int) -> Plain:
         """Return a pattern of arguments with a member's device filled in."""
         if pattern == MEMBER:
             return ["device", self.devices[lane]]
@@ -62,7 +64,8 @@ class Team:
 
 
 class Generators:
-    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU of its own.
+    """The random generators of members that share this worker's CPU: each draws what it would draw on a CPU
+    of its own.
 
     Until members are seeded one by one they draw from equal states; see `DeviceMesh.manual_seed`.
     """
@@ -74,10 +77,11 @@ class Generators:
 
     def __enter__(self) -> None:
         self._base = torch.get_rng_state()
-        if self._seeded != seedings[0]:  # the worker's own generator was seeded: so are all that stand for it
+        # The worker's own generator was seeded: so are all that stand for it.
+        if self._seeded != seedings[0]:
             self._states = [None] * len(self._states)
 
-    def draw(self, lane: int, run: Run, slots: Slots, p: list[Any], i: int) -> int:
+    def draw(self, lane: int, run: Run, slots: Slots, p: Words, i: int) -> int:
         """Run one member's instruction with its generator."""
         state = self._states[lane]
         torch.set_rng_state(self._base if state is None else state)
@@ -114,7 +118,7 @@ class Lanes(Step):
         self.unsaid, self.views, self.length = first.unsaid, first.views, first.length
         self.pattern = first.pattern
 
-    def run(self, slots: Slots, p: list[Any], i: int, /) -> int:
+    def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""
         if self._generators is None:
             return self._each(slots, p, i, self.runs)
@@ -122,12 +126,12 @@ class Lanes(Step):
             runs: list[Run] = [partial(self._generators.draw, k, run) for k, run in enumerate(self.runs)]
             return self._each(slots, p, i, runs)
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Let the instruction at `i` fail for each member."""
         drops: list[Run] = [partial(_drop, template, error) for template in self.lanes]
         return self._each(slots, p, i, drops)
 
-    def _each(self, slots: Slots, p: list[Any], i: int, runs: list[Run]) -> int:
+    def _each(self, slots: Slots, p: Words, i: int, runs: list[Run]) -> int:
         """Let each of `runs` act on its member's values."""
         refs = [p[i + k] for k in self.reads]
         operands = [slots.get(ref) for ref in refs]
@@ -143,7 +147,7 @@ class Lanes(Step):
             slots[p[i + k]] = results
         return i + self.length
 
-    def _note(self, slots: Slots, ref: int, lane: int, after: Any) -> None:
+    def _note(self, slots: Slots, ref: Plain, lane: int, after: object) -> None:
         """Poison what was to be written and was not, under all its names."""
         whole = slots.get(ref)
         if isinstance(after, Poisoned) and type(whole) is Shards and after is not whole[lane]:
@@ -152,5 +156,5 @@ class Lanes(Step):
                 self._spread(slots, memory, after.failure)
 
 
-def _drop(step: Step, error: BaseException, slots: Slots, p: list[Any], i: int) -> int:
+def _drop(step: Step, error: BaseException, slots: Slots, p: Words, i: int) -> int:
     return step.drop(slots, p, i, error)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import threading
 import traceback
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from distruntime.errors import NotSupportedError
 from distruntime.wire.codec import dtype_name, tensor_bytes
-from distruntime.wire.messages import Failure
+from distruntime.wire.messages import Failure, Plain
 
-INLINE_BYTES = 1 << 14  # up to here a tensor rides inside the message; above, in a payload frame of its own
-# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its allocator uses the pages again.
+# Up to here a tensor rides inside the message; above, in a payload frame of its own.
+INLINE_BYTES = 1 << 14
+# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its
+# allocator uses the pages again.
 PART_BYTES = 1 << 19
 
-_printing = threading.Lock()  # torch's print options are one global
+# Torch's print options are one global.
+_printing = threading.Lock()
 
 
 class Poisoned:
-    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without running.
+    """Stands in a slot for a value that does not exist; whatever reads it inherits the failure without
+    running.
 
     `memory` is what the value would be a view of: who writes the view has not written that either.
     """
@@ -31,7 +35,7 @@ class Poisoned:
         self.failure, self.memory = failure, memory
 
 
-def memory_of(value: Any) -> torch.UntypedStorage | None:
+def memory_of(value: object) -> torch.UntypedStorage | None:
     """Return the memory that a value in a slot is in, or would be."""
     return (
         value.untyped_storage()
@@ -54,12 +58,15 @@ def failure(error: BaseException, *, seq: int, position: int, op: str, operands:
     return Failure(seq, position, class_name(error), str(error)[:4000], "".join(lines)[-8000:], op, operands)
 
 
-def described(values: list[Any]) -> str:
-    """Return shapes and dtypes of operands, for an error's text; of a list, as of a mesh's members here, how many and the first one's."""
+def described(values: Sequence[object]) -> str:
+    """Return shapes and dtypes of operands, for an error's text.
+
+    Of a list, as of a mesh's members here, how many and the first one's.
+    """
     return ", ".join(map(_described, values))
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {dtype_name(value.dtype)}"
     if isinstance(value, list) and value:
@@ -67,45 +74,46 @@ def _described(value: Any) -> str:
     return repr(value)
 
 
-def spec_fields(tensor: torch.Tensor) -> list[Any]:
-    """Return a tensor's metadata in the order of the wire: sizes, strides, offset, dtype, conjugate and negative bits."""
+def spec_fields(tensor: torch.Tensor) -> list[Plain]:
+    """Return a tensor's metadata in the order of the wire.
+
+    Sizes, strides, offset, dtype, conjugate and negative bits.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSupportedError(
-            f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote tensors are strided only. "
+            f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote "
+            "tensors are strided only. "
             "Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
     return [
         list(tensor.shape),
         list(tensor.stride()),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         dtype_name(tensor.dtype),
         bits,
     ]
 
 
-def render(value: torch.Tensor, options: dict[str, Any]) -> str:
-    """Return the body of torch's `tensor(...)` text; large tensors are summarised before they leave the device."""
+def render(value: torch.Tensor, options: dict[str, Plain]) -> str:
+    """Return the body of torch's `tensor(...)` text.
+
+    Large tensors are summarised before they leave the device.
+    """
     with _printing, torch.no_grad():
-        indent = int(options.pop("indent", 0))
+        indent = options.pop("indent", 0)
+        if not isinstance(indent, int):
+            raise TypeError(f"an indent of {indent!r:.80}")
         with torch._tensor_str.printoptions(**options):
             text: str = torch._tensor_str._tensor_str(value, indent)
     return text
 
 
-def wire_tensor(value: torch.Tensor) -> tuple[list[Any], memoryview]:
-    """Return a tensor's [dtype, sizes] and its bytes, on the CPU. Copies only what is not contiguous there."""
+def wire_tensor(value: torch.Tensor) -> tuple[list[Plain], memoryview]:
+    """Return a tensor's [dtype, sizes] and its bytes, on the CPU.
+
+    Copies only what is not contiguous there.
+    """
     with torch.no_grad():
         here = value.detach().to("cpu")
         return [dtype_name(here.dtype), list(here.shape)], tensor_bytes(here)
-
-
-def plain(value: Any) -> Any:
-    """Return a result that is not a tensor in its wire form."""
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return ["list", *map(plain, value)]
-    raise TypeError(f"a result of class {type(value).__name__} cannot travel to the master")

@@ -1,7 +1,9 @@
-"""Uploads to a GPU that wait for nothing: pinned buffers in main memory, used again once the GPU has read them.
+"""Uploads to a GPU that wait for nothing: pinned buffers in main memory, used again once the GPU has read
+them.
 
-A copy from ordinary memory makes CUDA wait until everything before it on the stream has run; one from pinned memory is queued. Pinning
-is slow, so the buffers are kept. Nothing of this is for other devices: a CPU's tensors are made where they stay.
+A copy from ordinary memory makes CUDA wait until everything before it on the stream has run; one from pinned
+memory is queued. Pinning is slow, so the buffers are kept. Nothing of this is for other devices: a CPU's
+tensors are made where they stay.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ from collections import deque
 
 import torch
 
-_LEAST = 1 << 16  # bytes of a buffer; the sizes are powers of two
-_PIECE = (
-    1 << 24
-)  # bytes that are copied at a time: of a large tensor, the next piece is filled while this one travels
-_MOST = 1 << 28  # bytes that are pinned in all
+# Bytes of a buffer; the sizes are powers of two.
+_LEAST = 1 << 16
+# So many bytes are copied at a time: the next piece of a large tensor is filled while this one travels.
+_PIECE = 1 << 24
+# Bytes that are pinned in all.
+_MOST = 1 << 28
 
 
 class Staging:
     """The pinned buffers of one worker. Any thread may call.
 
-    Invariant: a buffer is either being filled by one thread, or in the queue of its size together with the event that was recorded
-    behind the copy out of it; until the event has happened, the GPU may read it.
+    Invariant: a buffer is either being filled by one thread, or in the queue of its size together with the
+    event that was recorded behind the copy out of it; until the event has happened, the GPU may read it.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -32,9 +35,11 @@ class Staging:
         self.pinned = 0  # bytes, of all buffers
 
     def to(self, device: torch.device, source: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a CPU tensor on a CUDA device, in the order of that device's current stream.
+        """Return a contiguous copy of a CPU tensor on a CUDA device, in the order of that device's current
+        stream.
 
-        `source` may change as soon as this returns. Blocks only where `most` bytes are on their way; raises `torch.OutOfMemoryError`.
+        `source` may change as soon as this returns. Blocks only where `most` bytes are on their way; raises
+        `torch.OutOfMemoryError`.
         """
         target = torch.empty(source.shape, dtype=source.dtype, device=device)
         if not source.numel():
@@ -50,7 +55,8 @@ class Staging:
                 buffer[:nbytes].copy_(piece)
                 there[start : start + nbytes].copy_(buffer[:nbytes], non_blocking=True)
                 copied.record(stream)
-            finally:  # an event that was not recorded counts as one that has happened
+            finally:
+                # An event that was not recorded counts as one that has happened.
                 with self._lock:
                     self._queues[buffer.numel()].append((copied, buffer))
         return target
@@ -69,7 +75,10 @@ class Staging:
             return buffer
 
     def _make_room(self, size: int) -> None:
-        """Let go of buffers of other sizes, large ones first, until there is room; those that other threads are filling may exceed it."""
+        """Let go of buffers of other sizes, large ones first, until there is room.
+
+        Those that other threads are filling may exceed it.
+        """
         dropped = False
         for _, queue in sorted(self._queues.items(), reverse=True):
             while queue and self.pinned + size > self._most:
@@ -77,4 +86,5 @@ class Staging:
                 self.pinned -= queue.popleft()[1].numel()
                 dropped = True
         if dropped:
-            torch._C._host_emptyCache()  # torch would keep them pinned, for buffers of just their size
+            # Torch would keep them pinned, for buffers of just their size.
+            torch._C._host_emptyCache()

@@ -7,23 +7,71 @@ of groups (`Collective`, and `LaneCollective` along a mesh), and the runtime's o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from distruntime.errors import InternalError
+from distruntime.wire.messages import Plain
 
-Slots = dict[int, Any]
-Run = Callable[[Slots, list[Any], int], int]
+# The words of a segment.
+Words = list[Plain]
+# The values of a session by ref: tensors, `Poisoned`, `Shards` of a mesh's members, and what functions of the
+# worker return. A ref is a word, and what may not be one: a word of another kind finds nothing here, or
+# raises.
+Slots = dict[Plain, object]
+Run = Callable[[Slots, Words, int], int]
+
+
+def int_word(word: Plain) -> int:
+    """Return a word that must be a number; raise `TypeError` for any other."""
+    if isinstance(word, int):
+        return word
+    raise TypeError(f"the word {word!r:.80} is no number")
+
+
+def text_word(word: Plain) -> str:
+    """Return a word that must be a text; raise `TypeError` for any other."""
+    if isinstance(word, str):
+        return word
+    raise TypeError(f"the word {word!r:.80} is no text")
+
+
+def list_word(word: Plain) -> list[Plain]:
+    """Return a word that must be a list; raise `TypeError` for any other."""
+    if isinstance(word, list):
+        return word
+    raise TypeError(f"the word {word!r:.80} is no list")
+
+
+def real_word(word: Plain) -> float | None:
+    """Return a word that must be a real number or None; raise `TypeError` for any other."""
+    if word is None or isinstance(word, (int, float)):
+        return word
+    raise TypeError(f"the word {word!r:.80} is no real number")
+
+
+# Torch's operators and the worker's functions: each takes arguments of its own, which no type says.
+Operator = Callable[..., object]  # type: ignore[explicit-any]
 
 
 class Pattern(NamedTuple):
     """What the template of an operator was compiled from."""
 
-    call: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    results: Any
+    call: Operator
+    args: list[Plain]
+    kwargs: dict[str, Plain]
+    results: Plain
+
+
+class Guard(Protocol):
+    """What holds a step to its session's share of memory."""
+
+    def expect(self, predicted: Plain, slots: Slots, p: Words, i: int) -> None:
+        """Note what the master has predicted of the results of the instruction at `i`."""
+
+    def run(self, run: Run, slots: Slots, p: Words, i: int) -> int:
+        """Run the instruction at `i`, if there is memory for it; return the index after it."""
 
 
 class Step(Protocol):
@@ -54,9 +102,9 @@ class Step(Protocol):
     # What each of those runs. The chain replaces it: see chain.py.
     runs: Sequence[Run] = ()
     # What holds it to its session's share of memory, if anything does: see guard.py.
-    guard: Any = None
+    guard: Guard | None = None
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Poison what the instruction at `i` would have made or written; return the index after it."""
 
 
@@ -67,6 +115,6 @@ class Own(Step):
         self.name = name
         self.run = run
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Raise `InternalError`: `Cancelling` knows how each of these is dropped, and no link refuses one."""
         raise InternalError(f"{self.name} cannot be dropped as a template is: see cancel.py") from error

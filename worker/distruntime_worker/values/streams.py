@@ -1,6 +1,8 @@
-"""Streams of a worker: in-order queues, each run by a thread of its own, so that two of them run side by side.
+"""Streams of a worker: in-order queues, each run by a thread of its own, so that two of them run side by
+side.
 
-On a GPU a stream is a CUDA stream too: its thread issues to it, and `marks` hold the events that other streams wait for.
+On a GPU a stream is a CUDA stream too: its thread issues to it, and `marks` hold the events that other
+streams wait for.
 """
 
 from __future__ import annotations
@@ -11,16 +13,30 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from distruntime.wire.codec import Buffer
-from distruntime.wire.messages import Failure, Segment
+from distruntime.wire.messages import Failure, Plain, Segment
 
-_MARKS = 256  # events kept; an older position waits for the oldest of them
+from .step import Run, Step
+
+# Events kept; an older position waits for the oldest of them.
+_MARKS = 256
 
 Action = Callable[[], None]
+
+
+class Mesh(Protocol):
+    """A mesh's log, to those who run its segments: see `Team`."""
+
+    number: int
+    devices: list[str]
+    templates: dict[Plain, Run]
+    info: dict[Plain, Step]
+    streams: dict[int, Stream]
+    default: Stream
 
 
 @dataclass(eq=False, slots=True)
@@ -29,48 +45,59 @@ class Work:
 
     segment: Segment
     payloads: list[Buffer]
-    left: int  # stretches that have not run
+    # Stretches that have not run.
+    left: int
     failures: list[Failure] = field(default_factory=list)
-    corrections: list[Any] = field(default_factory=list)
-    team: Any = None  # whose segment it is, if it is a mesh's
-    turn: threading.Event | None = (
-        None  # set when everything before it has run, where the streams must wait for that
-    )
+    corrections: list[Plain] = field(default_factory=list)
+    # The mesh whose segment it is, if it is one's.
+    team: Mesh | None = None
+    # Set when everything before it has run, where the streams must wait for that.
+    before: threading.Event | None = None
 
 
-Stretch = tuple[Work, int, int]  # the words from one index to another of a segment
+# The words from one index to another of a segment.
+Stretch = tuple[Work, int, int]
 
 
 class Stream:
     """One stream. `reached` and `position` are log positions up to which it has run.
 
-    Invariant: what waits for `reached` (fetches, in `waiting`) is served before `position` moves, and other streams look at `position`:
-    so a fetch has read its value before another stream may go on and write it.
+    Invariant: what waits for `reached` (fetches, in `waiting`) is served before `position` moves, and other
+    streams look at `position`: so a fetch has read its value before another stream may go on and write it.
     """
 
     def __init__(self, number: int, device: torch.device, priority: int = 0) -> None:
         self.number, self.device = number, device
         self.queue: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()
         self.reached = self.position = 0
-        self.cancelled = 0  # what ends at or before this position and has not begun is dropped
-        self.started = 0.0  # time.monotonic() when it began what it runs
+        # What ends at or before this position and has not begun is dropped.
+        self.cancelled = 0
+        # time.monotonic() when it began what it runs.
+        self.started = 0.0
         self.waiting: list[tuple[int, Action]] = []
-        self.serving = threading.RLock()  # held while what has waited is answered
-        self.blocked: list[tuple[int, threading.Event]] = []  # streams that wait for `position`
-        # (position of the wait, other stream, its position): what it has not waited for, because it was cancelled. Never changed in place.
+        # A thread holds it while it answers what has waited.
+        self.serving = threading.RLock()
+        # These streams wait for `position`.
+        self.blocked: list[tuple[int, threading.Event]] = []
+        # (position of the wait, other stream, its position): what it has not waited for, because it was
+        # cancelled. Never changed in place.
         self.owed: tuple[tuple[int, Stream, int], ...] = ()
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
 
-    def entered(self) -> AbstractContextManager[Any]:
+    def entered(self) -> AbstractContextManager[object]:
         """Return the context in which kernels of this thread go to this stream."""
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
     def owe(self, at: int, other: Stream, position: int) -> None:
-        """Note a wait that was dropped at log position `at`; forget those that are over, but not what those streams owe themselves."""
+        """Note a wait that was dropped at log position `at`.
+
+        Forget those that are over, but not what those streams owe themselves.
+        """
         debts = [*self.owed, (at, other, position)]
         kept: list[tuple[int, Stream, int]] = []
-        for since, stream, until in debts:  # which grows; ends, as each wait is for a position before its own
+        # The list grows meanwhile. It ends, as each wait is for a position before its own.
+        for since, stream, until in debts:
             if stream.position < until:
                 kept.append((since, stream, until))
             else:
@@ -78,7 +105,7 @@ class Stream:
                 debts += [debt for debt in new if debt not in debts]
         self.owed = tuple(kept)
 
-    def publish(self, position: int) -> None:
+    def advance(self, position: int) -> None:
         """Let other streams see that this one has got to `position`."""
         self.position = position
         if self.blocked:
@@ -86,7 +113,7 @@ class Stream:
                 if entry[0] <= position:
                     entry[1].set()
 
-    # -- on a GPU, where to have run only means to be issued ----------------------------------------------------------------------
+    # -- on a GPU, where to have run only means to be issued ---------------------------------------
 
     def _currents(self) -> list[torch.cuda.Stream]:
         """The CUDA streams behind this one: stream 0 is the default stream of every GPU."""
@@ -105,14 +132,20 @@ class Stream:
             self._marks.append((position, events))
 
     def events(self, position: int) -> list[torch.cuda.Event]:
-        """Return events that come after what was issued up to `position`: the first mark behind it, else one made now."""
+        """Return events that come after what was issued up to `position`.
+
+        The first mark behind it, else one made now.
+        """
         for marked, events in list(self._marks):
             if marked >= position:
                 return events
         return [current.record_event() for current in self._currents()]
 
     def wait_for(self, events: list[torch.cuda.Event]) -> None:
-        """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's: its copies are no kernels."""
+        """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's.
+
+        Its copies are no kernels.
+        """
         if self.cuda is None and self.number:
             for event in events:
                 event.synchronize()
@@ -121,17 +154,29 @@ class Stream:
                 current.wait_event(event)
 
 
+class Happening(Protocol):
+    """What a copy waits for: an event of a GPU, or a file that is written."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> object: ...
+
+
 class HostCopy:
-    """What `HOST` puts into a slot: a copy in memory of the host, pinned where it comes from a GPU, whose copying may be under way."""
+    """What `HOST` puts into a slot.
+
+    A copy in memory of the host, pinned where it comes from a GPU, whose copying may be under way.
+    """
 
     __slots__ = ("event", "tensor")
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
+        self.event: Happening | None = None
         if not value.is_cuda:
             self.tensor = value.clone(memory_format=torch.contiguous_format)
             return
-        # torch's allocator of pinned memory keeps blocks and uses them again when the copies into them are done.
+        # torch's allocator of pinned memory keeps blocks and uses them again when the copies into them are
+        # done.
         self.tensor = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self.tensor.copy_(value, non_blocking=True)
         self.event = torch.cuda.current_stream(value.device).record_event()

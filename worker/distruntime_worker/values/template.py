@@ -1,46 +1,49 @@
 """Templates: an operator with its argument pattern, compiled once to a function that runs one instruction.
 
-This is the worker's hot path. The function's source holds only positions (`p[i+1]`) and names of closure variables; every
-constant, and the operator itself, comes in by closure, so nothing that came over the wire is ever source code.
-An instruction is [template, operand words..., result refs...]; the compiled function returns the index of the word after it.
+This is the worker's hot path. The function's source holds only positions (`p[i+1]`) and names of closure
+variables; every constant, and the operator itself, comes in by closure, so nothing that came over the wire is
+ever source code. An instruction is [template, operand words..., result refs...]; the compiled function
+returns the index of the word after it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import OPERAND, unpack_constant
+from distruntime.wire.messages import Plain
 from distruntime.wire.unsaid import unsaid_writes
 
-from .step import Pattern, Run, Slots, Step
+from .step import Operator, Pattern, Run, Slots, Step, Words
 
-Fail = Callable[["Template", Slots, list[Any], int, BaseException], None]
+Fail = Callable[["Template", Slots, Words, int, BaseException], None]
 
 
-_ON_IMPORT = {  # torch's operators that exist only once their module is imported
+# Torch's operators that exist only once their module is imported.
+_ON_IMPORT = {
     "torch_nn": "torch.nn.modules.linear_cross_entropy",
     "torch_attn": "torch.nn.attention.varlen",
 }
 
 
-def operator(name: str) -> Callable[..., Any]:
-    """Return the operator that `name` ("aten::add.Tensor") names here; one that raises if this torch does not have it."""
+def operator(name: str) -> Operator:
+    """Return the operator that `name` ("aten::add.Tensor") names here.
+
+    One that raises if this torch does not have it.
+    """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
         importlib.import_module(_ON_IMPORT[namespace])
     try:
-        found: Callable[..., Any] = getattr(
-            getattr(getattr(torch.ops, namespace), base), overload or "default"
-        )
+        found: Operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):
 
-        def missing(*_: Any, **__: Any) -> None:
+        def missing(*_: object, **__: object) -> None:
             raise NotImplementedError(f"{name} does not exist in torch {torch.__version__} on this worker")
 
         return missing
@@ -53,10 +56,10 @@ class Template(Step):
     def __init__(
         self,
         name: str,
-        call: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        results: Any,
+        call: Operator,
+        args: list[Plain],
+        kwargs: dict[str, Plain],
+        results: Plain,
         device: Callable[[torch.device], torch.device],
         fail: Fail,
     ) -> None:
@@ -79,10 +82,10 @@ class Template(Step):
         )
         names = [a.name for a in schema.arguments] if schema else []
         unsaid = unsaid_writes(name, names, {**dict(zip(names, args)), **kwargs})
-        closure: dict[str, Any] = {"call": call, "fail": fail, "template": self}
+        closure: dict[str, object] = {"call": call, "fail": fail, "template": self}
         offset = 1
 
-        def word(pattern: Any, argument: str) -> str:
+        def word(pattern: Plain, argument: str) -> str:
             nonlocal offset
             if pattern == OPERAND or pattern == ["number"]:
                 text = f"slots[p[i+{offset}]]" if pattern == OPERAND else f"p[i+{offset}]"
@@ -114,7 +117,7 @@ class Template(Step):
         first = offset
         lines: list[str] = []
 
-        def store(pattern: Any, source: str) -> None:
+        def store(pattern: Plain, source: str) -> None:
             nonlocal offset
             if isinstance(pattern, list):
                 for k, item in enumerate(pattern):
@@ -134,11 +137,14 @@ class Template(Step):
         self.writes = list(range(first, offset))
         self.length = offset
         source = "def run(slots, p, i):\n    try:\n" + "".join(f"        {line}\n" for line in lines)
-        source += f"    except Exception as error:\n        fail(template, slots, p, i, error)\n    return i + {offset}\n"
+        source += (
+            "    except Exception as error:\n        fail(template, slots, p, i, error)\n    return "
+            f"i + {offset}\n"
+        )
         exec(compile(source, f"<{name}>", "exec"), closure)
-        self.run: Run = closure["run"]
+        self.run: Run = closure["run"]  # type: ignore[assignment]
 
-    def drop(self, slots: Slots, p: list[Any], i: int, error: BaseException, /) -> int:
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Let the instruction at `i` fail with `error`, as if its operator had raised it."""
         self._fail(self, slots, p, i, error)
         return i + self.length

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import sys
-from typing import Any
 
 import torch
 import torch.distributed
@@ -21,16 +20,19 @@ from distruntime.wire.data_channel import (
     registered,
     registered_names,
 )
+from distruntime.wire.messages import ChannelOffer
 
 log = logging.getLogger("distruntime.worker")
 
+# Every mpirun puts one of these into the environment.
 _MPIRUN = (
     "PMI_RANK",
     "PMIX_RANK",
     "OMPI_COMM_WORLD_RANK",
-)  # what mpirun puts into the environment, whichever it is
+)
 
-# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it is imported.
+# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it
+# is imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),
@@ -60,7 +62,10 @@ def _missing(name: str) -> str:
 
 
 def find(name: str) -> Factory:
-    """Return the data channel of that name; raise `ConfigurationError`, saying why, if it cannot be had here."""
+    """Return the data channel of that name.
+
+    Raise `ConfigurationError`, saying why, if it cannot be had here.
+    """
     found = registered(name)
     if found is not None:
         return found
@@ -71,7 +76,8 @@ def find(name: str) -> Factory:
         module, cls = _SHIPPED[name]
         try:
             return checked_class(name, getattr(importlib.import_module(module, __package__), cls))
-        except (ImportError, OSError, RuntimeError) as error:  # a library that does not load
+        except (ImportError, OSError, RuntimeError) as error:
+            # A library does not load.
             raise ConfigurationError(
                 f"the data channel {name!r} does not load on this worker: {error}"
             ) from error
@@ -84,7 +90,10 @@ def find(name: str) -> Factory:
 
 
 def prepare() -> None:
-    """Start MPI, if `mpirun` has started this worker: it waits there for all that `mpirun` starts, and the master would wait with it."""
+    """Start MPI, if `mpirun` has started this worker.
+
+    It waits there for all that `mpirun` starts, and the master would wait with it.
+    """
     if not _missing("mpi"):
         try:
             find("mpi")
@@ -98,10 +107,10 @@ def names() -> list[str]:
     return [*shipped, *(n for n in [*registered_names(), *entry_point_names()] if n not in shipped)]
 
 
-def report(name: str) -> list[Any]:
-    """Return [why it cannot be had here or nothing, its capabilities in wire form or None, the Python that runs here]."""
+def report(name: str) -> ChannelOffer:
+    """Return whether a data channel can be had here, and what it can do."""
     python = list(sys.version_info[:2])
     try:
-        return ["", find(name).capabilities.wire(), python]  # type: ignore[attr-defined]
+        return ChannelOffer("", find(name).capabilities.wire(), python)  # type: ignore[attr-defined]
     except ConfigurationError as error:
-        return [str(error), None, python]
+        return ChannelOffer(str(error), None, python)

@@ -1,7 +1,8 @@
 """The data channel for CPUs: torch's ProcessGroupGloo, for any number of groups and no global one.
 
-gloo asks nobody who he is. So when all members are connected, and before a tensor moves, each sees for itself who is at the other ends: its
-connections must be those that the others have, seen from their side, and what only members know must come over each of them.
+gloo asks nobody who he is. So when all members are connected, and before a tensor moves, each sees for itself
+who is at the other ends: its connections must be those that the others have, seen from their side, and what
+only members know must come over each of them.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from distruntime.wire.deadlines import MEET
 
 from ..listening import LISTENING, Endpoint, tcp_sockets
 
-dist: Any = torch.distributed  # whose stubs leave out what is used here
+# Torch's stubs leave out what is used here.
+dist: Any = torch.distributed  # type: ignore[explicit-any]
 
 log = logging.getLogger("distruntime.worker")
 
-# What torch 2.11, 2.13 and 2.15 do alike, every pair of reduction and dtype tried: gloo has no int16, AVG is of floating point only, and a
-# SUM of bools leaves a 2 where two are true, which is no bool.
+# What torch 2.11, 2.13 and 2.15 do alike, every pair of reduction and dtype tried: gloo has no int16, AVG is
+# of floating point only, and a SUM of bools leaves a 2 where two are true, which is no bool.
 _NUMBERS = numbers(torch.int16)
 _FLOATS = frozenset(d for d in _NUMBERS if d.is_floating_point)
 _INTEGERS = _NUMBERS - _FLOATS
 _BOOL = {torch.bool}
-_NEVER = (1 << 31) - 1  # a tag that no tensor has
-_WORD = _NEVER - 1  # neither has this one: of what only members know
-_TRIES = 20  # to make a device while nothing else of this process begins to listen
+# A tag that no tensor has.
+_NEVER = (1 << 31) - 1
+# Neither has this one: of what only members know.
+_WORD = _NEVER - 1
+# The worker tries so often to make a device while nothing else of this process begins to listen.
+_TRIES = 20
 _SECRET = 32  # bytes
 
 
@@ -79,7 +84,7 @@ class Gloo(DataChannel):
             self.abort()
             raise
 
-    # -- who is at the other ends --------------------------------------------------------------------------------------------------
+    # -- who is at the other ends ------------------------------------------------------------------
 
     def _compare_ends(self, where: Endpoint | None) -> None:
         """Raise `ConnectionError` unless there is a connection to each member, which that one has too."""
@@ -124,8 +129,10 @@ class Gloo(DataChannel):
 
     def _not_with(self, rank: int, why: str) -> ConnectionError:
         return ConnectionError(
-            f"gloo at rank {self.rank} is not connected with rank {rank}: it {why}. Expected a connection of the two alone; "
-            "somebody who is no member has come between, or addresses are translated on the way. No tensor was sent. "
+            f"gloo at rank {self.rank} is not connected with rank {rank}: it {why}. Expected a connection "
+            "of the two alone; "
+            "somebody who is no member has come between, or addresses are translated on the way. No tensor "
+            "was sent. "
             'Where others can be on the way, use data_channel="tcp+tls"'
         )
 
@@ -179,8 +186,9 @@ class Gloo(DataChannel):
         self._group._reduce_scatter_base(output, data, options).wait()
 
     def abort(self) -> None:
-        # gloo has no other way from outside: an operation that times out closes every connection of its group, and what waits raises. With
-        # a member that is gone it does not time out but fails, and closes nothing: so with each, until one is there.
+        # gloo has no other way from outside: an operation that times out closes every connection of its
+        # group, and what waits raises. With a member that is gone it does not time out but fails, and closes
+        # nothing: so with each, until one is there.
         for peer in range(self.size):
             if peer != self.rank:
                 try:
@@ -194,7 +202,7 @@ class Gloo(DataChannel):
         del self._group
 
 
-def _device(host: str) -> tuple[Any, Endpoint | None]:
+def _device(host: str) -> tuple[object, Endpoint | None]:
     """Return a device of gloo's, and where it listens; nothing where the system does not say."""
     for _ in range(_TRIES):
         with LISTENING:
@@ -208,16 +216,21 @@ def _device(host: str) -> tuple[Any, Endpoint | None]:
             return device, next(iter(new))
         if not new:
             log.warning(
-                "where gloo listens cannot be seen here: who is at the other ends of its connections is not looked at"
+                "where gloo listens cannot be seen here: who is at the other ends of its connections is not "
+                "looked at"
             )
             return device, None
     raise ConfigurationError(
-        f"another library of this worker has begun to listen somewhere, {_TRIES} times while gloo did: try again"
+        f"another library of this worker has begun to listen somewhere, {_TRIES} times while gloo did: try "
+        "again"
     )
 
 
-def _endpoint(listed: Any) -> Endpoint | None:
-    return None if listed is None else (str(listed[0]), int(listed[1]))
+def _endpoint(listed: object) -> Endpoint | None:
+    match listed:
+        case [str(host), int(port)]:
+            return host, port
+    return None
 
 
 def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
@@ -228,7 +241,7 @@ def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _all_reduce(name: str) -> Any:
+def _all_reduce(name: str) -> object:
     options = dist.AllreduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, name)
     return options

@@ -1,7 +1,8 @@
-"""The data channel over MPI, for workers that `mpirun` has started: mpi4py's calls, and nothing of our own but how they are waited for.
+"""The data channel over MPI, for workers that `mpirun` has started: mpi4py's calls, and nothing of our own
+but how they are waited for.
 
-Every call is begun without blocking and looked at until it is done, as that is the only way in which MPI lets another thread end it. What
-was begun and never done keeps its memory for ever: MPI may still write there.
+Every call is begun without blocking and looked at until it is done, as that is the only way in which MPI lets
+another thread end it. What was begun and never done keeps its memory for ever: MPI may still write there.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import json
 import threading
 import time
 import uuid
-from typing import Any, final
+from typing import Protocol, final
 
 import torch
-from mpi4py import MPI as mpi  # starts MPI, with MPI_THREAD_MULTIPLE where it can
+
+# Starts MPI, with MPI_THREAD_MULTIPLE where it can.
+from mpi4py import MPI as mpi
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.data_channel import (
@@ -26,8 +29,15 @@ from distruntime.wire.data_channel import (
     numbers,
 )
 
-_EAGER = 0.02  # seconds of looking without a pause: a large message moves on only while it is looked at
-_PAUSE = 0.0002  # seconds between looks from then on
+
+class _Request(Protocol):
+    def Test(self) -> bool: ...
+
+
+# Seconds of looking without a pause: a large message moves on only while it is looked at.
+_EAGER = 0.02
+# Seconds between looks from then on.
+_PAUSE = 0.0002
 _TYPES = {
     torch.uint8: mpi.UINT8_T,
     torch.int8: mpi.INT8_T,
@@ -49,14 +59,19 @@ _OPS = {
 _REDUCED = numbers(torch.float16, torch.bfloat16)
 _INTEGERS = frozenset(d for d in _REDUCED if not d.is_floating_point)
 
-_job: str = mpi.COMM_WORLD.bcast(uuid.uuid4().hex)  # of this mpirun, to tell workers of others from ours
+# This names our mpirun, and so tells workers of others from ours.
+_job: str = mpi.COMM_WORLD.bcast(uuid.uuid4().hex)
 _last_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
-_left_behind: list[Any] = []  # what was begun and never done, with its memory
+# What was begun and never done, with its memory.
+_left_behind: list[object] = []
 
 
 @final
 class MPI(DataChannel):
-    """Every collective of torch.distributed, as MPI has them. One member a worker, all started by one `mpirun`."""
+    """Every collective of torch.distributed, as MPI has them.
+
+    One member a worker, all started by one `mpirun`.
+    """
 
     capabilities = Capabilities(
         frozenset({*MOVES, *REDUCES}),
@@ -73,7 +88,8 @@ class MPI(DataChannel):
         members = [json.loads(membership.store.get(f"mpi-{rank}")) for rank in range(self.size)]
         if {job for job, _ in members} != {_job}:
             raise ConfigurationError(
-                "the workers of an mpi group are started by one mpirun: mpirun -n 2 distruntime-worker --master ..."
+                "the workers of an mpi group are started by one mpirun: mpirun -n 2 distruntime-worker "
+                "--master ..."
             )
         ranks = [rank for _, rank in members]
         if len(set(ranks)) < self.size:
@@ -85,7 +101,7 @@ class MPI(DataChannel):
         # The master opens one group at a time, so one tag does for all.
         self._comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), 0)
 
-    def _finish(self, request: Any, *memory: Any) -> None:
+    def _finish(self, request: _Request, *memory: object) -> None:
         started = time.monotonic()
         while not request.Test():
             waited = time.monotonic() - started
@@ -99,7 +115,8 @@ class MPI(DataChannel):
             if waited > _EAGER:
                 self._end.wait(_PAUSE)
             else:
-                time.sleep(0)  # the core to another thread or process that is ready, if there is one
+                # The core to another thread or process that is ready, if there is one.
+                time.sleep(0)
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         self._finish(self._comm.Isend(_buffer(data), to, tag & _last_tag), data)
@@ -151,5 +168,5 @@ class MPI(DataChannel):
         self._comm.Free()
 
 
-def _buffer(data: torch.Tensor) -> list[Any]:
+def _buffer(data: torch.Tensor) -> list[object]:
     return [data.numpy(), _TYPES[data.dtype]]

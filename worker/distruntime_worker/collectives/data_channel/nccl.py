@@ -21,7 +21,8 @@ from distruntime.wire.data_channel import (
 
 from ..interfaces import interface_of
 
-dist: Any = torch.distributed  # whose stubs leave out what is used here
+# Torch's stubs leave out what is used here.
+dist: Any = torch.distributed  # type: ignore[explicit-any]
 
 _REDUCED = numbers(torch.int16)
 
@@ -30,7 +31,8 @@ _REDUCED = numbers(torch.int16)
 class NCCL(DataChannel):
     """Every collective of torch.distributed, on the current CUDA stream's order."""
 
-    # NCCL knows no tags, and two communicators on one device, begun in different orders on different members, wait for each other.
+    # NCCL knows no tags, and two communicators on one device, begun in different orders on different members,
+    # wait for each other.
     capabilities = Capabilities(
         frozenset({*MOVES, *REDUCES}),
         {
@@ -51,8 +53,9 @@ class NCCL(DataChannel):
         with torch.cuda.device(self._device):
             self._group = dist.ProcessGroupNCCL(membership.store, self.rank, self.size, options)
 
-    def _finish(self, work: Any) -> None:
-        work.wait()  # the current stream waits for NCCL's; this thread does not
+    def _finish(self, work: torch.distributed.Work) -> None:
+        # The current stream waits for NCCL's; this thread does not.
+        work.wait()
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         with torch.cuda.device(self._device):
@@ -130,11 +133,14 @@ class NCCL(DataChannel):
 
 
 def _bind(host: str) -> None:
-    """Have NCCL use the interface where other workers reach this one, unless the user has said which. NCCL asks once in a process."""
+    """Have NCCL use the interface where other workers reach this one, unless the user has said which.
+
+    NCCL asks once in a process.
+    """
     name = interface_of(host)
     if name:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-def _op(op: Reduction) -> Any:
+def _op(op: Reduction) -> object:
     return getattr(dist.ReduceOp, op.name) if op.factor is None else dist._make_nccl_premul_sum(op.factor)

@@ -15,16 +15,19 @@ from pathlib import Path
 from distruntime.errors import ConfigurationError
 from distruntime.wire.identity import has_died, process
 
-_LONGEST = 80  # characters of the folder's path: with the socket's name there may be 107, on macOS 103
+# Characters of the folder's path: with the socket's name there may be 107, on macOS 103.
+_LONGEST = 80
 _PREFIX = "distruntime-data-"
-_OWNER = "process"  # the file that says whose folder it is
+# The file that says whose folder it is.
+_OWNER = "process"
 
 _made: list[Path] = []
 _making = threading.Lock()
 
 
 def private_folder() -> Path:
-    """Return the folder (mode 0700), made at the first call. It is removed when the process ends, else by the next one of this user's.
+    """Return the folder (mode 0700), made at the first call. It is removed when the process ends, else by the
+    next one of this user's.
 
     Raise `ConfigurationError` where there can be none.
     """
@@ -34,7 +37,8 @@ def private_folder() -> Path:
                 _made.append(_make())
             except OSError as error:
                 raise ConfigurationError(
-                    f"no folder for sockets can be made: {error}. Expected one for temporary files that this user may write to: set TMPDIR"
+                    f"no folder for sockets can be made: {error}. Expected one for temporary files that "
+                    "this user may write to: set TMPDIR"
                 ) from error
             atexit.register(shutil.rmtree, _made[0], ignore_errors=True)
         return _made[0]
@@ -53,7 +57,8 @@ def _make() -> Path:
 def _sweep(base: Path) -> None:
     """Remove the folders of this user's processes that were killed."""
     for folder in base.glob(f"{_PREFIX}*"):
-        with suppress(OSError, ValueError):  # gone meanwhile, another user's, or not one of ours
+        # Gone meanwhile, another user's, or not one of ours.
+        with suppress(OSError, ValueError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 owner = json.loads((folder / _OWNER).read_text())

@@ -1,12 +1,14 @@
-"""Who is at the other end of a connection: both ends prove that they hold the group's secret, which is not sent. Knows no socket.
+"""Who is at the other end of a connection: both ends prove that they hold the group's secret, which is not
+sent. Knows no socket.
 
     dialler    "dr-data6", its rank (4 bytes), the rank that it wants (4), 32 random bytes
     listener   32 random bytes, its proof
     dialler    its proof
     listener   one byte: the proof holds
 
-A proof is an HMAC-SHA256 of all that was said so far, under the secret, with a word before it that tells the two ends apart. The random
-bytes of both are in it: what was recorded proves nothing again, to no member and in no group.
+A proof is an HMAC-SHA256 of all that was said so far, under the secret, with a word before it that tells the
+two ends apart. The random bytes of both are in it: what was recorded proves nothing again, to no member and
+in no group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import os
 import struct
 from typing import final
 
-SECRET = 32  # bytes of the group's secret
+# Bytes of the group's secret.
+SECRET = 32
 ACCEPTED = b"\x06"
 _MAGIC = b"dr-data6"
 _HELLO = struct.Struct("!8sII32s")
@@ -35,7 +38,10 @@ def _proof(secret: bytes, who: bytes, said: bytes) -> bytes:
 
 @final
 class Dialler:
-    """The end that has dialled: rank `rank`, which wants rank `to`. Send `hello`, then what `prove` returns for the answer."""
+    """The end that has dialled.
+
+    Rank `rank`, which wants rank `to`. Send `hello`, then what `prove` returns for the answer.
+    """
 
     def __init__(self, secret: bytes, rank: int, to: int) -> None:
         self._secret, self._to = secret, to
@@ -53,7 +59,10 @@ class Dialler:
 
 @final
 class Listener:
-    """The end that was dialled: rank `rank` of `size`. Once `check` has returned, the other end is rank `source`."""
+    """The end that was dialled.
+
+    Rank `rank` of `size`. Once `check` has returned, the other end is rank `source`.
+    """
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
         self._secret, self._rank, self._size = secret, rank, size

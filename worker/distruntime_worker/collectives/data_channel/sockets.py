@@ -1,14 +1,16 @@
 """Tensors from worker to worker over sockets of our own: what the data channels tcp and tcp+tls share.
 
-Before a byte of a tensor moves, both ends of a connection prove that they are who they should be (`proof.py`). Then each message has a
-connection to itself until it is received: the receiver's side reads the header; the bytes stay in the socket until `receive` asks for
-them, go straight into the tensor's memory, and are answered with one byte. Then the sender may use the connection again. So a message
-whose receiver is not there yet holds up its sender, and no other message.
+Before a byte of a tensor moves, both ends of a connection prove that they are who they should be
+(`proof.py`). Then each message has a connection to itself until it is received: the receiver's side reads the
+header; the bytes stay in the socket until `receive` asks for them, go straight into the tensor's memory, and
+are answered with one byte. Then the sender may use the connection again. So a message whose receiver is not
+there yet holds up its sender, and no other message.
 
     message   tag (8 bytes), size in bytes (8), the bytes
     answer    one byte
 
-Members that are all on one machine meet at unix sockets in folders that only their user may enter; else each listens at a tcp port.
+Members that are all on one machine meet at unix sockets in folders that only their user may enter; else each
+listens at a tcp port.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import threading
 import time
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,15 +41,35 @@ log = logging.getLogger("distruntime.worker")
 
 _HEADER = struct.Struct("!QQ")
 _TAKEN = b"\x06"
-_SMALL = 1 << 16  # bytes that go with their header
-_LONGEST = 1e6  # seconds, of what a socket takes as a timeout
-_CONNECT = 10.0  # seconds to connect, and to get through to a member whose strangers are in the way
-_STRANGER = 2.0  # seconds that who connects may take to prove who it is
-_STRANGERS = 64  # connections that have not proven it, at a time: one more, and one of them is closed
-_LOOK = 5.0  # seconds between looks whether the group has ended, where that does not wake `accept`
-_SAY = 60.0  # seconds between lines in the log about strangers
+# Bytes that go with their header.
+_SMALL = 1 << 16
+# Seconds, of what a socket takes as a timeout.
+_LONGEST = 1e6
+# Seconds to connect, and to get through to a member whose strangers are in the way.
+_CONNECT = 10.0
+# Seconds that who connects may take to prove who it is.
+_STRANGER = 2.0
+# Connections that have not proven it, at a time: one more, and one of them is closed.
+_STRANGERS = 64
+# Seconds between looks whether the group has ended, where that does not wake `accept`.
+_LOOK = 5.0
+# Seconds between lines in the log about strangers.
+_SAY = 60.0
 
 _numbers = count().__next__
+
+
+# Where a member listens: a path, or host and port.
+Address = str | tuple[str, int]
+
+
+def _address(said: object) -> Address:
+    match said:
+        case str():
+            return said
+        case [str(host), int(port)]:
+            return host, port
+    raise ConnectionError(f"a member says that it listens at {said!r:.80}")
 
 
 class Cover(Protocol):
@@ -63,7 +85,10 @@ class Cover(Protocol):
         """Return what to use in the socket's place. Never blocks."""
 
     def greet(self, sock: socket.socket, timeout: float) -> None:
-        """Do what comes before the first byte. Block for `timeout` seconds at most; raise `OSError`, `Unproven` if that is no member."""
+        """Do what comes before the first byte.
+
+        Block for `timeout` seconds at most; raise `OSError`, `Unproven` if that is no member.
+        """
 
     def check(self, sock: socket.socket, rank: int) -> None:
         """Raise `Unproven` unless that member is at the other end, as far as this can tell."""
@@ -78,7 +103,10 @@ class _Message(NamedTuple):
 
 
 class SocketChannel(DataChannel):
-    """Send and receive, side by side in any number of threads. Abstract: a subclass says what it is called, and its cover."""
+    """Send and receive, side by side in any number of threads.
+
+    Abstract: a subclass says what it is called, and its cover.
+    """
 
     def __init__(self, membership: Membership, name: str, cover: Cover) -> None:
         super().__init__(membership)
@@ -87,12 +115,16 @@ class SocketChannel(DataChannel):
         self._changed = threading.Condition()  # guards what follows
         self._ended = False
         self._open: set[socket.socket] = set()
-        self._idle: dict[int, list[socket.socket]] = {}  # of these, what leads to each member and may be used
+        # These sockets lead to each member, and may be used.
+        self._idle: dict[int, list[socket.socket]] = {}
         self._arrived: dict[tuple[int, int], _Message] = {}  # by source and tag
-        self._strangers: list[socket.socket] = []  # who have not proven who they are
-        self._proving = 0  # threads that wait for one of them, those among them that were closed just now
+        # These peers have not proven who they are.
+        self._strangers: list[socket.socket] = []
+        # Threads that wait for one of them, those among them that were closed just now.
+        self._proving = 0
         self._refused, self._say_at = 0, 0.0
-        self._path = ""  # of the unix socket, if it is one
+        # The path of the unix socket, if it is one.
+        self._path = ""
         store = membership.store
         store.set(f"tcp-{self.rank}-is", json.dumps([vicinity(), cover.about()]))
         if self.rank == 0:
@@ -106,13 +138,16 @@ class SocketChannel(DataChannel):
         threading.Thread(target=self._accept, args=(listener,), name=f"tcp-{self.rank}", daemon=True).start()
         try:
             store.set(f"tcp-{self.rank}-at", json.dumps(address))
-            self._members: list[Any] = [json.loads(store.get(f"tcp-{rank}-at")) for rank in range(self.size)]
+            self._members = [_address(json.loads(store.get(f"tcp-{rank}-at"))) for rank in range(self.size)]
         except BaseException:
             self.abort()
             raise
 
-    def _listener(self, together: bool) -> tuple[socket.socket, Any]:
-        """Return a socket that listens, and its address for the others: a path where all are together, else [host, port]."""
+    def _listener(self, together: bool) -> tuple[socket.socket, Address]:
+        """Return a socket that listens, and its address for the others.
+
+        A path where all are together, else [host, port].
+        """
         if together:
             self._path = str(private_folder() / str(_numbers()))
             listener = socket.socket(socket.AF_UNIX)
@@ -128,9 +163,9 @@ class SocketChannel(DataChannel):
             listener = socket.create_server(
                 (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
-        return listener, [host, listener.getsockname()[1]]
+        return listener, (host, listener.getsockname()[1])
 
-    # -- messages ------------------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         deadline, body = time.monotonic() + self._timeout, tensor_bytes(data)
@@ -169,7 +204,8 @@ class SocketChannel(DataChannel):
             if message.size != len(body):
                 raise ConnectionError(f"it sends {message.size}")
             _fill(message.sock, body, deadline)
-            message.sock.sendall(_TAKEN)  # before this returns: the group may be closed next
+            # Before this returns: the group may be closed next.
+            message.sock.sendall(_TAKEN)
         except OSError as error:
             if message is not None:
                 self._close(message.sock)
@@ -185,7 +221,8 @@ class SocketChannel(DataChannel):
                 with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
                     sock.setblocking(False)
                     sock.connect(self._path)
-            for sock in self._open:  # the thread that uses it wakes, and closes it
+            # The thread that uses it wakes, and closes it.
+            for sock in self._open:
                 _hang_up(sock)
             for sock in (sock for row in self._idle.values() for sock in row):
                 sock.close()
@@ -207,7 +244,7 @@ class SocketChannel(DataChannel):
     def _failed(self, what: str, error: OSError) -> OSError:
         return ConnectionError(f"{what}: {'the group has ended' if self._ended else error}")
 
-    # -- the end that dials --------------------------------------------------------------------------------------------------------
+    # -- the end that dials ------------------------------------------------------------------------
 
     def _connection(self, to: int, deadline: float) -> socket.socket:
         """Return a connection to a member, proven."""
@@ -222,9 +259,11 @@ class SocketChannel(DataChannel):
                 Unproven,
                 ConnectionRefusedError,
                 FileNotFoundError,
-            ) as error:  # which another try does not mend
+                # Another try does not mend this.
+            ) as error:
                 raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
-            except OSError as error:  # strangers may have taken all places: one that is closed for the next may be this one
+            # Strangers may have taken all places: one that is closed for the next may be this one.
+            except OSError as error:
                 now = time.monotonic()
                 give_up = give_up or now + _CONNECT
                 with self._changed:
@@ -251,7 +290,8 @@ class SocketChannel(DataChannel):
             sock = socket.create_connection((address[0], address[1]), patience)
         sock = self._entered(self._cover.around(sock, True))
         try:
-            # However long that takes: a member that stands still is no stranger, and its machine has taken the connection already.
+            # However long that takes: a member that stands still is no stranger, and its machine has taken
+            # the connection already.
             self._cover.greet(sock, _left(deadline))
             self._cover.check(sock, to)
             dialler = Dialler(self._secret, self.rank, to)
@@ -275,7 +315,7 @@ class SocketChannel(DataChannel):
                 sock.close()
         return sock
 
-    # -- the end that listens ------------------------------------------------------------------------------------------------------
+    # -- the end that listens ----------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._ended:
@@ -285,7 +325,8 @@ class SocketChannel(DataChannel):
                 continue
             except OSError as error:
                 with self._changed:
-                    if not self._ended:  # too many files are open, most likely
+                    # Too many files are open, most likely.
+                    if not self._ended:
                         log.warning("the data channel %s did not accept a connection: %s", self._name, error)
                         self._changed.wait(1.0)
                 continue
@@ -302,7 +343,8 @@ class SocketChannel(DataChannel):
         self._close(listener)
 
     def _admit(self, sock: socket.socket) -> None:
-        """Give who has connected a thread that waits for its proof; where all places are taken, one of them, drawn by lot.
+        """Give who has connected a thread that waits for its proof; where all places are taken, one of them,
+        drawn by lot.
 
         Not the oldest: a flood could keep members out then, however often they come again.
         """
@@ -314,7 +356,8 @@ class SocketChannel(DataChannel):
             self._proving += 1
         try:
             threading.Thread(target=self._serve, args=(sock,), name=f"tcp-{self.rank}", daemon=True).start()
-        except RuntimeError as error:  # there is no more room for a thread
+        except RuntimeError as error:
+            # There is no more room for a thread.
             self._left_the_door(sock)
             self._close(sock)
             self._refuse(error)
@@ -335,7 +378,8 @@ class SocketChannel(DataChannel):
                 return
             self._refused, self._say_at = 0, now + _SAY
         log.warning(
-            "the data channel %s at rank %d has closed %d connection%s that did not prove to be a member's, the last: %s",
+            "the data channel %s at rank %d has closed %d connection%s that did not prove to be a member's, "
+            "the last: %s",
             self._name,
             self.rank,
             refused,
@@ -352,7 +396,8 @@ class SocketChannel(DataChannel):
         listener.check(_read(sock, PROOF_SIZE, deadline))
         self._cover.check(sock, listener.source)
         with self._changed:
-            # Before it hears that it is in: from then on it does not dial again, and nobody may hang up on it.
+            # Before it hears that it is in: from then on it does not dial again, and nobody may hang up on
+            # it.
             if sock not in self._strangers:
                 raise ConnectionError("its place was given to another stranger in the last moment")
             self._strangers.remove(sock)
@@ -380,7 +425,8 @@ class SocketChannel(DataChannel):
                     self._arrived[source, tag] = message
                     self._changed.notify_all()
                 message.taken.wait()
-        except OSError as error:  # the other side's end of the group, most often
+        except OSError as error:
+            # Most often the other side has ended the group.
             log.debug("the data channel %s closes a connection: %s", self._name, error)
         finally:
             self._close(sock)
@@ -392,7 +438,8 @@ def _left(deadline: float) -> float:
 
 def _hang_up(sock: socket.socket) -> None:
     """End a connection; the thread that uses it wakes, and closes it."""
-    with suppress(OSError):  # it is not connected any more
+    # It is not connected any more.
+    with suppress(OSError):
         # Not the method of ssl, which would take the encryption away from under that thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 

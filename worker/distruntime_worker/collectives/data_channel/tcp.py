@@ -1,4 +1,7 @@
-"""The data channel for where nothing else works: tensors from worker to worker over plain sockets, authenticated and not encrypted."""
+"""The data channel for where nothing else works.
+
+Tensors from worker to worker over plain sockets, authenticated and not encrypted.
+"""
 
 from __future__ import annotations
 

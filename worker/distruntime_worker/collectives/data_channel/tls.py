@@ -1,7 +1,8 @@
-"""The data channel tcp with encryption: TLS 1.3 between members, each with a certificate that it has made for the group and no longer.
+"""The data channel tcp with encryption: TLS 1.3 between members, each with a certificate that it has made for
+the group and no longer.
 
-The certificates travel in the group's store, which only the session's workers write; each end takes the one of the member that it expects,
-and no other. No authority vouches for anything.
+The certificates travel in the group's store, which only the session's workers write; each end takes the one
+of the member that it expects, and no other. No authority vouches for anything.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class _Encryption:
     def _context(self, dialled: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if dialled else ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # there are no names: the other end's certificate is known
+        # There are no names: the other end's certificate is known.
+        context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=b"".join(self._members))
         if not dialled:

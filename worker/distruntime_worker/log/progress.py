@@ -5,30 +5,32 @@ from __future__ import annotations
 import sys
 import time
 from types import CodeType
-from typing import Any
 
-from distruntime.wire.messages import CHECK, LEARN
+from distruntime.wire.messages import CHECK, LEARN, Status
 
 from ..values.streams import Stream
 from .state import State
 
 
-class Look:
-    """Tells where a session's streams are; `runs` is the code of the functions that walk words, whose locals it reads."""
+class Progress:
+    """Tells where a session's streams are.
+
+    `runs` is the code of the functions that walk words, whose locals it reads.
+    """
 
     def __init__(self, state: State, runs: tuple[CodeType, ...]) -> None:
         self._state, self._runs = state, runs
 
-    def status(self) -> list[Any]:
-        """Return [position, operator that is running or None, seconds since its stretch started] of the first stream that runs one."""
+    def status(self) -> Status:
+        """Return where the first stream is that runs an operator; where none does, the first stream."""
         looks = [
             self.position(stream)
             for streams in self._state.all_streams()
             for stream in list(streams.values())
         ]
-        return next((look for look in looks if look[1] is not None), looks[0])
+        return next((look for look in looks if look.running is not None), looks[0])
 
-    def position(self, stream: Stream) -> list[Any]:
+    def position(self, stream: Stream) -> Status:
         """Return where a stream is, read off its thread's frame.
 
         Looking from outside costs the hot path nothing; keeping a note per instruction would cost it 30 ns.
@@ -38,16 +40,17 @@ class Look:
         while frame is not None and frame.f_code not in self._runs:
             frame = frame.f_back
         if frame is None:
-            return [stream.reached, None, 0.0]
+            return Status(stream.reached, None, 0.0)
         names = frame.f_locals
         i, words, start = names.get("i"), names.get("words"), names.get("start")
-        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its positions are others.
+        # The thread of stream 0 runs the meshes' stream 0 too, and may just have turned to that: its
+        # positions are others.
         if i is None or words is None or start is None or names.get("stream") is not stream:
-            return [stream.reached, None, 0.0]
+            return Status(stream.reached, None, 0.0)
         position = start + i
         if i >= names.get("stop", names.get("n", 0)):
-            return [position, None, 0.0]
+            return Status(position, None, 0.0)
         while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
             i += 3 if words[i] == CHECK else 2
         found = self._state.log(names["work"]).info.get(words[i]) or self._state.own.get(words[i])
-        return [position, found.name if found else "a free", time.monotonic() - stream.started]
+        return Status(position, found.name if found else "a free", time.monotonic() - stream.started)

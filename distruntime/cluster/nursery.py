@@ -191,14 +191,15 @@ class Nursery:
                 # The call in C appends what it reads, so that no interrupt comes in between.
                 self._reports.extend(map(self._socket.recv, (_REPORT,), (flags,)))
         except BlockingIOError:
-            pass  # there is nothing more to read now
+            # There is nothing more to read now.
+            pass
         except ConnectionResetError:
             # It has ended before it read all requests.
             self._reports.append(b"")
         # Another thread may read the same reports now: to act on one twice does nothing more.
         reports = self._reports[self._read :]
         for report in filter(None, reports):
-            number, pid, code = json.loads(report)
+            number, pid, code = json.JSONDecoder().decode(report.decode("ascii"))
             worker = self._workers.get(number)
             if worker is not None and code is None:
                 worker.process = [*process(pid)]

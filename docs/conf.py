@@ -55,6 +55,8 @@ autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
+# Fields of a dataclass have entries of their own; a second one would be a duplicate.
+napoleon_use_ivar = True
 
 # README.md cannot hold the table of contents, since GitHub would print it.
 # A page of docs/ that the table does not name comes last.

@@ -255,7 +255,8 @@ def _dtensors(dtensor: _Plain, bursts: int, rounds: int) -> list[Figure]:
             1e6 * statistics.median(column) for column in zip(*found)
         )
         note = (
-            f"{total:.1f} us, DTensor itself {own:.1f}, mesh operator {mesh_own:.1f}; all threads, disturbed: {all_whole:.1f} us, "
+            f"{total:.1f} us, DTensor itself {own:.1f}, mesh operator {mesh_own:.1f}; all threads, "
+            f"disturbed: {all_whole:.1f} us, "
             f"mesh operator {all_part:.1f}"
         )
         figures.append(

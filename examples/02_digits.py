@@ -89,6 +89,7 @@ if __name__ == "__main__":
     )
     draw(local, remote)
     print(
-        f"  digits  {EPOCHS}/{EPOCHS} epochs   test accuracy {100 * accuracy:.1f} %   {seconds:.1f} s   (same losses as local: {same})"
+        f"  digits  {EPOCHS}/{EPOCHS} epochs   test accuracy {100 * accuracy:.1f} %   {seconds:.1f} s   "
+        f"(same losses as local: {same})"
     )
     print(f"  picture: {PICTURE}     try next:  python -m distruntime repl")

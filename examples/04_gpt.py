@@ -38,7 +38,8 @@ with dr.init_master_worker(backend="zmq"):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).to("remote")
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters on {model.lm_head.weight.place}, {len(text):,} bytes to learn from"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters on {model.lm_head.weight.place}, "
+        f"{len(text):,} bytes to learn from"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.1)

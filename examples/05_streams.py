@@ -32,7 +32,8 @@ def timed(*streams: dr.Stream) -> list[torch.Tensor]:
     sums = [chain(stream, matrix) for stream in streams]
     dr.synchronize()
     print(
-        f"{'two chains on one stream' if len(set(streams)) == 1 else 'the same on two streams '}  {time.perf_counter() - started:.3f} s"
+        f"{'two chains on one stream' if len(set(streams)) == 1 else 'the same on two streams '}  "
+        f"{time.perf_counter() - started:.3f} s"
     )
     return sums
 

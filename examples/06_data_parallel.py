@@ -127,5 +127,6 @@ if __name__ == "__main__":
         (mine - theirs).abs().max().item() for copy in copies for mine, theirs in zip(copy, parameters)
     )
     print(
-        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}"
+        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters "
+        f"{apart:.1e}"
     )

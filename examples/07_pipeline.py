@@ -144,5 +144,6 @@ if __name__ == "__main__":
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, serial {expected[0]:.4f} -> {expected[-1]:.4f}")
     apart = max((a - b).abs().max().item() for a, b in zip(parameters, wanted))
     print(
-        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters {apart:.1e}"
+        f"largest difference: losses {max(abs(a - b) for a, b in zip(losses, expected)):.1e}, parameters "
+        f"{apart:.1e}"
     )

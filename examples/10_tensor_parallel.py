@@ -111,7 +111,8 @@ if __name__ == "__main__":
         parallelize_module(model, mesh, plan())
         query = model.model.layers[0].self_attn.q_proj.weight
         print(
-            f"queries of a layer: {tuple(query.shape)}, of which each member has {tuple(query.to_local().shape)}"
+            f"queries of a layer: {tuple(query.shape)}, of which each member has "
+            f"{tuple(query.to_local().shape)}"
         )
         losses = [loss.item() for loss in dr.fetch(train(model, mesh.device))]
         parameters = [whole(p.detach()) for p in model.parameters()]

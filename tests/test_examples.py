@@ -54,15 +54,24 @@ def without_figures(lines: list[str]) -> list[str]:
     another order.
     """
     lines = [line.replace("to the last bit", "within 0") for line in lines]
-    return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line)).strip() for line in lines]
+    return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", line)).strip() for line in lines]
 
 
 # The demo, below, runs the other one.
 ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
+LONG = {
+    "04_gpt": "trains a language model for 250 steps, 20 s of a core",
+}
+
+
+def marked(example: Path) -> object:
+    """Return an example as a parameter; one that takes more than 10 s is marked."""
+    slow = [pytest.mark.slow(reason=LONG[example.stem])] if example.stem in LONG else []
+    return pytest.param(example, id=example.stem, marks=slow)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("example", ALONE, ids=[example.stem for example in ALONE])
+@pytest.mark.parametrize("example", map(marked, ALONE))
 def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     printed = run(str(example), folder=tmp_path).rstrip().splitlines()
     assert shown(example), "the docstring shows no output"

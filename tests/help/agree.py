@@ -181,7 +181,8 @@ def compare(
             raise Disagreement(f"result {i} was not fetched")
         if b.shape != a.shape or b.dtype != a.dtype:
             raise Disagreement(
-                f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} {tuple(b.shape)}"
+                f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} "
+                f"{tuple(b.shape)}"
             )
         if values:
             _compare_values(i, a.detach(), b, rtol, atol)

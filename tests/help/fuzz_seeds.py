@@ -190,7 +190,8 @@ def save(recordings: list[list[Any]]) -> None:
     }
     count = sum(len(rows) for _, _, rows in kept)
     print(
-        f"{FILE.name}: {len(kept)} sessions, {count} messages, {FILE.stat().st_size >> 10} KB; not in it: {sorted(set(_CLASSES) - kinds)}"
+        f"{FILE.name}: {len(kept)} sessions, {count} messages, {FILE.stat().st_size >> 10} KB; not in it: "
+        f"{sorted(set(_CLASSES) - kinds)}"
     )
 
 

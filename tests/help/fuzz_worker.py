@@ -50,9 +50,9 @@ from fuzz_seeds import KEEP, ROOT, Recording, Seed, revived
 from processes import pause
 
 PATIENCE = 30.0  # seconds that a worker may take to answer who has not offended
-_ROOM = (
-    2 << 30
-)  # bytes of address space that a fuzzed worker gets beyond what it has when it is ready: larger allocations fail, cleanly
+# Bytes of address space that a fuzzed worker gets beyond what it has when it is ready: larger allocations
+# fail, cleanly.
+_ROOM = 2 << 30
 _CODE = """
 import sys, fuzz_worker
 sys.exit(fuzz_worker.daemon(*sys.argv[1:]))
@@ -260,7 +260,8 @@ class Speaker:
                 self.worker.process.send_signal(signal.SIGUSR2)
                 pause(1.0)
                 raise Finding(
-                    f"{what} was not answered within {patience:.0f} s; heard {self.heard[-3:]}:\n{self.worker.text()[-6000:]}"
+                    f"{what} was not answered within {patience:.0f} s; heard "
+                    f"{self.heard[-3:]}:\n{self.worker.text()[-6000:]}"
                 )
             self.listen(0.05)
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CHUNK = 1 << 16
-_MOST = (
-    4 << 20
-)  # bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real network
+# Bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real
+# network.
+_MOST = 4 << 20
 _BITE, _BITTEN = 7, 400  # bytes: dribble hands over the first of what comes in pieces as small as this
 _TAIL = 15  # bytes at the end of a piece that are within a message: each ends with what proves it genuine
 _LEAST = 60  # bytes of a piece that a flip or a truncation may strike: a shorter one may be no message at all

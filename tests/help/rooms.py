@@ -14,7 +14,8 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 # folders.
 ROOMS = {
     "distruntime": (
-        "errors wire log session operators tensors streams publishing collectives backend mesh cluster checkpoint face"
+        "errors wire log session operators tensors streams publishing collectives backend mesh cluster "
+        "checkpoint face"
     ).split(),
     "distruntime_worker": "machine values log checkpoint collectives publishing session face".split(),
 }
@@ -91,7 +92,8 @@ def main() -> None:
     for package, rooms in ROOMS.items():
         counted = arrows(package)
         print(
-            f"{package}: {len(rooms)} rooms, {len(counted)} arrows between them, {counted.total()} imports across"
+            f"{package}: {len(rooms)} rooms, {len(counted)} arrows between them, {counted.total()} imports "
+            f"across"
         )
         for name in reversed(rooms):
             files = [

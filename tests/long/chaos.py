@@ -491,7 +491,8 @@ class World:
             pause(fault.seconds)
             self.networks[fault.k].mend()
         return (
-            f"master killed{f', worker {fault.k} cut off until {fault.seconds} s after another began' if cut else ''}",
+            f"master "
+            f"killed{f', worker {fault.k} cut off until {fault.seconds} s after another began' if cut else ''}",
             AGAIN,
         )
 
@@ -517,7 +518,8 @@ class World:
             self.networks[fault.k].mend()
         self.resume()
         return (
-            f"Ctrl-C {count} times{', behind a cut' if cut else ''}, ended after {took:.1f} s, another resumes",
+            f"Ctrl-C {count} times{', behind a cut' if cut else ''}, ended after {took:.1f} s, another "
+            f"resumes",
             AGAIN,
         )
 
@@ -641,15 +643,18 @@ def chaos(seed: int, faults: int, seconds: float, kinds: list[str]) -> None:
         ends = [*world.ends]
     for kind, took in sorted(waits.items()):
         print(
-            f"{kind:12s} {len(took):4d} times, on after {statistics.median(took):5.2f} s (median), {max(took):5.2f} s (slowest)"
+            f"{kind:12s} {len(took):4d} times, on after {statistics.median(took):5.2f} s (median), "
+            f"{max(took):5.2f} s (slowest)"
         )
     if ends:
         print(
-            f"{len(ends)} endings by Ctrl-C took {statistics.median(ends):.2f} s (median), {max(ends):.2f} s; unheard: {world.unheard}"
+            f"{len(ends)} endings by Ctrl-C took {statistics.median(ends):.2f} s (median), {max(ends):.2f} "
+            f"s; unheard: {world.unheard}"
         )
     total = sum(map(len, waits.values()))
     print(
-        f"seed {seed}: {total} faults in {in_faults:.0f} s ({in_faults / max(1, total):.2f} s each), {steps} steps, bit-equal; "
+        f"seed {seed}: {total} faults in {in_faults:.0f} s ({in_faults / max(1, total):.2f} s each), {steps} "
+        f"steps, bit-equal; "
         f"the longest wait was {max(map(max, waits.values()), default=0.0):.1f} s"
     )
 

@@ -33,7 +33,8 @@ MEMBERS = 2
 PATIENCE = 15  # seconds for one call: the rule of some views does not end, in torch 2.13
 # What is ours and stays so, and why.
 KNOWN = {
-    "geqrf": "torch has no meta kernel of it; its fake tensors would compute it, on a device that is not this process's",
+    "geqrf": "torch has no meta kernel of it; its fake tensors would compute it, on a device that is not "
+    "this process's",
     "native_batch_norm": "its fake kernel takes what it keeps of an evaluation to be a GPU's",
     "_native_batch_norm_legit": "its fake kernel takes what it keeps of an evaluation to be a GPU's",
 }

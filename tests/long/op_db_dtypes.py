@@ -46,7 +46,8 @@ def _run(name: str) -> tuple[int, int, dict[str, str]]:
             ValueError,
         ) as error:  # the database cannot make this sample
             print(
-                f"  {op.full_name} {name}: no sample: {type(error).__name__}: {' '.join(str(error).split())[:120]}",
+                f"  {op.full_name} {name}: no sample: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:120]}",
                 flush=True,
             )
     return agreed, raising, wrong
@@ -64,7 +65,8 @@ def main() -> int:
                 print(f"  {entry}: {text}", flush=True)
     share = totals["agreed"] / (totals["agreed"] + totals["wrong"])
     print(
-        f"together: {totals['agreed']} agree, {totals['wrong']} do not: {share:.2%} of what works locally ({REQUIRED:.0%} required)"
+        f"together: {totals['agreed']} agree, {totals['wrong']} do not: {share:.2%} of what works locally "
+        f"({REQUIRED:.0%} required)"
     )
     return int(share < REQUIRED)
 

@@ -166,7 +166,8 @@ def verdict(name: str, samples: list[Sample]) -> list[str]:
     slope = float(numpy.polyfit(times, memory, 1)[0]) if len(late) > 2 else 0.0
     grown, base = slope * float(times[-1] - times[0]), float(memory[0])
     print(
-        f"{name}: memory {base / MiB:.0f} MiB after the warm-up, a line grows by {grown / MiB:+.1f} MiB in {times[-1] - times[0]:.0f} s"
+        f"{name}: memory {base / MiB:.0f} MiB after the warm-up, a line grows by {grown / MiB:+.1f} MiB in "
+        f"{times[-1] - times[0]:.0f} s"
     )
     if grown > max(0.05 * base, 10 * MiB):
         wrong.append(f"{name}: memory grows by {grown / MiB:.1f} MiB")
@@ -180,7 +181,8 @@ def soak(minutes: float) -> list[str]:
         os.environ |= {"DISTRUNTIME_STATE": f"{name}/state", "DISTRUNTIME_UNREACHABLE": "2.0"}
         made = Soak(Path(name))
         print(
-            f"{'round':>5} {'s':>6}   {'master MiB':>10} {'fds':>4} {'thr':>4}   {'worker MiB':>10} {'fds':>4} {'thr':>4}"
+            f"{'round':>5} {'s':>6}   {'master MiB':>10} {'fds':>4} {'thr':>4}   {'worker MiB':>10} "
+            f"{'fds':>4} {'thr':>4}"
         )
         try:
             k = 0

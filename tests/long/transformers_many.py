@@ -546,7 +546,8 @@ def main() -> int:
         counts[verdict] += 1
         print(f"  {model_type}: {verdict}: {why}", flush=True)
     print(
-        f"{counts[AGREES]} architectures agree, {counts[ONLY_IN_FLOAT64]} agree in float64 only, {counts[DIFFERS]} differ, "
+        f"{counts[AGREES]} architectures agree, {counts[ONLY_IN_FLOAT64]} agree in float64 only, "
+        f"{counts[DIFFERS]} differ, "
         f"{counts[DIED]} crashed or hung, {counts[NOT_BUILT]} do not build from a small config"
     )
     return int(counts[DIFFERS] + counts[DIED] > 0)

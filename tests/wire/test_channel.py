@@ -842,9 +842,8 @@ def test_a_connection_is_not_taken_for_the_one_that_had_its_fd(make: Make, addre
         diallers.tell()
         diallers.expect("sent")
         diallers.tell()
-        diallers.expect(
-            "sent"
-        )  # by the second one, whose connection the server's own thread has accepted after the end of the first
+        # By the second one, whose connection the server's own thread has accepted after the end of the first.
+        diallers.expect("sent")
         peers = {content(frames[0])[:1]: peer for peer, frames in receive(server, 2 if known else 3)}
         diallers.tell()
         diallers.expect("sent")

@@ -109,7 +109,8 @@ def test_a_segment_of_another_process_is_refused(pool: SharedPool) -> None:
         [
             sys.executable,
             "-c",
-            "import os, sys; fd = os.memfd_create('x'); os.ftruncate(fd, 4096); print(fd, flush=True); sys.stdin.read()",
+            "import os, sys; fd = os.memfd_create('x'); os.ftruncate(fd, 4096); print(fd, flush=True); "
+            "sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -74,7 +74,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
         groups: list[MeshGroup] = []
         for dim in self._dims:
-            # Of the members, not of this mesh, so that it can go, and its number with it.
+            # The group belongs to the members, not to this mesh. So the mesh can go, and its number with it.
             rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
             known, key = self._team.torch_groups, tuple(map(tuple, rows))
             if key not in known:

@@ -113,7 +113,7 @@ def write(packed: torch.Tensor, background: bool, tensors: list[torch.Tensor]) -
     In a thread of its own, from copies, if `background`.
     """
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        # Of a poisoned tensor the master tells the first cause instead.
+        # Where a tensor is poisoned, the master tells its first cause instead.
         raise TypeError("what is to be saved is not here")
     plan, rest = plan_of(packed)
     take = _snapshot if background else _as_it_is

@@ -52,7 +52,8 @@ class Waits:
         """Block this stream until those in `due` are at their positions, and at what they have not waited for
         when they were cancelled.
         """
-        for target, position in due:  # which grows
+        # The loop itself adds to `due`.
+        for target, position in due:
             passed = threading.Event()
             entry = position, passed
             target.blocked.append(entry)

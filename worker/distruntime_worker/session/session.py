@@ -72,7 +72,8 @@ class Session:
         # When the master was last there, if it is not.
         self.alone_since: float | None = None
         self._channel = channel
-        self.number = _numbers()  # of this process's sessions
+        # Sessions of this process have numbers.
+        self.number = _numbers()
         # The connection was opened with this greeting.
         self.greeting = hello
         self.name, self.token, self.process = hello.session, hello.token, hello.process

@@ -59,7 +59,13 @@ _VALUES: dict[type, Callable[[object], tuple[object, ...]]] = {
 def encode(message: Message | Question[object]) -> bytes:
     """Return the first frame of `message`; raise `ValueError` or `OverflowError` for what cannot travel."""
     cls = type(message)
-    packed: bytes = msgpack.packb((_NUMBER[cls], *_VALUES[cls](message)))
+    try:
+        number = _NUMBER[cls]
+    except KeyError:
+        raise ValueError(
+            f"{cls.__name__} is no message: messages.py has it not in the union Message"
+        ) from None
+    packed: bytes = msgpack.packb((number, *_VALUES[cls](message)))
     return packed
 
 

@@ -22,7 +22,9 @@ ROWS = [
     "number, message", list(enumerate(messages.MESSAGES)), ids=[m.__name__ for m in messages.MESSAGES]
 )
 def test_a_message_has_one_row_with_its_number_sender_and_fields(number: int, message: type) -> None:
-    (row,) = [row for row in ROWS if row[1] == f"`{message.__name__}`"]
+    rows = [row for row in ROWS if row[1] == f"`{message.__name__}`"]
+    assert len(rows) == 1, f"docs/protocol.md has {len(rows)} rows for {message.__name__}, expected one"
+    (row,) = rows
     assert row[0] == str(number)
     assert re.findall(r"`(\w+)`", row[3]) == [field.name for field in fields(message)]
     sender = {

@@ -80,6 +80,7 @@ class Step(Protocol):
     Class attributes are what holds for a step that says nothing else.
     """
 
+    # As errors say it: "aten::add.Tensor" for a template, "all_reduce of group 7" for a group's operation.
     name: str
     # Runs the instruction at an index of the words; returns the index of the word after it.
     run: Run

@@ -63,7 +63,7 @@ def encode(message: Message | Question[object]) -> bytes:
         number = _NUMBER[cls]
     except KeyError:
         raise ValueError(
-            f"{cls.__name__} is no message: messages.py has it not in the union Message"
+            f"{cls.__name__} is not in the union Message of messages.py"
         ) from None
     packed: bytes = msgpack.packb((number, *_VALUES[cls](message)))
     return packed

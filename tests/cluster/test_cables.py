@@ -92,8 +92,13 @@ TROUBLES = {
 }
 
 
+_LONG = pytest.mark.slow(reason="waits until TCP gives a connection up")
+
+
 @pytest.mark.parametrize("listen", [False, True], ids=["the master dials", "the worker dials"])
-@pytest.mark.parametrize("what", TROUBLES)
+@pytest.mark.parametrize(
+    "what", [what if what == "pulled for a second" else pytest.param(what, marks=_LONG) for what in TROUBLES]
+)
 def test_a_training_over_a_cable_that_is_pulled(
     cable: Cable, key: str, tmp_path: Path, what: str, listen: bool
 ) -> None:

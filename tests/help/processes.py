@@ -154,7 +154,9 @@ def stopped(pid: int) -> Iterator[None]:
         stop(pid)
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        # It may have been killed meanwhile.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -85,7 +85,11 @@ def silent_master(address: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [{"silent": 300}, {"silent": 100, "half_open": 100, "bombs": 20}], ids=["silent", "mixed"]
+    "kind",
+    [
+        pytest.param({"silent": 300}, id="silent", marks=pytest.mark.slow(reason="waits out 300 handshakes")),
+        pytest.param({"silent": 100, "half_open": 100, "bombs": 20}, id="mixed"),
+    ],
 )
 def test_a_worker_with_few_descriptors_serves_its_masters_under_a_flood(
     worker: ListeningWorker, key: Path, fresh_session: Callable[..., Any], kind: dict[str, int]

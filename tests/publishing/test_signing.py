@@ -232,7 +232,7 @@ NONSENSE: list[Any] = [
 @pytest.mark.parametrize("answer", NONSENSE, ids=repr)
 def test_a_worker_whose_answer_makes_no_sense_is_dropped(daemon: Keeping, answer: Any) -> None:
     (session,) = daemon._by_peer.values()
-    session.executor.shelf.answer = lambda detail: answer  # type: ignore[method-assign]
+    session.executor.shelf.find = lambda *_: answer  # type: ignore[method-assign]
     with pytest.raises(dr.UsageError, match="lost, with what was there"):
         dr.lookup("x")
     assert "broke the protocol" in dr.nodes()[0].why

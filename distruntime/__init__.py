@@ -120,7 +120,7 @@ _LATER = {
 sys.modules[f"{__name__}.functional"], sys.modules[f"{__name__}.primitives"] = functional, primitives
 
 
-def __getattr__(name: str) -> typing.Any:
+def __getattr__(name: str) -> object:
     if name == "lines":
         sys.modules[f"{__name__}.lines"] = module = importlib.import_module(".mesh.lines", __name__)
         return module

@@ -9,7 +9,6 @@ import importlib.util
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -114,7 +113,7 @@ def _repl(options: argparse.Namespace) -> int:
     return 0
 
 
-def _complete(names: dict[str, Any]) -> None:
+def _complete(names: dict[str, object]) -> None:
     """Give the prompt lines that can be edited and completed, as Python's own has.
 
     Some builds of Python have neither of the two modules.

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 import distruntime as dr
 
 from .collectives.group import groups_of
+from .collectives.reductions import Op
 from .session.session import active_session
 from .wire.data_channel import MOVES, REDUCES
 
@@ -395,7 +396,7 @@ class _Check:
 
     # -- what is reduced -----------------------------------------------------------------------------------
 
-    def _declared(self) -> Iterator[tuple[str, Any, torch.dtype]]:
+    def _declared(self) -> Iterator[tuple[str, Op, torch.dtype]]:
         for op in sorted(self.has.reductions):
             for dtype in sorted(self.has.reductions[op], key=str):
                 yield op, _op(op), dtype
@@ -461,7 +462,7 @@ class _Check:
     def _refused(self, operation: str, dtype: torch.dtype, op: str) -> None:
         rows = self.there(self.rows(dtype, 2 * self.size))
         table = [[t] * self.size for t in rows]
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], object]] = {
             "send": lambda: _moved(rows[0], self.places[1]),
             "broadcast": lambda: dr.broadcast(rows, group=self.group),
             "all_gather": lambda: dr.all_gather(table, rows, group=self.group),
@@ -552,13 +553,14 @@ def _killed(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
 
 
-def _moved(value: Any, place: dr.Place) -> Any:
-    # torch's stubs do not know this method's result.
+def _moved(value: torch.Tensor, place: dr.Place) -> torch.Tensor:
+    assert isinstance(value, dr.DistributedTensor)
     return value.to(place)
 
 
-def _op(name: str) -> Any:
-    return dr.premul_sum(_FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
+def _op(name: str) -> Op:
+    found: Op = dr.premul_sum(_FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
+    return found
 
 
 def _reduced(op: str, rows: Tensors) -> torch.Tensor:

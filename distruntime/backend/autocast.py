@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch._ops import OpOverload
 
 from ..log.handle import Residence
 from ..operators.new_calls import common_place
-from ..operators.propagate import tensors_of
+from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
 from ..tensors.tensor import DistributedTensor
-from .fused import KERNELS, whole
+from .fused import KERNELS, Kernel, whole
 
 _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
@@ -49,7 +48,7 @@ _PROMOTED = {
 }
 
 
-def policy(backend: str, op: OpOverload) -> Callable[[OpOverload], Policy]:
+def policy(backend: str, op: Operator) -> Callable[[Operator], Policy]:
     """Return what happens to a listed operator: what the table says, or else float32.
 
     torch lists most operators for float32.
@@ -68,7 +67,7 @@ def policy(backend: str, op: OpOverload) -> Callable[[OpOverload], Policy]:
     return in_float32
 
 
-def listed(backend: str) -> dict[OpOverload, Callable[[OpOverload], Policy]]:
+def listed(backend: str) -> dict[Operator, Callable[[Operator], Policy]]:
     """Return the operators that torch's autocast changes on CPUs or GPUs, each with its policy."""
     found = {}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key(backend):
@@ -83,7 +82,7 @@ def listed(backend: str) -> dict[OpOverload, Callable[[OpOverload], Policy]]:
 # -- policies ------------------------------------------------------------------------------------------------
 
 
-def lowered(op: OpOverload) -> Policy:
+def lowered(op: Operator) -> Policy:
     """Cast what can be cast to autocast's dtype."""
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
@@ -93,7 +92,7 @@ def lowered(op: OpOverload) -> Policy:
     return run
 
 
-def in_float32(op: OpOverload) -> Policy:
+def in_float32(op: Operator) -> Policy:
     """Cast what can be cast to float32."""
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
@@ -106,7 +105,7 @@ def in_float32(op: OpOverload) -> Policy:
     return run
 
 
-def promoted(op: OpOverload) -> Policy:
+def promoted(op: Operator) -> Policy:
     """Cast what can be cast to float32 if one operand has it, else to autocast's dtype.
 
     As in torch, optional operands have no say.
@@ -128,7 +127,7 @@ def promoted(op: OpOverload) -> Policy:
     return run
 
 
-def with_float32_result(op: OpOverload) -> Policy:
+def with_float32_result(op: Operator) -> Policy:
     """Have the result in float32, unless the caller gives a dtype."""
     position = [a.name for a in op._schema.arguments].index("dtype")
 
@@ -144,7 +143,7 @@ def with_float32_result(op: OpOverload) -> Policy:
     return run
 
 
-def appended(op: OpOverload) -> Policy:
+def appended(op: Operator) -> Policy:
     """Call the overload that takes the result's dtype. `norm` has overloads with it and without."""
     packet = getattr(_aten, op._schema.name.removeprefix("aten::"))
     typed = getattr(
@@ -161,12 +160,12 @@ def appended(op: OpOverload) -> Policy:
     return run
 
 
-def banned(op: OpOverload) -> Policy:
+def banned(op: Operator) -> Policy:
     """Let torch's own kernel refuse. It does not look at its operands."""
     return lambda args, kwargs: op.redispatch(_BANNED, *args, **kwargs)
 
 
-def by_worker(op: OpOverload) -> Policy:
+def by_worker(op: Operator) -> Policy:
     """Have a kernel that calls listed operators from within run under the worker's own autocast.
 
     It serves code without gradients.
@@ -180,7 +179,7 @@ def by_worker(op: OpOverload) -> Policy:
     return run
 
 
-def _call(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
+def _call(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         return op(*args, **kwargs)
 
@@ -261,7 +260,7 @@ def _place(args: Sequence[object]) -> Residence | None:
     return None
 
 
-def _kernel(op: OpOverload, on_cpu: Policy | None, on_gpu: Policy | None) -> Callable[..., object]:
+def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kernel:
     def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         place = _place(args)
         apply = None if place is None else on_cpu if place.on_cpu else on_gpu

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch._ops import OpOverload
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..log.handle import Handle, Residence, new_value
@@ -24,6 +24,7 @@ from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import common_place
+from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
 from ..operators.transfer import upload
@@ -31,8 +32,30 @@ from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
 
 _aten = torch.ops.aten
-# Functions that compute attention over DTensors, or return NotImplemented; see mesh/torch_dtensor.py.
-of_dtensors: list[Callable[..., object]] = []
+# torch calls each kernel with the arguments of its own operator, which no one type says.
+Kernel = Callable[..., object]  # type: ignore[explicit-any]
+
+
+class Attention(Protocol):
+    """Computes attention, as `attention` below does, or returns NotImplemented."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        /,
+        *,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> object: ...
+
+
+# Functions that compute attention over DTensors; see mesh/torch_dtensor.py.
+of_dtensors: list[Attention] = []
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
@@ -121,25 +144,29 @@ def _choice(
     for twin, grad in zip(twins, grads):
         twin.requires_grad_(grad)
     mask = twins[3] if masked else None
-    # torch's stub lacks the mask.
-    choose: Callable[..., int] = torch._fused_sdp_choice
-    return int(choose(*twins[:3], mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
+    query, key, value = twins[:3]
+    return torch._fused_sdp_choice(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 # -- recurrent layers ----------------------------------------------------------------------------------------
 
 
-def recurrent(op: OpOverload) -> Callable[..., object]:
+def recurrent(op: Operator) -> Kernel:
     """Return the kernel of one recurrent operator: one instruction forward, one backward."""
 
-    def run(*args: Any, **kwargs: Any) -> object:
+    def run(*args: object, **kwargs: object) -> object:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         proxies = [t for t in tensors if type(t) is DistributedTensor]
         place = common_place(DistributedTensor, op, args, kwargs)
-        if op._overloadname == "data" and type(args[1]) is not DistributedTensor:
+        sizes = args[1]
+        if op._overloadname == "data" and not isinstance(sizes, DistributedTensor):
             # The batch sizes of a packed sequence stay on the CPU in torch, so they are sent along.
-            args = (args[0], wrap(DistributedTensor, upload(args[1], place, stay_on_cpu=True)), *args[2:])
-            proxies.append(args[1])
+            assert isinstance(sizes, torch.Tensor)
+            sent = wrap(DistributedTensor, upload(sizes, place, stay_on_cpu=True))
+            args = (args[0], sent, *args[2:])
+            proxies.append(sent)
         if len(proxies) != len(tensors):
             # The formula raises torch's own error, which says what is mixed.
             return op.decompose(*args, **kwargs)
@@ -148,7 +175,7 @@ def recurrent(op: OpOverload) -> Callable[..., object]:
     return run
 
 
-def whole(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], place: Residence) -> object:
+def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place: Residence) -> object:
     """Issue a composite as one instruction.
 
     Its worker records it if gradients are wanted or autocast is on.
@@ -174,7 +201,7 @@ def whole(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], pla
 
 
 def _record(
-    op: OpOverload,
+    op: Operator,
     args: Sequence[object],
     kwargs: dict[str, object],
     place: Residence,
@@ -202,7 +229,8 @@ def _record(
             str(shape),
             *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
         )
-        specs = place.signatures.get(key)
+        known = place.signatures.get(key)
+        specs = known if isinstance(known, list) else None
         packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
             before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
@@ -256,13 +284,24 @@ _HOLE = _Hole()
 _outputs: dict[tuple[object, ...], list[Spec]] = {}
 
 
+class _Context(FunctionCtx):
+    op: Operator
+    rebuild: Callable[[Sequence[torch.Tensor]], _Arguments]
+    place: Residence
+    lower: torch.dtype | None
+    wanted: list[bool]
+    tape: Handle
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[DistributedTensor, ...]
+
+
 class _Whole(torch.autograd.Function):
     """A composite recorded on its worker: autograd runs there, and this process holds the tape's ref."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        op: OpOverload,
+        ctx: _Context,
+        op: Operator,
         rebuild: Callable[[Sequence[torch.Tensor]], _Arguments],
         place: Residence,
         lower: torch.dtype | None,
@@ -279,13 +318,14 @@ class _Whole(torch.autograd.Function):
         return tuple(wrap(DistributedTensor, h) for h in handles)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: DistributedTensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
         # With create_graph the formula is differentiated, as the recorded backward has no graph here.
         if torch.is_grad_enabled():
             with torch.enable_grad(), _autocast(ctx.lower):
                 args, kwargs = ctx.rebuild(tensors)
                 out = ctx.op.decompose(*args, **kwargs)
+                assert isinstance(out, (torch.Tensor, tuple, list))
             outs = [out] if isinstance(out, torch.Tensor) else list(out)
             pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
             wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
@@ -330,7 +370,7 @@ def _dense(given: Spec) -> Spec:
     return spec_of(torch.empty_like(given.meta()))
 
 
-def _specs(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> list[Spec]:
+def _specs(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> list[Spec]:
     """Return the metadata of a composite's results. Its formula runs on `meta`, once per signature."""
     flat, shape = tree_flatten((list(args), kwargs))
     key = (
@@ -351,13 +391,14 @@ def _specs(op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) ->
             assert isinstance(batch_sizes, torch.Tensor)
             margs[1] = batch_sizes.cpu()
         out = op(*margs, **mkwargs)
+        assert isinstance(out, (torch.Tensor, tuple, list))
         found = _outputs[key] = [
             spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)
         ]
     return found
 
 
-KERNELS: dict[OpOverload, Callable[..., object]] = {
+KERNELS: dict[Operator, Kernel] = {
     _aten.scaled_dot_product_attention.default: attention,
     **{
         op: recurrent(op)

@@ -11,10 +11,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
@@ -26,13 +25,14 @@ from ..errors import NotSupportedError
 from ..log.handle import Place
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import create
+from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .device_module import RemoteModule
-from .fused import KERNELS
+from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
 from .torch_load import load
@@ -126,14 +126,14 @@ def _import_ahead() -> None:
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default)
 
 
-def _implement(op: OpOverload, function: Callable[..., object], backend: str) -> None:
+def _implement(op: Operator, function: Kernel, backend: str) -> None:
     name = op._schema.name.removeprefix("aten::") + (
         "" if op._overloadname == "default" else "." + op._overloadname
     )
     _library[0].impl(name, function, backend)
 
 
-def _factory(op: OpOverload) -> Callable[..., object]:
+def _factory(op: Operator) -> Kernel:
     # The special key of a ZeroTensor is lost below dispatch, so it travels as zeros.
     target = _aten.zeros.default if op is _aten._efficientzerotensor.default else op
 
@@ -145,7 +145,7 @@ def _factory(op: OpOverload) -> Callable[..., object]:
     return make
 
 
-def _fallback(op: OpOverload, *args: object, **kwargs: object) -> object:
+def _fallback(op: Operator, *args: object, **kwargs: object) -> object:
     """Issue an operator that reached a backend key.
 
     It is a factory without tensors, or C++ code calls it with Python dispatch off.
@@ -193,8 +193,19 @@ def dist_send(self: torch.Tensor) -> DistributedTensor:
 # local modules fail where something holds a weak reference to a parameter. So it is on only while a
 # conversion crosses.
 Convert = Callable[[torch.Tensor], torch.Tensor]
-_apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
-_to: Callable[..., torch.nn.Module] = torch.nn.Module.to
+
+
+class _Apply(Protocol):
+    def __call__(self, module: torch.nn.Module, fn: Convert, recurse: bool, /) -> torch.nn.Module: ...
+
+
+class _To(Protocol):
+    def __call__(self, module: torch.nn.Module, /, *args: object, **kwargs: object) -> torch.nn.Module: ...
+
+
+_apply: _Apply = torch.nn.Module._apply
+# torch's own `Module.to` looks at its arguments itself; its overloads are not repeated here.
+_to: _To = torch.nn.Module.to  # type: ignore[assignment]
 
 
 def _apply_across(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn.Module:
@@ -237,7 +248,9 @@ def _crosses(module: torch.nn.Module, fn: Convert) -> bool:
         )
 
 
-def _to_place(self: torch.nn.Module, *args: Any, node: int | None = None, **kwargs: Any) -> torch.nn.Module:
+def _to_place(
+    self: torch.nn.Module, *args: object, node: int | None = None, **kwargs: object
+) -> torch.nn.Module:
     """Move a module as `Module.to` does; also take a `Place`, or `node=`."""
     target = args[0] if args else kwargs.get("device")
     if node is None and not isinstance(target, Place):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, TypeGuard
 
 import torch
 from torch.nn import parameter as _parameter
@@ -12,21 +12,35 @@ from torch.nn.parameter import is_lazy
 
 from ..tensors.tensor import DistributedTensor
 
-_mixin: Any = _parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
-_materialize: Any = _mixin.materialize
+
+class _Uninitialized(Protocol):
+    """A parameter or buffer without a shape, and where it will live if that is a worker."""
+
+    data: torch.Tensor
+    _remote: torch.device | None
+
+
+# torch's module does not list it among its names.
+_mixin = _parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+_materialize: Callable[
+    [torch.Tensor, Sequence[int], torch.device | str | int | None, torch.dtype | None], None
+] = _mixin.materialize
+
+
+def _is_uninitialized(value: object) -> TypeGuard[_Uninitialized]:
+    return isinstance(value, torch.Tensor) and is_lazy(value)
 
 
 @contextmanager
 def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Keep uninitialized parameters and buffers out of a conversion, and write on each where it will live."""
-    # The module's own dict, the name in it, and the uninitialized tensor, which has attributes that
-    # torch.Tensor lacks.
-    aside: list[tuple[dict[str, Any], str, Any]] = []
+    # The module's own dict, the name in it, and the uninitialized tensor.
+    aside: list[tuple[dict[str, object], str, _Uninitialized]] = []
     for part in module.modules():
-        for owner in (part._parameters, part._buffers):
-            aside += [
-                (owner, name, value) for name, value in owner.items() if value is not None and is_lazy(value)
-            ]
+        # What is put into either is `None`, or what was there.
+        owners: list[dict[str, object]] = [part._parameters, part._buffers]  # type: ignore[list-item]
+        for owner in owners:
+            aside += [(owner, name, value) for name, value in owner.items() if _is_uninitialized(value)]
     for owner, name, value in aside:
         sample = fn(
             torch.empty(
@@ -45,7 +59,7 @@ def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor
 
 
 def materialize(
-    self: Any,
+    self: torch.Tensor,
     shape: Sequence[int],
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,

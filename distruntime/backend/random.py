@@ -13,7 +13,7 @@ from ..log.handle import Place, Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
-from ..session.session import Session, active_session
+from ..session.session import active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 
@@ -46,7 +46,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
 
     It is on the CPU of the place's node, or on all members of a mesh.
     """
-    session: Session = place.node.session
+    session = session_of_log(place.node)
     session.require_open()
     place.node.require_alive()
     size = _state_bytes(place)

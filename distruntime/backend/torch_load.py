@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -10,11 +10,16 @@ from torch.utils._pytree import tree_map
 from ..session.session import active_session
 from ..session.spelling import is_remote, named
 
-_load = torch.load
+
+class _Load(Protocol):
+    def __call__(self, f: object, map_location: object, *args: object, **kwargs: object) -> object: ...
 
 
-# torch's own signature has `Any` for these, and this function stands in its place.
-def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+# torch's own `load` looks at its arguments itself, and this module's stands in its place.
+_load: _Load = torch.load  # type: ignore[assignment]
+
+
+def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
     """Load as `torch.load` does, where `map_location` may also be "remote" or a place of the session.
 
     The file is read here and its tensors are sent there, tied ones tied.
@@ -40,4 +45,5 @@ def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         return sent[id(leaf)]
 
     loaded = _load(f, "cpu", *args, **kwargs)
-    return tree_map(send, loaded)
+    found: object = tree_map(send, loaded)
+    return found

@@ -165,7 +165,7 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
     return None
 
 
-def _await(session: Session, requests: Sequence[Request]) -> None:
+def _await(session: Session, requests: Sequence[Request[object]]) -> None:
     """Block until several requests are answered; raise the first failure among them, when all are."""
     for request in requests:
         if not request.done:

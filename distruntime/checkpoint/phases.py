@@ -23,7 +23,7 @@ from ..session.failures import remote_error
 from ..session.requests import Request
 from ..session.session import Session
 from ..session.timeouts import checked, left_until
-from ..wire.messages import CommitSave, RemoveFiles, SweepSaves
+from ..wire.messages import CommitSave, FolderListing, RemoveFiles, SweepSaves
 from ..wire.shield import shield
 from .tree import Json
 
@@ -49,7 +49,7 @@ class FileWrite:
 
     node: Node
     file: str
-    written: Request
+    written: Request[int]
     report: Handle
 
 
@@ -63,10 +63,10 @@ class Saving:
         self._contents: Contents | None = contents
         self._background = background
         self._writes: list[FileWrite] = []
-        self._looks: list[Request] = []
+        self._looks: list[Request[FolderListing]] = []
         self._abandoned = False
         # No message has this request. It is answered when all is over.
-        self._whole = Request(0, session.nodes[0])
+        self._whole: Request[None] = Request(0, session.nodes[0])
         self._failure: Callable[[], BaseException] | None = None
         self._filed: tuple[Node, tuple[int, int]] | None = None
         self._on_end: list[Callable[[], None]] = []
@@ -109,7 +109,9 @@ class Saving:
 
     # -- the phases ------------------------------------------------------------------------------------------
 
-    def track(self, writes: list[FileWrite], looks: list[Request], on_end: Callable[[], None]) -> None:
+    def track(
+        self, writes: list[FileWrite], looks: list[Request[FolderListing]], on_end: Callable[[], None]
+    ) -> None:
         """Go on when every worker has written its file and said what is there already.
 
         `on_end` is called when all is over.
@@ -211,7 +213,7 @@ class Saving:
         ]
         _when_all(commits, self._guarded(partial(self._have_committed, commits)))
 
-    def _have_committed(self, commits: list[Request]) -> None:
+    def _have_committed(self, commits: Sequence[Request[object]]) -> None:
         failed = self._first_failure(commits)
         if failed is not None:
             # The files of the checkpoint before stay too: on another disk it may be the one that a load
@@ -226,7 +228,7 @@ class Saving:
         ]
         _when_all(sweeps, self._guarded(partial(self._have_swept, sweeps)))
 
-    def _have_swept(self, sweeps: list[Request]) -> None:
+    def _have_swept(self, sweeps: Sequence[Request[object]]) -> None:
         for sweep in sweeps:
             if sweep.cause is not None:
                 log.warning(
@@ -237,7 +239,7 @@ class Saving:
                 )
         self._end(None)
 
-    def _first_failure(self, requests: Sequence[Request]) -> Callable[[], BaseException] | None:
+    def _first_failure(self, requests: Sequence[Request[object]]) -> Callable[[], BaseException] | None:
         for request in requests:
             if request.cause is not None:
                 failure = request.cause.failure
@@ -288,7 +290,7 @@ class _All:
     def __init__(self, left: int, then: Callable[[], None]) -> None:
         self._left, self._then, self._lock = left, then, threading.RLock()
 
-    def __call__(self, _: Request) -> None:
+    def __call__(self, _: Request[object]) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -296,7 +298,7 @@ class _All:
             self._then()
 
 
-def _when_all(requests: Sequence[Request], then: Callable[[], None]) -> None:
+def _when_all(requests: Sequence[Request[object]], then: Callable[[], None]) -> None:
     gathering = _All(len(requests), then)
     for request in requests:
         request.when_done(gathering)

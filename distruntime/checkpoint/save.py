@@ -25,7 +25,7 @@ from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec, spec_of
 from ..operators.proxies import wrap
 from ..operators.transfer import ready, upload
-from ..session.session import Session, active_session
+from ..session.session import Session, active_session, session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
@@ -343,7 +343,8 @@ def send_plan(node: Node, fields: dict[str, object], rest: Sequence[Buffer] = ()
     text = json.dumps(fields).encode()
     data = bytearray(b"".join([struct.pack("<Q", len(text)), text, *rest]))
     found: DistributedTensor = wrap(
-        DistributedTensor, upload(torch.frombuffer(data, dtype=torch.uint8), host_of(node.session, node))
+        DistributedTensor,
+        upload(torch.frombuffer(data, dtype=torch.uint8), host_of(session_of_log(node), node)),
     )
     return found
 
@@ -351,6 +352,6 @@ def send_plan(node: Node, fields: dict[str, object], rest: Sequence[Buffer] = ()
 def _issue_write(
     node: Node, plan: DistributedTensor, background: bool, tensors: list[DistributedTensor]
 ) -> Handle:
-    report = new_value(NO_TENSOR, host_of(node.session, node))
+    report = new_value(NO_TENSOR, host_of(session_of_log(node), node))
     issue_function(node, "checkpoint_write", [plan, background, tensors], fresh=report)
     return report

@@ -44,7 +44,8 @@ class Checkpoint:
             {"tree": tree, "here": torch.get_rng_state(), "places": states}, self.path, async_op=async_op
         )
 
-    def load(self, *, place: object = None) -> Any:  # type: ignore[explicit-any]  # as `dr.load`
+    # Its type is that of `dr.load`, for the reason given there.
+    def load(self, *, place: object = None) -> Any:  # type: ignore[explicit-any]
         """Return the tree of the last complete checkpoint, as `dr.load` does, and set its random states.
 
         Return None if there is no checkpoint. Call it after seeding, and after whatever else draws random

@@ -96,6 +96,8 @@ def config(
 
 def _settings(node: Node) -> Settings:
     rows = read_function(node, "settings")
+    if not isinstance(rows, list):
+        raise ProtocolError(f"{node} describes its settings as {rows!r:.80}: this is no list")
     try:
         return Settings(**{name: value for _, name, value in rows[1:]})
     except (TypeError, ValueError) as error:

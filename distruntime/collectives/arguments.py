@@ -12,7 +12,7 @@ import torch
 from ..errors import PlacementError, UsageError
 from ..log.handle import Handle, Place
 from ..log.spec import Spec
-from ..session.session import Session, active_session
+from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .group import ProcessGroup, groups_of
 
@@ -50,7 +50,7 @@ def handle_of(value: torch.Tensor) -> Handle:
 def group_for(group: ProcessGroup | None, tensors: Sequence[DistributedTensor]) -> ProcessGroup:
     """Return the group; where none is given, the one of the places of these tensors, in their order."""
     if group is None:
-        session = tensors[0]._handle.place.node.session
+        session = session_of_log(tensors[0]._handle.place.node)
         session.require_open()
         return groups_of(session).of_places(tuple([t._handle.place.place for t in tensors]))
     _group(group).require()

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..errors import PlacementError
 from ..log.handle import Handle, Residence, new_value
+from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
 from ..operators.new_calls import call
+from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..operators.special import Special
 from ..operators.transfer import download, upload
-from ..session.session import active_session
+from ..session.session import active_session, session_of_log
+from ..tensors.tensor import DistributedTensor
 from .group import groups_of
 from .operation import Operands, issue_operation, require_operation
 
 
-def move(proxy: Any, place: Residence) -> Any:
+def move(proxy: torch.Tensor, place: Residence) -> DistributedTensor:
     """Return a copy of a proxy at another place. Return at once.
 
     Within a node the worker makes it. Between nodes it goes from worker to worker.
     """
+    assert isinstance(proxy, DistributedTensor)
     handle = proxy._handle
     cls = type(proxy)
     if handle.place.node.members or place.node.members:
@@ -34,17 +37,19 @@ def move(proxy: Any, place: Residence) -> Any:
         func = torch.ops.aten._to_copy.default
         handle.place.node.session.require_open()
         handle.place.node.require_alive()
-        return call(cls, func, [proxy], {"device": place.lazy}, place, None)
+        near: DistributedTensor = call(cls, func, [proxy], {"device": place.lazy}, place, None)
+        return near
     spec = spec_of(torch.empty_like(handle.spec.meta()))
     copy = new_value(spec, place)
     _across(handle, copy)
-    return wrap(cls, copy)
+    far: DistributedTensor = wrap(cls, copy)
+    return far
 
 
-def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
+def _move_members(cls: type[DistributedTensor], handle: Handle, place: Residence) -> DistributedTensor:
     """Return a copy of a mesh's tensor on another mesh, or of one tensor on every member of a mesh."""
-    team: Any = place.node
-    if not team.members or (
+    team = place.node
+    if not isinstance(team, MeshLog) or (
         handle.place.node.members and len(handle.place.node.members) != len(team.members)
     ):
         into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
@@ -52,18 +57,19 @@ def _move_members(cls: Any, handle: Handle, place: Residence) -> Any:
             f"{handle.place.place} have a shard each, which does not fit {place.place}: "
             + (into if team.members else "take a member's, x.member(k), and move that")
         )
-    moved = []
+    moved: list[DistributedTensor] = []
     for k, member in enumerate(team.members):
         source = member_of(handle, k) if handle.place.node.members else handle
         home = team.session.places.residence(member, numbered=False)
         value = wrap(cls, source)
         moved.append(value.clone() if source.place is home else move(value, home))
-    return wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
+    found: DistributedTensor = wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
+    return found
 
 
 def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
     """Issue a copy from one node to another: into a new value, or over one that is there."""
-    session = source.place.node.session
+    session = session_of_log(source.place.node)
     session.require_open()
     group = groups_of(session).between(source.place, target.place)
     require_operation(group, "send")
@@ -77,11 +83,13 @@ def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
     )
 
 
-def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     source, target = args[0], kwargs.get("device")
     if type(source) is not cls:
         return NotImplemented
-    here: Residence = source._handle.place
+    assert isinstance(source, DistributedTensor)
+    assert target is None or isinstance(target, torch.device)
+    here = source._handle.place
     rest = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
     if target is not None and target.type not in ("remote", "lazy"):
         if target.type == "meta":
@@ -97,22 +105,26 @@ def _to_copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
     # A bare "remote" is the current place. For a tensor on a mesh, DTensor means by it that the tensor stays.
     stays = target is None or (target.index is None and bool(here.node.members))
-    there = here if stays else active_session().places.numbered(target.index)  # type: ignore[union-attr]
+    there = here if target is None or stays else active_session().places.numbered(target.index)
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)
     return func(moved, **rest) if any(v is not None for k, v in rest.items() if k != "layout") else moved
 
 
-def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     target, source = args[0], args[1]
+    assert isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor)
     if type(target) is not cls:
+        assert isinstance(source, DistributedTensor)
         return target.copy_(download(source._handle))
-    place: Residence = target._handle.place
+    assert isinstance(target, DistributedTensor)
+    place = target._handle.place
     place.node.session.require_open()
     place.node.require_alive()
     if type(source) is cls:
-        here: Residence = source._handle.place
+        assert isinstance(source, DistributedTensor)
+        here = source._handle.place
         here.node.session.require_open()
         if here is place:
             return NotImplemented
@@ -138,7 +150,7 @@ def _copy(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     return func(target, wrap(cls, upload(source, place)))
 
 
-def _owns_whole(proxy: Any) -> bool:
+def _owns_whole(proxy: DistributedTensor) -> bool:
     """Whether nobody else sees a proxy's storage, so that its slot may take a new tensor."""
     handle = proxy._handle
     # A mesh's tensor and its members' tensors are one memory.

@@ -106,7 +106,7 @@ class ProcessGroup:
 
         Return at once; `dr.destroy_process_group(group)` does the same.
         """
-        self.session.groups.close(self)
+        groups_of(self.session).close(self)
 
     def require(self) -> None:
         """Raise what using the group raises, if it cannot be used."""
@@ -211,9 +211,9 @@ class Groups:
     def _join(self, group: ProcessGroup) -> None:
         session = self.session
         factory = _pickled(group.backend)
-        requests = []
+        requests: list[Request[None]] = []
         for node, ranks in group.own.items():
-            request = session.requests.new(node, "done")
+            request: Request[None] = session.requests.new(node, "done")
             members: list[Plain] = [[rank, group.places[rank].device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
@@ -228,7 +228,7 @@ class Groups:
             for request in requests:
                 session.requests.discard(request)
 
-    def _answer(self, request: Request, what: str, limit: float | None = None) -> None:
+    def _answer(self, request: Request[object], what: str, limit: float | None = None) -> None:
         """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
         session, patience = self.session, MEET.get()
         if not session.result(request, patience if limit is None else limit):
@@ -418,8 +418,9 @@ def _list(names: frozenset[str]) -> str:
 
 def groups_of(session: Session) -> Groups:
     """Return the groups of a session."""
-    found: Groups = session.groups
-    return found
+    groups = session.groups
+    assert isinstance(groups, Groups)
+    return groups
 
 
 Where = int | Place

@@ -17,7 +17,7 @@ import torch
 from ..errors import PlacementError, UsageError
 from ..log.handle import Place, Residence
 from ..log.line import Line, line_text, user_line
-from ..session.session import Session
+from ..session.session import Session, session_of_log
 from ..session.spelling import is_node, on_node
 from ..tensors.tensor import DistributedTensor
 from .arguments import group_for, root_of, session_of, tensor
@@ -198,9 +198,9 @@ def _mail(group: ProcessGroup | None, given: DistributedTensor, tag: int) -> tup
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise UsageError(f"tag must be a number, got {tag!r}")
     holder: Groups | ProcessGroup = (
-        groups_of(given._handle.place.node.session) if group is None else group_for(group, [given])
+        groups_of(session_of_log(given._handle.place.node)) if group is None else group_for(group, [given])
     )
-    session = session_of(group) if group is not None else given._handle.place.node.session
+    session = session_of(group) if group is not None else session_of_log(given._handle.place.node)
     session.require_open()
     with session.lock:
         mail = holder.mail = holder.mail or Mail()
@@ -209,7 +209,8 @@ def _mail(group: ProcessGroup | None, given: DistributedTensor, tag: int) -> tup
 
 def _copied(value: DistributedTensor, target: Residence) -> DistributedTensor:
     """Return a copy at the target, which is not the same place."""
-    copy: DistributedTensor = value.to(target.place)
+    copy = value.to(target.place)
+    assert isinstance(copy, DistributedTensor)
     return copy
 
 

@@ -116,7 +116,7 @@ class Work:
             events = list(self._events_begun().values())
             left = [len(events)]
 
-            def done(_: Request) -> None:
+            def done(_: Request[object]) -> None:
                 left[0] -= 1
                 if left[0] == 0:
                     future.set_result(outputs)

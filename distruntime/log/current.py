@@ -46,7 +46,7 @@ current_streams: ContextVar[Mapping[tuple[int, str], StreamOfPlace]] = ContextVa
 DeviceLike = str | int | torch.device
 
 
-def device_name(device: DeviceLike) -> str:
+def device_name(device: object) -> str:
     """Return "cpu" or "cuda:k" for a device as users spell it.
 
     -1 is the CPU, k is `cuda:k`, and "cuda" is the current GPU.

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -66,11 +65,11 @@ class Residence:
         self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.signatures: dict[tuple[Any, ...], Any] = {}
+        self.signatures: dict[tuple[object, ...], object] = {}
         self.cache = self.signatures if node.order is None else {}
-        self.unproven: dict[tuple[Any, ...], Any] = {}
+        self.unproven: dict[tuple[object, ...], object] = {}
         # A mesh keeps tensors here of a number for each member: see lines.py.
-        self.numbers: dict[tuple[int, ...], Any] = {}
+        self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
 
     @property
@@ -83,7 +82,7 @@ class Residence:
     @property
     def on_cpu(self) -> bool:
         """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
-        return bool((self.node.members or (self.place,))[0].device == "cpu")
+        return (self.node.members or (self.place,))[0].device == "cpu"
 
     @property
     def has_cpu_kernels(self) -> bool:

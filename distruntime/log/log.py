@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from threading import RLock
+from typing import Protocol
 
 from ..errors import NodeFailed
 from ..wire.codec import Buffer, encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
-from ..wire.messages import FORGET, MeshBody, Segment
+from ..wire.messages import FORGET, MeshBody, Plain, Segment
 from .checks import Checks, Correct
 from .line import Line, line_text
 from .order import Order
@@ -41,13 +42,55 @@ PAYLOAD_WINDOW = 256 << 20
 class Send(Protocol):
     """Puts the frames of a segment on their way, without waiting."""
 
-    def __call__(self, frames: Sequence[Part], *, copy: bool) -> Any:
+    def __call__(self, frames: Sequence[Part], *, copy: bool) -> Delivery | None:
         """Return what tells when the frames' memory may be written again, if it is not copied."""
 
 
 # It makes the message of a segment from its number, the position of its first word, new templates, words and
 # stretches.
-Compose = Callable[[int, int, list[Any], list[Any], list[Any]], Segment | MeshBody]
+Compose = Callable[[int, int, list[Plain], list[Plain], list[list[int]]], Segment | MeshBody]
+
+
+class Member(Protocol):
+    """The place of a mesh's member, as it is seen from here."""
+
+    @property
+    def node(self) -> int:
+        """The number of its node."""
+
+    @property
+    def device(self) -> str:
+        """The name of its device there."""
+
+
+class Signatures(Protocol):
+    """The places of a session, as they are seen from here."""
+
+    def forget(self, node: Log | None = None) -> None:
+        """Send every call to `node`, or to all, down the slow path."""
+
+
+class Owner(Protocol):
+    """What a log needs of its session."""
+
+    lock: RLock
+    # Whether the pump sleeps; it is the first item.
+    parked: list[bool]
+    closed: str | None
+
+    @property
+    def stir(self) -> Callable[[], None]:
+        """Wakes the pump."""
+
+    @property
+    def places(self) -> Signatures:
+        """The places of its workers and meshes."""
+
+    def throttle(self, node: Log) -> None:
+        """Block while the window of `node` is full."""
+
+    def require_open(self) -> None:
+        """Raise `SessionClosed` if the session has ended."""
 
 
 def _enough(flights: int) -> int:
@@ -112,10 +155,10 @@ class Log(ABC):
     """
 
     # The places of a mesh's members; a worker has none.
-    members: tuple[Any, ...] = ()
+    members: Sequence[Member] = ()
 
     def __init__(
-        self, session: Any, index: int, compose: Compose, send: Send, *, active: bool, checks: int
+        self, session: Owner, index: int, compose: Compose, send: Send, *, active: bool, checks: int
     ) -> None:
         # The number of a worker; a mesh's is negative.
         self.index = index
@@ -174,10 +217,6 @@ class Log(ABC):
     @abstractmethod
     def simulated(self) -> bool:
         """Whether its GPUs are simulated ones."""
-
-    @abstractmethod
-    def workers(self) -> list[Any]:
-        """Return the workers that run this log and are there."""
 
     @abstractmethod
     def siblings(self) -> Sequence[Log]:
@@ -301,7 +340,8 @@ class Log(ABC):
                     lines = bisect.bisect_right([line[0] for line in self.line_table], self.base + taken)
                 stretches = [] if stretched is None else stretched.stretched(taken)
                 seq, end, templates = outlet.seq + 1, self.base + taken, self.templates
-                message = outlet.compose(seq, self.base, templates.untold, words[:taken], stretches)
+                # Whoever issues gives words that can travel, and the encoder refuses others.
+                message = outlet.compose(seq, self.base, templates.untold, words[:taken], stretches)  # type: ignore[arg-type]
                 frames = [encode(message), *attached.frames]
                 flight = Flight(
                     seq,

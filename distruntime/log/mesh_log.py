@@ -7,20 +7,22 @@ sends becomes a segment of each worker, between that worker's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, final
+from typing import Protocol, TypeVar, final
 
 from ..errors import NodeFailed
 from ..wire.channel import for_many
 from ..wire.frames import Part
-from ..wire.messages import MeshBody, OpenTeam, stream_number
+from ..wire.link import Delivery
+from ..wire.messages import MeshBody, Message, OpenTeam, Plain, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
-from .log import Flight, Log
-from .node import Node
+from .log import Flight, Log, Signatures
+from .moment import HasMoments
+from .node import Node, NodeOwner
 
 # The pump leaves a log alone for so many looks in a row, of a millisecond each.
 _LOOKS = 8
@@ -40,6 +42,45 @@ class MeshPlace(Place):
         return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
 
 
+class MeshPlaces(Signatures, Protocol):
+    """The places of a session, as a mesh needs them."""
+
+    def entered(self, place: Place, team: Log) -> Residence:
+        """Return the place of a mesh in use, numbered."""
+
+    def residence(self, place: Place, numbered: bool = True) -> Residence:
+        """Return the place of a node's device in use."""
+
+
+class MeshOwner(NodeOwner, HasMoments, Protocol):
+    """What a mesh's log needs of its session besides."""
+
+    meshes: list[MeshLog]
+
+    @property
+    def places(self) -> MeshPlaces:
+        """The places of its workers and meshes."""
+
+    def post(self, node: Node, message: Message) -> Delivery:
+        """Send one message without payload to a worker."""
+
+
+class Rows(Protocol):
+    """The groups of a mesh's members along dimensions."""
+
+    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None: ...
+
+    @property
+    def broken(self) -> str | None:
+        """Why they cannot be used any more, or None while they can."""
+
+    def close(self) -> None:
+        """Close them, after what has been issued. Return at once."""
+
+
+R = TypeVar("R", bound=Rows)
+
+
 @final
 class MeshLog(Log):
     """The members of a mesh, in its order, and the log of what all of them run.
@@ -48,12 +89,15 @@ class MeshLog(Log):
     among those.
     """
 
-    def __init__(self, session: Any, number: int, places: Sequence[Place]) -> None:
+    session: MeshOwner
+    members: tuple[Place, ...]
+
+    def __init__(self, session: MeshOwner, number: int, places: Sequence[Place]) -> None:
         # The workers' own logs are active.
         super().__init__(
             session,
             -1 - number,
-            lambda _, *body: MeshBody(number, *body),
+            self._compose,
             self._send_to_all,
             active=False,
             checks=CHECKS * (number + 1),
@@ -70,10 +114,10 @@ class MeshLog(Log):
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.place = MeshPlace(self.index, "member", self.members)
         # The members' groups along dimensions, by their rows.
-        self._lines: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
         self._making, self._lines_numbers = threading.RLock(), count().__next__
         # torch's groups of such rows: see mesh.py.
-        self.torch_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
         # What the pump saw at its last look: `base`, how often it was that, and the position after the last
         # word.
         self._seen = (0, 0, 0)
@@ -89,6 +133,11 @@ class MeshLog(Log):
                 node.meshes.append(self)
             session.meshes.append(self)
 
+    def _compose(
+        self, _: int, start: int, templates: list[Plain], words: list[Plain], stretches: list[list[int]]
+    ) -> MeshBody:
+        return MeshBody(self.number, start, templates, words, stretches)
+
     @property
     def host(self) -> str:
         """How many they are, and on which workers."""
@@ -102,28 +151,27 @@ class MeshLog(Log):
     def __str__(self) -> str:
         return f"the mesh of {self.place}"
 
-    def lines_of(self, rows: list[list[int]], make: Callable[[MeshLog, int, list[list[int]]], Any]) -> Any:
-        """Return what `make` makes of these rows of members, once for all meshes of these members.
+    def lines_of(self, rows: list[list[int]], make: type[R]) -> R:
+        """Return the groups of these rows of members, of the class `make`, once for all meshes of them.
 
         Where it has broken, it is made anew.
         """
         key = tuple(map(tuple, rows))
         found = self._lines.get(key)
-        if found is None or found.broken is not None:
+        if not isinstance(found, make) or found.broken is not None:
             # A second thread may want the same ones meanwhile.
             with self._making:
                 found = self._lines.get(key)
                 if found is not None and found.broken is not None:
                     found.close()
                     found = None
-                if found is None:
+                if not isinstance(found, make):
                     found = self._lines[key] = make(self, self._lines_numbers(), rows)
         return found
 
     def residence(self) -> Residence:
         """Return where its tensors live, with a number of its own."""
-        found: Residence = self.session.places.entered(self.place, self)
-        return found
+        return self.session.places.entered(self.place, self)
 
     def stream_on_wire(self, stream: int) -> int:
         """Return the number by which the workers know a stream of this log."""
@@ -198,15 +246,20 @@ class MeshLog(Log):
         )
 
 
-def mesh_log_of(session: Any, places: Sequence[Place]) -> MeshLog:
+def mesh_log_of(session: MeshOwner, places: Sequence[Place]) -> MeshLog:
     """Return the log of these members, in this order, made at the first use."""
     wanted = tuple(places)
     with session.lock:
-        meshes: list[MeshLog] = session.meshes
-        for mesh in meshes:
+        for mesh in session.meshes:
             if mesh.members == wanted:
                 return mesh
-        return MeshLog(session, len(meshes), wanted)
+        return MeshLog(session, len(session.meshes), wanted)
+
+
+def workers_of(log: Log) -> list[Node]:
+    """Return the workers that run a log and are there."""
+    assert isinstance(log, (Node, MeshLog))
+    return log.workers()
 
 
 def _ranges(numbers: Sequence[int]) -> str:

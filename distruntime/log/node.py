@@ -6,21 +6,31 @@ Knows no socket.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Protocol, final
 
 from ..errors import NodeFailed, ProtocolError
+from ..wire.channel import Channel
 from ..wire.codec import encode, failure_from
 from ..wire.frames import Part
 from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, MeshSegment, Segment, Welcome
 from .ledger import Cause, Ledger
 from .line import Line, line_text
-from .log import Flight, Log
+from .log import Flight, Log, Owner
 from .presence import Presence
 from .replies import is_spec
+
+
+class NodeOwner(Owner, Protocol):
+    """What a worker's log needs of its session besides."""
+
+    channel: Channel
+    nodes: list[Node]
+    # Tells what of the user's lived on a worker that is lost.
+    losses: Callable[[Node], str]
 
 
 @final
@@ -30,9 +40,11 @@ class Node(Log):
     The worker drops a segment that comes twice, so one that Ctrl-C kept from going is simply sent again.
     """
 
+    session: NodeOwner
+
     def __init__(
         self,
-        session: Any,
+        session: NodeOwner,
         index: int,
         peer: bytes,
         address: str,
@@ -170,7 +182,7 @@ class Node(Log):
             if flight.seq == failure.seq:
                 self._file(failure, flight)
 
-    def file_early(self, fields: list[Any]) -> None:
+    def file_early(self, fields: Sequence[object]) -> None:
         """File failures of segments that are not done.
 
         Whoever waits for one stream hears of them first.
@@ -182,7 +194,7 @@ class Node(Log):
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
         if failure.node not in (-1, self.index) and 0 <= failure.node < len(self.session.nodes):
-            origin: Node = self.session.nodes[failure.node]
+            origin = self.session.nodes[failure.node]
             return replace(origin.cause(replace(failure, node=-1)), where=origin.index)
         key = failure.seq, failure.position
         with self.lock:

@@ -16,6 +16,7 @@ from ..collectives.group import ProcessGroup, groups_of
 from ..log.handle import Storage
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR
+from ..session.session import session_of_log
 from ..wire.messages import OpenLines
 from .varying import numbers
 
@@ -33,7 +34,7 @@ class Lines:
     groups: list[ProcessGroup]
 
     def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
-        session = team.session
+        session = session_of_log(team)
         self.team, self.number, self.rows = team, number, [list(row) for row in rows]
         self.size = len(rows[0])
         homes = [session.places.residence(place, numbered=False) for place in team.members]

@@ -29,7 +29,7 @@ from ..log.shards import belongs, member_of, mesh_of, whole_of
 from ..operators.proxies import wrap
 from ..operators.signatures import template
 from ..operators.transfer import upload
-from ..session.session import Session, active_session
+from ..session.session import Session, active_session, session_of_log
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .layout import Layout
@@ -77,11 +77,12 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             # The group belongs to the members, not to this mesh. So the mesh can go, and its number with it.
             rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
             known, key = self._team.torch_groups, tuple(map(tuple, rows))
-            if key not in known:
+            group = known.get(key)
+            if not isinstance(group, MeshGroup):
                 at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
-                known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
-                session.on_close.append(partial(forget, known[key]))
-            groups.append(known[key])
+                group = known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
+                session.on_close.append(partial(forget, group))
+            groups.append(group)
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]
         self._pg_registry = {group.group_name: group for group in groups}
@@ -89,8 +90,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     @property
     def session(self) -> Session:
         """The session whose devices these are."""
-        found: Session = self._team.session
-        return found
+        return session_of_log(self._team)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -257,7 +257,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         Block until they are open, the first time.
         """
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
-            return self._team.lines_of(self._layout_of.groups(dim), Lines)  # type: ignore[no-any-return]
+            return self._team.lines_of(self._layout_of.groups(dim), Lines)
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
         found: Lines | None = kept.get(wanted)
@@ -409,8 +409,7 @@ def shards(t: torch.Tensor) -> list[torch.Tensor]:
 
     Block until they are here; raise what poisoned one.
     """
-    found: list[torch.Tensor] = fetch(members(t))
-    return found
+    return [*fetch(members(t))]
 
 
 def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:

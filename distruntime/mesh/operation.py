@@ -20,6 +20,7 @@ from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.spec import Spec, contiguous, layout
 from ..operators.proxies import wrap
+from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .line_groups import Lines
@@ -107,7 +108,7 @@ def issue_along(
         words = [number, lines.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
         written = [h.storage for h in outs] if not made else []
         concurrent = lines.capabilities.concurrent
-        serial = lines.serial if concurrent else groups_of(team.session).launches(team)
+        serial = lines.serial if concurrent else groups_of(session_of_log(team)).launches(team)
         issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
 
     at_one_moment(team.session, issue)

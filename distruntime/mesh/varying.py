@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import NotSupportedError, UsageError
 from ..log.current import current_member
 from ..log.handle import Residence
+from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
@@ -144,11 +145,12 @@ def numbers(home: Residence, values: tuple[int, ...]) -> DistributedTensor:
     The mesh keeps the tensor for the next call with these values, so nobody may write it.
     """
     kept = home.numbers
-    found: DistributedTensor | None = kept.get(values)
-    if found is None:
+    found = kept.get(values)
+    if not isinstance(found, DistributedTensor):
         if len(kept) >= _MOST_NUMBERS:
             kept.clear()
-        team: Any = home.node
+        team = home.node
+        assert isinstance(team, MeshLog)
         places = [team.session.places.residence(place, numbered=False) for place in team.members]
         handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(values, places)]
         found = kept[values] = wrap(DistributedTensor, mesh_of(team, home, handles))
@@ -200,7 +202,9 @@ def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def _member(home: Any, k: int) -> Any:
-    return home.node.session.places.residence(home.node.members[k], numbered=False)
+    team = home.node
+    assert isinstance(team, MeshLog)
+    return team.session.places.residence(team.members[k], numbered=False)
 
 
 # where shards are uneven --------

@@ -18,6 +18,7 @@ from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
 from ..session.requests import Request
+from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
@@ -185,25 +186,25 @@ def ask_specs(
     place: Residence,
     line: Line,
     random: torch._ops.OpOverload | bool,
-) -> Request:
+) -> Request[object]:
     """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
     with node.lock:
-        request: Request = node.session.requests.new(node, "specs")
+        request: Request[object] = session_of_log(node).requests.new(place.worker, "specs")
         issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
         node.flush()
     return request
 
 
 def await_specs(
-    request: Request, tensors: Sequence[bool], node: Log, func: torch._ops.OpOverload
+    request: Request[object], tensors: Sequence[bool], node: Log, func: torch._ops.OpOverload
 ) -> list[Any]:
     """Block until a worker has described an instruction's results.
 
     `tensors` says for each result whether it is a tensor, or None.
     """
     started = time.perf_counter()
-    described = node.session.value(request)
+    described = session_of_log(node).value(request)
     note_wait(f"{func}", started)
     if not isinstance(described, list) or len(described) != len(tensors):
         raise InternalError(f"a worker described {func} by {described!r}")

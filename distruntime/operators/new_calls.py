@@ -108,7 +108,7 @@ def call(
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
-    entry = place.unproven.get(signature) if signature is not None else None
+    entry: Any = place.unproven.get(signature) if signature is not None else None
     if entry is not None:
         return _issue_new(cls, func, args, kwargs, place, signature, line, entry[3])
     try:
@@ -184,8 +184,8 @@ def _emit_checked(
 
 
 def _corrector(
-    unproven: dict[tuple[object, ...], Entry],
-    cache: dict[tuple[object, ...], Entry],
+    unproven: dict[tuple[object, ...], object],
+    cache: dict[tuple[object, ...], object],
     signature: tuple[object, ...],
     cls: type,
     func: torch._ops.OpOverload,
@@ -195,7 +195,7 @@ def _corrector(
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
     def correct(result: int | None, fields: list[object]) -> None:
-        entry = unproven.get(signature)
+        entry: Any = unproven.get(signature)
         # It is forgotten, or an earlier call of this signature has proven it.
         if entry is None:
             return
@@ -240,7 +240,7 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
         *(tuple(a) if isinstance(a, list) else a for a in args),
         *((k, type(v), v) for k, v in kwargs.items()),
     )
-    entry = place.signatures.get(signature)
+    entry: Any = place.signatures.get(signature)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
     words: list[object] = [

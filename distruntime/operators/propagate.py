@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..errors import NotSupportedError, of_caller
 from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
+
+# One of torch's operators. Each takes arguments of its own, which its schema says and no type.
+Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
 
 
 class NeedsWorker(Exception):

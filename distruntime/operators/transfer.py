@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
 from ..session.requests import Request
+from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes, unpack_constant
 from ..wire.link import LARGE
-from ..wire.messages import HOST, UPLOAD
+from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
 
 # Up to here an upload rides in the log itself, above in a payload frame without a copy.
@@ -51,7 +51,8 @@ def upload(
     sequences): the bytes go to the node, not to its GPU.
     """
     node = place.node
-    node.session.require_open()
+    session = session_of_log(node)
+    session.require_open()
     node.require_alive()
     if into is not None:
         require_writable([into.storage], user_line())
@@ -72,7 +73,7 @@ def upload(
         dtype_name(contiguous.dtype),
         list(contiguous.shape),
     ]
-    loan = node.session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
+    loan = session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
     if loan is not None:
@@ -87,7 +88,7 @@ def upload(
             sent = None
     relieve(node)
     if sent is not None:
-        node.session.settle(node, sent)
+        session.settle(place.worker, sent)
     return handle
 
 
@@ -134,32 +135,32 @@ def _on_host(handle: Handle) -> Handle:
     return copy
 
 
-def request(handle: Handle, form: str, options: Mapping[str, object] | None = None) -> Request:
+def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) -> Request[object]:
     """Ask for a value as it is after everything issued so far. Return at once."""
     if handle.place.node.members:
         handle = member_of(handle, 0)
     node, nbytes = handle.place.worker, handle.spec.nbytes
+    session = session_of_log(node)
     if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
-        whole: Request = node.session.fetch(node, handle.ref, after, form, options or {})
-        return whole
-    loan = node.session.shared.take(nbytes)
-    shared = {"shared": loan.name} if loan is not None and node.shared else {}
+        return session.fetch(node, handle.ref, after, form, options or {})
+    loan = session.shared.take(nbytes)
+    shared: dict[str, Plain] = {"shared": loan.name} if loan is not None and node.shared else {}
     # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which
     # nothing else runs.
     room = loan if loan is not None else mmap.mmap(-1, nbytes)
-    in_parts: Request = node.session.fetch(node, handle.ref, after, form, shared, room)
-    return in_parts
+    return session.fetch(node, handle.ref, after, form, shared, room)
 
 
-def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
+def tensor_from(reply: Request[object], spec: Spec) -> torch.Tensor:
     """Return the tensor that a reply brought.
 
     It has the strides that torch's own copy to the CPU would give it.
     """
-    dtype, sizes, data = reply.value
+    value: Any = reply.value
+    dtype, sizes, data = value
     if data in ("shared", "parts"):
         buffer = reply.buffer
         if buffer is None:
@@ -178,9 +179,9 @@ def tensor_from(reply: Request, spec: Spec) -> torch.Tensor:
     return tensor
 
 
-def read(handle: Handle, form: str, why: str) -> Request:
+def read(handle: Handle, form: str, why: str) -> Request[object]:
     """Block until a value is here; raise the failure that poisoned it."""
-    session = handle.place.node.session
+    session = session_of_log(handle.place.node)
     session.require_open()
     before_wait(why)
     reply = request(handle, form)
@@ -201,5 +202,5 @@ def download(handle: Handle, why: str = "copy to the master") -> torch.Tensor:
 
 def item(handle: Handle, why: str = "item") -> Any:
     """Block until a one-element value is here as a Python number."""
-    value = read(handle, "item", why).value
+    value: Any = read(handle, "item", why).value
     return unpack_constant(value) if isinstance(value, list) else value

@@ -22,6 +22,7 @@ from ..log.node import Node
 from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
+from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
@@ -206,7 +207,8 @@ def _issue(
 
     Return the numbers by which they know each tensor and its memory.
     """
-    line, requests = user_line(), {}
+    line = user_line()
+    requests: dict[Node, Request[list[list[int]]]] = {}
     with session.lock:
         for node, tensors in own.items():
             requests[node] = session.requests.new(node, "published")

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
 
 from ..log.handle import Handle, Place
 from ..log.line import line_text
 from ..log.log import Log
+from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..wire.units import size_text
 
@@ -101,11 +101,11 @@ def _places(
     poisoned: Collection[tuple[int, ...]],
 ) -> list[Place]:
     """Return where on these nodes a value lives: of a mesh, each member's place there."""
-    node: Any = handle.place.node
+    node = handle.place.node
     # Positions of other logs do not compare.
     if before is not None and before[0] is node and handle.born[0] > before[1]:
         return []
-    if node.members:
+    if isinstance(node, MeshLog):
         lanes = zip(node.members, node.lanes)
         return [
             place

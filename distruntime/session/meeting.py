@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..log.log import Log
 from ..log.node import Node
 from ..wire.address import host_of
 from ..wire.deadlines import MEET
@@ -24,10 +25,10 @@ class Meeting:
         self.session = session
         self.done = False
         self._secret = os.urandom(16)
-        self._asked: list[Request] = []
+        self._asked: list[Request[str]] = []
         # The keys are the signals' numbers. Each value has who waits, at which position, for whom, in which
         # log.
-        self._signals: dict[int, tuple[Node, int, Node, Node]] = {}
+        self._signals: dict[int, tuple[Node, int, Node, Log]] = {}
         session.on_loss.append(self._lost)
         session.on_return.append(self.returned)
 
@@ -53,7 +54,7 @@ class Meeting:
         self._asked.append(asked)
         asked.when_done(self._listens)
 
-    def _listens(self, request: Request) -> None:
+    def _listens(self, request: Request[str]) -> None:
         if not self.done and all(request.done for request in self._asked):
             # All of them are read: some may have been answered before anyone was told of it.
             listening = {
@@ -90,7 +91,7 @@ class Meeting:
             if request.lost is None:
                 self.session.raise_for(request)
 
-    def remember(self, number: int, here: Node, there: Node, position: int, log: Node) -> None:
+    def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
         """Note that `here` waits at a position of `log` for a signal of `there`, which may be lost."""
         if len(self._signals) >= _MOST_SIGNALS:
             passed = [n for n, (_, at, _, of) in self._signals.items() if at <= of.acknowledged]

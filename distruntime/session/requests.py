@@ -8,11 +8,12 @@ sends what has gathered, and completes futures.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Generic, TypeVar
 
 from ..errors import ProtocolError
 from ..log.ledger import Cause
@@ -23,6 +24,9 @@ from ..wire.codec import Buffer, failure_from
 from ..wire.shared import Loan
 from .announce import Announcer
 
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+
 _READER = "reader"
 # A thread that sets `then` must not come between `done` and the call of `then`.
 _finishing = threading.Lock()
@@ -31,8 +35,8 @@ _finishing = threading.Lock()
 _SLICE = 0.1
 
 
-class Request:
-    """A reply that is expected from one node. `done` is set last.
+class Request(Generic[T_co]):
+    """A reply with a `T_co` that is expected from one node. `done` is set last.
 
     `then` runs once, in the thread that reads it.
     """
@@ -42,16 +46,17 @@ class Request:
     def __init__(self, number: int, node: Node, form: str = "") -> None:
         # `form` is what was asked for: see replies.py.
         self.number, self.node, self.form = number, node, form
-        self.value: Any = None
+        # Nobody asks for it before its reply has come, so its type is the reply's.
+        self.value: T_co = None  # type: ignore[assignment]
         self.payload: Buffer | None = None
         # The parts of a large reply are put together here.
-        self.buffer: Any = None
+        self.buffer: Loan | mmap.mmap | None = None
         # This is set if the value is poisoned.
         self.cause: Cause | None = None
         # This says why no reply will come, if none will.
         self.lost: str | None = None
         self.done = False
-        self.then: Callable[[Request], None] | None = None
+        self.then: Callable[[Request[T_co]], None] | None = None
 
     def finish(self) -> None:
         """Mark the request as answered."""
@@ -62,7 +67,7 @@ class Request:
         if then is not None:
             then(self)
 
-    def when_done(self, then: Callable[[Request], None]) -> None:
+    def when_done(self, then: Callable[[Request[T_co]], None]) -> None:
         """Call `then` when the request is answered, or now if it is."""
         with _finishing:
             if not self.done:
@@ -76,7 +81,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._numbers = count(1).__next__
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, Request[object]] = {}
         # This has the one thread that reads the socket, under _READER.
         self._reader: dict[str, int] = {}
         # The lock of a Condition is re-entrant.
@@ -84,20 +89,20 @@ class Requests:
         self._followers = 0
         self.announcer = Announcer()
 
-    def new(self, node: Node, form: str = "") -> Request:
+    def new(self, node: Node, form: str = "") -> Request[R]:
         """Return a new request; its reply must be of `form`, one of `replies.FORMS`, or a tensor."""
-        request = Request(self._numbers(), node, form)
+        request: Request[R] = Request(self._numbers(), node, form)
         self._open[request.number] = request
         return request
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: Request[object]) -> None:
         """Drop a request; its reply, if one comes, is ignored."""
         self._open.pop(request.number, None)
 
-    def _of(self, number: int, node: Node) -> Request | None:
+    def _of(self, number: int, node: Node) -> Request[object] | None:
         request = self._open.get(number)
         if request is not None and request.node is not node:
             raise ProtocolError(f"a reply to request {number}, which went to another node")
@@ -126,7 +131,7 @@ class Requests:
             raise ProtocolError("a part does not fit what was asked for")
         memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]
 
-    def fail(self, node: Node, number: int, fields: list[Any]) -> None:
+    def fail(self, node: Node, number: int, fields: object) -> None:
         """Take a `Failed`."""
         request = self._of(number, node)
         if request is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
 from ..log.handle import Place
@@ -30,8 +31,8 @@ from ..wire.messages import (
     Detach,
     Fetch,
     Goodbye,
-    MemoryHeld,
     Message,
+    Plain,
     Question,
 )
 from ..wire.shared import Challenge, Loan, SharedPool
@@ -49,6 +50,7 @@ from .timeouts import checked, deadline_in
 
 log = logging.getLogger("distruntime")
 P = ParamSpec("P")
+R = TypeVar("R")
 
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
@@ -56,6 +58,16 @@ _INSIDE = 5.0
 _LAST_WORD = 1.0
 # It waits so many seconds for its own thread to end, and as many for all its workers before they are killed.
 _LAST_STEPS = 2.0
+
+
+class Signals(Protocol):
+    """Who waits for a signal of another worker, as it is noted a file up: see `meeting.Meeting`."""
+
+    # Whether the workers know each other.
+    done: bool
+
+    def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
+        """Note that `here` waits at a position of `log` for a signal of `there`."""
 
 
 class Session:
@@ -75,7 +87,7 @@ class Session:
         self.meshes: list[MeshLog] = []
         self.places = Places(nodes, self.require_open)
         # Tells what of the user's lived on a worker that is lost.
-        self.losses = lost_lines
+        self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
         # Gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
@@ -97,9 +109,9 @@ class Session:
         # Called when a worker says that a group has broken.
         self.on_broken: Callable[[Node, int, str], None] = _unknown
         # These are the Groups of its workers, a layer up.
-        self.groups: Any = None
+        self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
-        self.meeting: Any = None
+        self.meeting: Signals | None = None
         # Whether workers wait for each other. Then what has gathered for one may be what another waits for.
         self.joined = False
         # Says what strangers do, and not too often.
@@ -151,9 +163,15 @@ class Session:
     # -- requests ------------------------------------------------------------------------------------------
 
     def fetch(
-        self, node: Node, ref: int, after: list[int], form: str, options: dict[str, Any], buffer: Any = None
-    ) -> Request:
-        """Ask for a value. Return at once.
+        self,
+        node: Node,
+        ref: int,
+        after: list[int],
+        form: str,
+        options: dict[str, Plain],
+        buffer: Loan | mmap.mmap | None = None,
+    ) -> Request[R]:
+        """Ask for a value, of the type that `form` brings. Return at once.
 
         Everything up to the positions in `after`, [stream, position, ...], is on its way then.
 
@@ -161,7 +179,7 @@ class Session:
         """
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node, form)
+        request: Request[R] = self.requests.new(node, form)
         request.buffer = buffer
         with node.lock:
             last = max(after[1::2])
@@ -180,20 +198,23 @@ class Session:
     def ask(
         self,
         node: Node,
-        question: Callable[Concatenate[int, P], Question[object]],
+        question: Callable[Concatenate[int, P], Question[R]],
         *fields: P.args,
         **named: P.kwargs,
-    ) -> Request:
-        """Ask a worker something outside the log, by the class of a question and its fields. Return at once."""
+    ) -> Request[R]:
+        """Ask a worker something outside the log, by the class of a question and its fields.
+
+        Return at once.
+        """
         self.require_open()
         node.require_alive()
-        request = self.requests.new(node)
+        request: Request[R] = self.requests.new(node)
         message = question(request.number, *fields, **named)
         request.form = type(message).__name__
         self.post(node, message)
         return request
 
-    def result(self, request: Request, timeout: float | None = None) -> bool:
+    def result(self, request: Request[object], timeout: float | None = None) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).
 
         Ctrl-C leaves everything usable.
@@ -227,7 +248,7 @@ class Session:
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
         return owned
 
-    def results(self, requests: Sequence[Request], timeout: float) -> None:
+    def results(self, requests: Sequence[Request[object]], timeout: float) -> None:
         """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
 
         def enough() -> bool:
@@ -235,14 +256,14 @@ class Session:
 
         self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
 
-    def value(self, request: Request) -> Any:
+    def value(self, request: Request[R]) -> R:
         """Block for the reply and return its value; raise the failure that it brings."""
         if not request.done:
             self.result(request)
         self.raise_for(request)
         return request.value
 
-    def raise_for(self, request: Request) -> None:
+    def raise_for(self, request: Request[object]) -> None:
         """Raise what an answered request failed with, if it failed."""
         if request.cause is not None:
             raise remote_error(request.node, request.cause, self._poisoned_if(request.cause, request.node))
@@ -277,7 +298,7 @@ class Session:
             node.follow_meshes(user_line())
             node.flush()
             target = node.base
-        request = self.requests.new(node, "done")
+        request: Request[None] = self.requests.new(node, "done")
         self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
         if not self.result(request, timeout):
             self.requests.discard(request)
@@ -316,7 +337,7 @@ class Session:
         asked = self.ask(node, AskMemory)
         if not self.result(asked, ASK.get()):
             self.requests.discard(asked)
-        held: MemoryHeld | None = asked.value
+        held = asked.value
         refs = held.poisoned if held is not None else []
         return frozenset((node.index, *(ref if isinstance(ref, tuple) else [ref])) for ref in refs)
 
@@ -327,9 +348,7 @@ class Session:
 
     def post(self, node: Node, message: Message | Question[object]) -> Delivery:
         """Send one message without payload to a worker; while it cannot be reached, the message waits."""
-        sent = self.channel.send(node.link, [encode(message)])
-        assert isinstance(sent, Delivery)
-        return sent
+        return self.channel.send(node.link, [encode(message)])
 
     def greet(self, peer: bytes, message: Message) -> None:
         """Send one message to whoever is at the other end of a connection, who may be gone."""
@@ -431,7 +450,7 @@ class Session:
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is not None or self.foreign:
             return
-        unread: list[tuple[Node, Any]] = []
+        unread: list[tuple[Node, Cause]] = []
         try:
             deadline = self._prepare_end(limit)
             if raise_unread:
@@ -545,6 +564,13 @@ def _unknown(node: Node, group: int, reason: str) -> None:
 
 # This has the one session of this process, if there is any.
 active: list[Session] = []
+
+
+def session_of_log(log: Log) -> Session:
+    """Return the session of a worker's or a mesh's log."""
+    session = log.session
+    assert isinstance(session, Session)
+    return session
 
 
 def active_session() -> Session:

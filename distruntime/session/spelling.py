@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 import torch
 
-from ..log.current import DeviceLike, device_name
+from ..log.current import device_name
 from ..log.handle import Place, Residence
 from .places import Places
 
@@ -66,7 +66,7 @@ def indexed(places: Places, where: int | str | torch.device | None) -> Residence
 def on_node(
     places: Places,
     node: int,
-    device: DeviceLike | None = None,
+    device: object = None,
     *,
     like: str | None = None,
     otherwise: str | None = None,
@@ -85,7 +85,7 @@ def on_node(
     return Place(node, otherwise or ("cuda:0" if "cuda:0" in have else "cpu"))
 
 
-def twin_on(places: Places, node: int, device: DeviceLike | None, own: Place) -> Place:
+def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
     """Return where `.to(node=, device=)` takes what is at `own`.
 
     Without a device that is the node's device of the same name. What is on a GPU goes to a GPU, so a node

@@ -19,7 +19,7 @@ from ..log.handle import Handle, Place, Residence, new_value
 from ..log.issue import issue
 from ..log.line import Line, line_text, user_line
 from ..log.log import Log
-from ..log.mesh_log import MeshLog
+from ..log.mesh_log import MeshLog, workers_of
 from ..log.node import Node
 from ..log.order import Order
 from ..log.spec import NO_TENSOR, spec
@@ -27,7 +27,7 @@ from ..operators.proxies import wrap
 from ..operators.signatures import template
 from ..operators.transfer import item
 from ..session.requests import Request
-from ..session.session import active_session
+from ..session.session import active_session, session_of_log
 from ..session.spelling import is_remote, named, on_node
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
@@ -81,7 +81,7 @@ def _order_of(log: Log) -> Order:
         with log.lock:
             if log.order is None:
                 log.order = Order(log)
-                log.session.places.hide(log)
+                session_of_log(log).places.hide(log)
             order = log.order
     assert order is not None
     return order
@@ -122,9 +122,9 @@ class Stream:
             if not idle and len(pool) < _MOST:
                 self.number = order.open()
                 pool.append(self.number)
-                openings = log.openings() if isinstance(log, MeshLog) else [(log, name, -1)]
+                openings = log.openings() if isinstance(log, MeshLog) else [(self.residence.worker, name, -1)]
                 for worker, where, whose in openings:
-                    log.session.post(worker, OpenStream(self.number, where, priority, whose))
+                    session_of_log(log).post(worker, OpenStream(self.number, where, priority, whose))
             elif idle:
                 self.number = idle.pop()
             else:
@@ -258,8 +258,8 @@ class Stream:
         with log.lock:
             log.flush()
             position = log.base if log.order is None else log.order.cancelled(self.number)
-        for worker in log.workers():
-            log.session.post(worker, Cancel(log.stream_on_wire(self.number), position))
+        for worker in workers_of(log):
+            session_of_log(log).post(worker, Cancel(log.stream_on_wire(self.number), position))
 
 
 class Event:
@@ -334,9 +334,9 @@ class Event:
                     )
             return
         there.flush()
-        for source in there.workers():
-            number = here.session.signals()
-            others = [worker for worker in here.workers() if worker is not source]
+        for source in workers_of(there):
+            number = session_of_log(here).signals()
+            others = [worker for worker in workers_of(here) if worker is not source]
             # The logs of one worker keep the order among each other.
             if not others:
                 continue
@@ -344,8 +344,8 @@ class Event:
             # comes, nothing must be waiting for it.
             for worker in others:
                 _have_signalled(recorded, source, worker, number)
-            if len(others) < len(here.workers()):
-                here.session.post(source, Signal(number, ""))
+            if len(others) < len(workers_of(here)):
+                session_of_log(here).post(source, Signal(number, ""))
             with here.lock:
                 words = [AWAIT, number, timeout, text]
                 if here.order is None:
@@ -364,8 +364,9 @@ class Event:
         log = recorded.stream.check()
         log.flush()
         where = [log.stream_on_wire(recorded.stream.number), recorded.position]
-        asked = [log.session.ask(worker, AskPassed, where) for worker in log.workers()]
-        return all([bool(log.session.value(request)) for request in asked])
+        session = session_of_log(log)
+        asked = [session.ask(worker, AskPassed, where) for worker in workers_of(log)]
+        return all([session.value(request) for request in asked])
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until all before the event has run; raise the node's first failure that nobody has read.
@@ -378,10 +379,10 @@ class Event:
         if recorded is None:
             return
         log = recorded.stream.check()
-        session = log.session
+        session = session_of_log(log)
         started = time.perf_counter()
         deadline = deadline_in(timeout)
-        requests = [recorded.ask(worker) for worker in log.workers()]
+        requests = [recorded.ask(worker) for worker in workers_of(log)]
         for request in requests:
             left = left_until(deadline)
             if not session.result(request, left):
@@ -400,19 +401,19 @@ class Event:
         for request in requests:
             session.raise_unread(request.node)
 
-    def when_done(self, then: Callable[[Request], None]) -> None:
+    def when_done(self, then: Callable[[Request[object]], None]) -> None:
         """Call `then` when all before the event has run, in whichever thread hears of it. Return at once."""
         recorded = self._recorded
         if recorded is None:
             raise UsageError("an event that was never recorded has nothing to wait for")
         log = recorded.stream.check()
-        workers = log.workers()
+        workers = workers_of(log)
         if len(workers) == 1:
             recorded.ask(workers[0], quiet=True).when_done(then)
             return
         left = [len(workers)]
 
-        def one_more(request: Request) -> None:
+        def one_more(request: Request[object]) -> None:
             with log.lock:
                 left[0] -= 1
                 last = left[0] == 0
@@ -467,7 +468,7 @@ class _Recorded:
     def text(self) -> str:
         return f"was recorded at {line_text(self.line)}"
 
-    def ask(self, worker: Node, quiet: bool = False) -> Request:
+    def ask(self, worker: Node, quiet: bool = False) -> Request[list[object] | None]:
         """Ask a worker to say when the event has happened. Return at once.
 
         The answer tells what failed. With `quiet` it does not, as nobody would raise that.
@@ -476,18 +477,17 @@ class _Recorded:
         if log is not worker:
             log.flush()
         after = [log.stream_on_wire(self.stream.number), self.position]
-        request: Request = worker.session.fetch(worker, 0, after, "passed", {"quiet": True} if quiet else {})
-        return request
+        return session_of_log(worker).fetch(worker, 0, after, "passed", {"quiet": True} if quiet else {})
 
 
 def _have_signalled(recorded: _Recorded, there: Node, here: Node, number: int) -> None:
     """Have one worker tell another when an event has come."""
-    meeting = here.session.meeting
-    if meeting.done:
+    meeting = session_of_log(here).meeting
+    if meeting is not None and meeting.done:
         log = recorded.stream.residence.node
         meeting.remember(number, here, there, recorded.position, log)
         stream = log.stream_on_wire(recorded.stream.number)
-        there.session.post(there, Notify(stream, recorded.position, here.index, number))
+        session_of_log(there).post(there, Notify(stream, recorded.position, here.index, number))
     else:
         recorded.ask(there, quiet=True).when_done(_Forward(here, number))
 
@@ -501,14 +501,14 @@ class _Forward:
     def __init__(self, here: Node, number: int) -> None:
         self.here, self.number = here, number
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: Request[object]) -> None:
         if self.here.failed is None and self.here.session.closed is None:
             reason = (
                 ""
                 if request.lost is None
                 else f"the node of an event that was waited for is lost: {request.lost}"
             )
-            self.here.session.post(self.here, Signal(self.number, reason))
+            session_of_log(self.here).post(self.here, Signal(self.number, reason))
 
 
 def default_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -15,15 +15,39 @@ from ..session.session import active_session
 from ..session.spelling import named
 from .tensor import DistributedTensor
 
+# Each of torch's factories takes arguments of its own, which no one type says.
+_TorchFactory = Callable[..., torch.Tensor]  # type: ignore[explicit-any]
 
-def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedTensor]:
+
+class Factory(Protocol):
+    """Makes a tensor at the current place, or on `device` of the current node."""
+
+    __name__: str
+
+    def __call__(
+        self, *args: object, device: DeviceLike | Place | None = None, **kwargs: object
+    ) -> DistributedTensor:
+        """Return a new tensor."""
+
+
+class TensorClass(Protocol):
+    """Makes a tensor on the current node from sizes or from a list of data."""
+
+    __name__: str
+
+    def __call__(self, *args: object, device: DeviceLike | None = None) -> DistributedTensor:
+        """Return a new tensor."""
+
+
+def _remote(function: _TorchFactory) -> Factory:
     """Return a torch factory whose default device is the current place.
 
     A device of the node ("cuda:1", 1) may be named.
     """
 
     @functools.wraps(function)
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> DistributedTensor:
+    def make(*args: object, device: DeviceLike | Place | None = None, **kwargs: object) -> DistributedTensor:
+        # What torch makes at a place of the session is a proxy.
         return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
 
     # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
@@ -36,7 +60,7 @@ def _remote(function: Callable[..., torch.Tensor]) -> Callable[..., DistributedT
     return make
 
 
-def _target(device: Any, like_torch: bool = True) -> Residence:
+def _target(device: DeviceLike | Place | None, like_torch: bool = True) -> Residence:
     session = active_session()
     if device is None:
         return session.places.current(like_torch=like_torch)
@@ -61,21 +85,22 @@ eye = _remote(torch.eye)
 tensor = _remote(torch.tensor)
 
 
-def _class(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
-    def make(*args: Any, device: DeviceLike | None = None) -> DistributedTensor:
+def _class(name: str, dtype: torch.dtype) -> TensorClass:
+    def make(*args: object, device: DeviceLike | None = None) -> DistributedTensor:
         place = _target(device, like_torch=False)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            # What torch makes at a place of the session is a proxy, here and below.
             return args[0].to(dtype).to(place.device)  # type: ignore[return-value]
         if len(args) == 1 and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
             return torch.tensor(args[0], dtype=dtype, device=place.device)  # type: ignore[return-value]
-        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        given = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        sizes = [n for n in given if isinstance(n, int) and not isinstance(n, bool)]
+        if len(sizes) != len(given):
             raise UsageError(
                 f"{name} takes sizes, as in {name}(20, 20), or a list of data, as in {name}([1, 2]); "
                 f"got {args!r}"
             )
-        made: Any = torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)
-        return made  # type: ignore[no-any-return]
+        return torch.empty(sizes or [0], dtype=dtype, device=place.device)  # type: ignore[return-value]
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = (

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -19,21 +19,23 @@ from ..log.spec import Spec
 from ..operators.transfer import request, tensor_from
 from ..session.failures import remote_error
 from ..session.requests import Request
+from ..session.session import session_of_log
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
 from .tensor import DistributedTensor
 
 log = logging.getLogger("distruntime")
+T = TypeVar("T")
 
 
-class Fetched(concurrent.futures.Future[Any]):
+class Fetched(concurrent.futures.Future[T]):
     """A future of local values. `result()` blocks, `await` does not block the event loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: list[Request] = []
+        self._pending: list[Request[object]] = []
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T:
         """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip
         # more.
@@ -42,14 +44,14 @@ class Fetched(concurrent.futures.Future[Any]):
         try:
             for reply in self._pending:
                 left = left_until(deadline)
-                if not reply.done and not reply.node.session.result(reply, left):
+                if not reply.done and not session_of_log(reply.node).result(reply, left):
                     break
             return super().result(left_until(deadline))
         finally:
             # Else what is raised would hold this frame, the future, and so itself.
             del self
 
-    def set_outcome(self, value: Any, error: BaseException | None) -> None:
+    def set_outcome(self, value: T | None, error: BaseException | None) -> None:
         """Set the outcome, unless somebody has cancelled the future meanwhile.
 
         asyncio does so past a deadline.
@@ -58,18 +60,27 @@ class Fetched(concurrent.futures.Future[Any]):
             if error is not None:
                 self.set_exception(error)
             else:
-                self.set_result(value)
+                # Without an error there is a value, which `None` may be.
+                self.set_result(value)  # type: ignore[arg-type]
         except concurrent.futures.InvalidStateError:
             log.debug("a value came for a future that was cancelled")
         finally:
             # Else it would hold this frame and itself.
             del error
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, T]:
         return asyncio.wrap_future(self).__await__()
 
 
-def fetch_async(tree: Any) -> Fetched:
+@overload
+def fetch_async(tree: torch.Tensor) -> Fetched[torch.Tensor]: ...
+
+
+@overload
+def fetch_async(tree: T) -> Fetched[T]: ...
+
+
+def fetch_async(tree: T) -> Fetched[T]:
     """Start reading every remote tensor in `tree`; return a future of the tree with local ones.
 
     Return at once.
@@ -83,9 +94,9 @@ def fetch_async(tree: Any) -> Fetched:
         leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf
         for leaf in leaves
     ]
-    future = Fetched()
+    future: Fetched[T] = Fetched()
     # They are by storage and metadata, so that tied tensors travel once and stay tied.
-    replies: dict[tuple[int, Spec], Request] = {}
+    replies: dict[tuple[int, Spec], Request[object]] = {}
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
         if not isinstance(leaf, DistributedTensor):
@@ -128,7 +139,7 @@ def fetch_async(tree: Any) -> Fetched:
             None,
         )
 
-    def arrived(_: Request) -> None:
+    def arrived(_: Request[object]) -> None:
         left[0] -= 1
         if left[0] == 0:
             finish()
@@ -151,7 +162,15 @@ class _Wanted:
     param: bool | None
 
 
-def fetch(tree: Any, timeout: float | None = None) -> Any:
+@overload
+def fetch(tree: torch.Tensor, timeout: float | None = None) -> torch.Tensor: ...
+
+
+@overload
+def fetch(tree: T, timeout: float | None = None) -> T: ...
+
+
+def fetch(tree: T, timeout: float | None = None) -> T:
     """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
 
     Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or

@@ -13,10 +13,11 @@ from ..log.shards import member_of
 from ..log.spec import Spec
 from ..operators.transfer import request
 from ..session.failures import remote_error
+from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import dtype_name
 from ..wire.deadlines import REPR
-from ..wire.messages import AskStatus
+from ..wire.messages import AskStatus, Plain
 from ..wire.units import size_text
 
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
@@ -40,8 +41,8 @@ def summary(spec: Spec, where: str, state: str) -> str:
 
 
 def _status(handle: Handle) -> str:
-    node = handle.place.node
-    session = node.session
+    node = handle.place.worker
+    session = session_of_log(node)
     with node.lock:
         ahead = sum(1 for flight in node.flights for line in flight.line_table if line[0] <= handle.ready_at)
     asked = session.ask(node, AskStatus)
@@ -66,7 +67,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
 
     Block for two seconds at most, never raise for what is wrong on a worker.
     """
-    whole, home, session, spec = handle, handle.place, handle.place.node.session, handle.spec
+    whole, home, session, spec = handle, handle.place, session_of_log(handle.place.node), handle.spec
     where = str(home.place)
     # The first member's values stand for all of them.
     node = home.node.lanes[0][0] if isinstance(home.node, MeshLog) else home.worker
@@ -80,7 +81,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
         handle = member_of(whole, 0)
         where = f"member 0 of {len(home.node.members)}, {handle.place.place}"
     options = _tensor_str.PRINT_OPTS
-    asked = {
+    asked: dict[str, Plain] = {
         "precision": options.precision,
         "threshold": int(min(options.threshold, 1 << 62)),
         "edgeitems": options.edgeitems,

@@ -7,13 +7,17 @@ everything else is torch's.
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn, SupportsIndex
+from typing import NoReturn, Protocol, SupportsIndex, overload
 
+import numpy as np
 import torch
+from torch.autograd.function import FunctionCtx
+from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError
-from ..log.current import current_gpu, device_name
+from ..log.current import DeviceLike, current_gpu, device_name
 from ..log.handle import Handle, Place, Residence
+from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..operators.dispatch import dispatch
 from ..operators.proxies import wrap
@@ -22,6 +26,18 @@ from ..session.session import active_session
 from ..session.spelling import DeviceIndex, named, twin_on
 from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
+
+Numbers = list["Number | Numbers"]
+# numpy's own `generic` takes a parameter, which is `Any` where nobody gives it.
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]  # type: ignore[explicit-any]
+
+
+class _Convert(Protocol):
+    def __call__(self, tensor: torch.Tensor, /, *args: object, **kwargs: object) -> torch.Tensor: ...
+
+
+# torch's own `Tensor.to` looks at its arguments itself; its overloads are not repeated here.
+_to: _Convert = torch.Tensor.to  # type: ignore[assignment]
 
 
 class DistributedTensor(torch.Tensor):
@@ -32,8 +48,9 @@ class DistributedTensor(torch.Tensor):
 
     _handle: Handle
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-    __torch_dispatch__: Any = classmethod(dispatch)
+    # torch documents both of these ways, and its stubs know neither.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment, var-annotated]
 
     # -- place -----------------------------------------------------------------------------------------------
 
@@ -80,48 +97,53 @@ class DistributedTensor(torch.Tensor):
         """False, as `device.type` is "remote"; the device on the node is in `place`."""
         return False
 
-    def to(self, *args: Any, node: int | None = None, **kwargs: Any) -> Any:
+    def to(
+        self,
+        *args: object,
+        device: DeviceLike | Place | None = None,
+        node: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
         """Return the tensor at another place or with another dtype, as `Tensor.to`. To the CPU here: blocks.
 
         A device is one of this tensor's node ("cuda:1"), "cpu" is here, and `node=` names another node.
         `.to("remote")` is the current place, `.to(y.device)` and `.to(dr.place(1, "cuda:0"))` that place.
         """
-        target: Any = kwargs.pop("device", None)
-        rest = list(args)
-        if rest and isinstance(rest[0], torch.Tensor):
-            other = rest.pop(0)
-            kwargs = {"dtype": other.dtype, **dict(zip(("non_blocking", "copy"), rest)), **kwargs}
-            target, rest = other.device, []
-        elif rest and (rest[0] is None or isinstance(rest[0], (str, torch.device, Place, int))):
-            target = rest.pop(0)
+        target, rest = device, args
+        if args and isinstance(args[0], torch.Tensor):
+            dtype = args[0].dtype
+            kwargs = {"dtype": dtype, **dict(zip(("non_blocking", "copy"), args[1:])), **kwargs}
+            target, rest = args[0].device, ()
+        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, Place, int))):
+            target, rest = args[0], args[1:]
         if target is None and node is None:
-            return super().to(*args, **kwargs)
+            return _to(self, *args, **kwargs)
         self._handle.place.node.session.require_open()
         destination = self._destination(target, node)
-        if destination is None:
-            return super().to(torch.device(target), *rest, **kwargs)
+        if isinstance(destination, torch.device):
+            return _to(self, destination, *rest, **kwargs)
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
         # `destination` is held until the copy lives there, so that its number stays its own.
-        return super().to(destination.lazy, *rest, **kwargs)
+        return _to(self, destination.lazy, *rest, **kwargs)
 
-    def _destination(self, target: Any, node: int | None) -> Residence | None:
-        """Return the place that a `.to` names, or None for a device of this process."""
+    def _destination(self, target: DeviceLike | Place | None, node: int | None) -> Residence | torch.device:
+        """Return the place that a `.to` names, or the device of this process that it names."""
         places = active_session().places
         if node is not None and not isinstance(target, Place):
             return places.residence(twin_on(places, node, target, self.place))
         found = named(places, target)
         if found is not None:
             return found
-        if isinstance(target, int) or torch.device(target).type == "cuda":
+        assert target is not None and not isinstance(target, Place)
+        device = target if isinstance(target, int) else torch.device(target)
+        if isinstance(device, int) or device.type == "cuda":
             if self._handle.place.node.members:
                 raise PlacementError(
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
                     "x.member(k).cuda()"
                 )
-        device = target if isinstance(target, int) else torch.device(target)
-        if isinstance(device, int) or device.type == "cuda":
             return places.residence(Place(self.place.node, device_name(device)))
-        return None
+        return device
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Return a local copy. Block until it is here."""
@@ -129,10 +151,10 @@ class DistributedTensor(torch.Tensor):
 
     def cuda(
         self,
-        device: Any = None,
+        device: DeviceLike | None = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Return a copy on a GPU of its own node: the current one, or `device` ("cuda:1" or 1).
 
         Return at once.
@@ -145,7 +167,7 @@ class DistributedTensor(torch.Tensor):
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         text = render(self, self._handle, suffixes_of(self))
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
@@ -156,26 +178,33 @@ class DistributedTensor(torch.Tensor):
             else object.__format__(self, spec)
         )
 
-    def item(self) -> Any:
+    def item(self) -> Number:
         """Return the one element as a Python number. Block until it is here."""
         if self.numel() != 1:
             raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
-        return item(self._handle)
+        value: Number = item(self._handle)
+        return value
 
-    def __round__(self, ndigits: int | None = None) -> Any:
+    def __round__(self, ndigits: int | None = None) -> Number:
         return round(self.item(), ndigits)
 
-    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    @overload
+    def type(self, dtype: None = None, non_blocking: bool = False) -> str: ...
+
+    @overload
+    def type(self, dtype: str | torch.dtype, non_blocking: bool = False) -> torch.Tensor: ...
+
+    def type(self, dtype: str | torch.dtype | None = None, non_blocking: bool = False) -> str | torch.Tensor:
         """Without arguments, return the name of the class that the RFC gives it; with a dtype, convert."""
         if dtype is None:
             return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
-        return super().type(dtype, non_blocking, **kwargs)
+        return super().type(dtype, non_blocking)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> Numbers:
         """Return the values as nested lists of numbers. Block until they are here."""
         return download(self._handle, "tolist").tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> Array:
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
             raise TypeError(
@@ -184,16 +213,17 @@ class DistributedTensor(torch.Tensor):
             )
         return self.detach().cpu().numpy()
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.numpy()
 
     # -- what torch would do above dispatch ------------------------------------------------------------------
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         """The same value without history; assigning makes this tensor the other one's value."""
         # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
-        return dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
+        found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
+        return found
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
@@ -203,11 +233,12 @@ class DistributedTensor(torch.Tensor):
             raise PlacementError(
                 f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)"
             )
-        alias: Any = other.data
+        alias = other.data
+        assert isinstance(alias, DistributedTensor)
         torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
         self._handle = alias._handle
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -227,7 +258,7 @@ class DistributedTensor(torch.Tensor):
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> torch.Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -243,12 +274,13 @@ class DistributedTensor(torch.Tensor):
             "compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it:
         its size.
         """
         if self._handle.place.node.members:
-            return MeshStorage(self)
+            # FSDP2 asks for nothing else of it.
+            return MeshStorage(self)  # type: ignore[return-value]
         raise NotSupportedError(
             f"a tensor on {self.place} has no storage in this process; "
             "dr.fetch(x) gives a local tensor that has one"
@@ -279,7 +311,7 @@ class DistributedTensor(torch.Tensor):
         """False: the memory is a worker's."""
         return False
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()"
         )
@@ -287,7 +319,7 @@ class DistributedTensor(torch.Tensor):
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: object) -> None:
         """Let the memory be used again only after what `stream` has been given until this tensor dies.
 
         Return at once.
@@ -304,16 +336,25 @@ class DistributedTensor(torch.Tensor):
         return self
 
 
+class _Context(FunctionCtx):
+    home: Residence
+    k: int
+
+
 class _Member(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Any, k: int) -> Any:
+    def forward(ctx: _Context, whole: DistributedTensor, k: int) -> torch.Tensor:
         ctx.home, ctx.k = whole._handle.place, k
-        return wrap(DistributedTensor, member_of(whole._handle, k))
+        found: torch.Tensor = wrap(DistributedTensor, member_of(whole._handle, k))
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         team = ctx.home.node
-        zeros: Any = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
+        zeros = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
+        own = grad.contiguous()
+        assert isinstance(team, MeshLog)
+        assert isinstance(zeros, DistributedTensor) and isinstance(own, DistributedTensor)
         handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
-        handles[ctx.k] = grad.contiguous()._handle
+        handles[ctx.k] = own._handle
         return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None

@@ -6,7 +6,6 @@ They are called as instructions of the log, or for what they return.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..errors import ProtocolError
 from ..log.handle import Handle, Place, new_value
@@ -16,6 +15,8 @@ from ..log.log import Log
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..operators.signatures import template
+from ..session.requests import Request
+from ..session.session import session_of_log
 from ..wire.messages import LEARN
 from .tensor import DistributedTensor
 
@@ -45,15 +46,15 @@ def issue_function(
     issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
 
 
-def read_function(node: Node, function: str) -> Any:
+def read_function(node: Node, function: str) -> object:
     """Return what a call without arguments returns, of numbers, strings and lists.
 
     Block until everything issued before it has run.
     """
-    session = node.session
+    session = session_of_log(node)
     number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
-        request = session.requests.new(node, "specs")
+        request: Request[list[object]] = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
         kept = new_value(NO_TENSOR, home)
         issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())

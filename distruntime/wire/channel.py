@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import final
+from typing import final, overload
 
 import zmq
 import zmq.auth.thread
@@ -223,6 +223,12 @@ class Channel:
                 ) from error
             self._after_use()
         self._send_late()
+
+    @overload
+    def send(self, to: Link, frames: Sequence[Part], *, copy: bool = True) -> Delivery: ...
+
+    @overload
+    def send(self, to: Peer, frames: Sequence[Part], *, copy: bool = True) -> zmq.MessageTracker | None: ...
 
     def send(
         self, to: Peer | Link, frames: Sequence[Part], *, copy: bool = True

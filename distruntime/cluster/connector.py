@@ -414,6 +414,10 @@ class Connector:
             raise ConnectionFailed(
                 f"a worker on {join.host} asks to be node {wish}; this session has nodes 0 to {count - 1}"
             )
+        there = None if wish is None else self.nodes.get(wish)
+        if there is not None and there.failed is not None:
+            # It comes in a lost worker's place, which is free once all have met. Another place is another's.
+            return None
         late = [connection for connection in self.connections if connection.first]
         same = [connection for connection in late if connection.has_joined(join.incarnation)]
         free = [connection for connection in late if not connection.attempts]

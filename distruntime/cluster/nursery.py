@@ -73,7 +73,11 @@ def fork_worker(
 
 
 def _nursery(fixed: Mapping[str, str], environment: Mapping[str, str], output: IO[bytes]) -> Nursery:
-    _nurseries[:] = [nursery for nursery in _nurseries if nursery.serves()]
+    for nursery in list(_nurseries):
+        if not nursery.serves():
+            # One that has ended by itself stays a zombie with an open socket otherwise.
+            nursery.close()
+            _nurseries[:] = [other for other in _nurseries if other is not nursery]
     for nursery in _nurseries:
         if nursery.fixed == fixed:
             return nursery
@@ -185,6 +189,9 @@ class Nursery:
 
     def read(self) -> None:
         """Read what the nursery has reported. Return at once."""
+        # What a process that was forked from this one reads, this process would never hear.
+        if self._master != os.getpid():
+            return
         flags = socket.MSG_DONTWAIT
         try:
             while not self.ended:
@@ -196,8 +203,10 @@ class Nursery:
         except ConnectionResetError:
             # It has ended before it read all requests.
             self._reports.append(b"")
-        # Another thread may read the same reports now: to act on one twice does nothing more.
-        reports = self._reports[self._read :]
+        # Another thread may read the same reports now: to act on one twice does nothing more. To count one
+        # twice would skip another.
+        first = self._read
+        reports = self._reports[first:]
         for report in filter(None, reports):
             number, pid, code = json.JSONDecoder().decode(report.decode("ascii"))
             worker = self._workers.get(number)
@@ -205,8 +214,8 @@ class Nursery:
                 worker.process = [*process(pid)]
             elif worker is not None:
                 worker.returncode = code
-                del self._workers[number]
-        self._read += len(reports)
+                self._workers.pop(number, None)
+        self._read = max(self._read, first + len(reports))
 
     def wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
         """Block until `condition()` holds, for `timeout` seconds at most.

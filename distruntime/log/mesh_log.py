@@ -203,16 +203,15 @@ class MeshLog(Log):
         return [*self.ranks, *others]
 
     def _send_to_all(self, frames: Sequence[Part], *, copy: bool) -> None:
-        """Send the segment that was made last to every member's worker that is there."""
+        """Send the segment that was made last to every member's worker; those that are lost count as done."""
         body, whole = frames[0], self.flights[-1]
         assert isinstance(body, bytes)
         frame = for_many(body)
         # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield
         # ends, and by then the segment is sent.
         with shield:
-            workers = self.workers()
-            whole.waiting = len(workers)
-            for node in workers:
+            whole.waiting = len(self.ranks)
+            for node in self.ranks:
                 node.carry(Flight(0, self, whole.line_table, 0, 0, 0, 0, [partial(self._ran, whole)]), frame)
             self.outlet.unsent = None
 

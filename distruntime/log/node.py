@@ -134,6 +134,11 @@ class Node(Log):
 
         Call under `lock`, while the mesh's log is active.
         """
+        if self.failed is not None:
+            # It may have been lost just now: a finalizer that reads may run between two workers.
+            for release in part.releases:
+                release()
+            return
         outlet = self.outlet
         outlet.seq += 1
         part.seq, part.end, part.checks = outlet.seq, self.base, self.checks.last

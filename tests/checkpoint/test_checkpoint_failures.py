@@ -185,8 +185,9 @@ def test_a_path_that_is_a_file(session: object, tmp_path: Path, async_op: bool) 
         ):
             saving = dr.save(tree(1), path, async_op=async_op)
             saving.wait()
-    with pytest.raises(NotADirectoryError, match="there is no checkpoint to be read in"):
+    with pytest.raises(NotADirectoryError, match="there is no checkpoint to be read in") as caught:
         dr.load(tmp_path / "file")
+    assert "checkpoint: look on node 0" in str(caught.value)
     assert (tmp_path / "file").read_text() == "mine"
     dr.synchronize()
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -274,6 +275,47 @@ def test_workers_outlive_a_nursery_that_is_killed(master: Master) -> None:
     assert ended(first) == "ended, and nobody knows how: the process that forked it had ended before"
     second.stop()
     assert gone(second.pid) and second.poll() == ended(first)
+
+
+def test_nothing_stays_of_a_nursery_that_has_ended(master: Master) -> None:
+    (first,) = master.start()
+    nursery = mother(first)
+    os.kill(nursery.pid, signal.SIGKILL)
+    until(lambda: not nursery.serves())
+    master.start()
+    assert nursery._process.returncode == -signal.SIGKILL and nursery._socket.fileno() == -1
+
+
+def test_no_report_is_lost_where_two_read_at_once(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler reads, or another thread, while a report is acted on."""
+    identify, inside = nurseries.process, []
+
+    def interrupted(pid: int) -> object:
+        if not inside:
+            inside.append(pid)
+            for nursery in nurseries._nurseries:
+                nursery.read()
+            inside.clear()
+        return identify(pid)
+
+    monkeypatch.setattr(nurseries, "process", interrupted)
+    workers = master.start(2)
+    assert all(worker.pid for worker in workers)
+    for worker in workers:
+        worker.terminate()
+    assert [ended(worker) for worker in workers] == ["exited with code 0"] * 2
+
+
+def test_a_forked_process_takes_no_report_from_its_parent(master: Master) -> None:
+    (worker,) = master.start()
+    nursery = mother(worker)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert select.select([nursery._socket], [], [], 60.0)[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if nursery.serves() else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ended(worker) == "killed by signal 9 (SIGKILL)"
 
 
 def test_a_session_outlives_its_nursery_and_restarts_a_worker_without_it() -> None:

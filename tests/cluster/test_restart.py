@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.cluster.connector import Connector
+from distruntime.cluster.local_workers import LocalLauncher
 from distruntime.session.session import active_session
 from distruntime.wire.connections import PeerEvent
-from processes import ListeningWorker, until
+from distruntime.wire.messages import Join
+from processes import STARTING, ListeningWorker, until
 
 REMOTE = "remote"
 
@@ -174,6 +177,52 @@ def test_a_worker_that_is_started_again_and_dies_at_once_is_reported(
         until(lambda: dr.nodes()[0].state == "ready")
         caplog.clear()
     assert torch.ones(3, device=REMOTE).sum().item() == 3
+
+
+class FirstDies(dr.Launcher):
+    """Lets the second worker go on once the first has died, and another has asked for its place."""
+
+    def __init__(self) -> None:
+        self.started: list[dr.WorkerProcess] = []
+        self.joined: set[int] = set()
+        self.connectors: list[Connector] = []
+        self.launcher = LocalLauncher()
+
+    def start(self, spec: dr.LaunchSpec) -> dr.WorkerProcess:
+        self.started.append(self.launcher.start(spec))
+        if len(self.started) == 2:
+            os.kill(self.started[1].pid, signal.SIGSTOP)
+            threading.Thread(target=self.play, daemon=True).start()
+        return self.started[-1]
+
+    def play(self) -> None:
+        until(lambda: any(0 in connector.nodes for connector in self.connectors))
+        os.kill(self.started[0].pid, signal.SIGKILL)
+        until(lambda: len(self.started) == 3 and self.started[2].pid in self.joined)
+        os.kill(self.started[1].pid, signal.SIGCONT)
+
+
+def test_a_worker_that_is_lost_while_others_are_waited_for_is_replaced_by_its_own_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dr.shutdown()
+    launcher, joined = FirstDies(), Connector._joined
+
+    def note(self: Connector, peer: bytes, join: Join) -> None:
+        joined(self, peer, join)
+        launcher.connectors.append(self)
+        launcher.joined.add(join.pid)
+
+    monkeypatch.setattr(Connector, "_joined", note)
+    dr.init_master_worker(world_size=2, launcher=launcher, restart_workers=True, timeout=STARTING)
+    try:
+        until(lambda: [node.state for node in dr.nodes()] == ["ready", "ready"])
+        assert [node.pid for node in dr.nodes()] == [launcher.started[2].pid, launcher.started[1].pid]
+        tensors = [torch.ones(2, device=REMOTE).to(node=k) for k in range(2)]
+        dr.all_reduce(tensors)
+        assert [t.tolist() for t in tensors] == [[2.0, 2.0]] * 2
+    finally:
+        dr.shutdown()
 
 
 def test_restart_workers_is_for_workers_that_were_started_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch
 import distruntime as dr
 from distruntime.log.checks import Checks
 from distruntime.log.ledger import Cause, Ledger
-from distruntime.log.log import Log
+from distruntime.log.log import Flight, Log
 from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
 from distruntime.log.templates import Templates
+from distruntime.wire.frames import Part
 from distruntime.wire.messages import FIRST_TEMPLATE, Failure
 from processes import until
 
@@ -108,3 +110,29 @@ def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Sessio
             log.flush()
     until(lambda: log.outlet.unsent is None and not log.flights)
     assert y.tolist() == [2, 2, 2]
+
+
+def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(
+    fresh_session: Callable[..., dr.Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finalizer that reads may learn of the loss between two workers."""
+    session = fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    x = torch.ones(3, device=mesh.device)
+    log = x._handle.place.node
+    dr.synchronize()
+    until(lambda: not log.flights)
+    carry = Node.carry
+
+    def lossy(self: Node, part: Flight, frame: Part) -> None:
+        carry(self, part, frame)
+        if self.index == 0:
+            session.lose(session.nodes[1], "is lost, for a test")
+
+    with log.lock:
+        monkeypatch.setattr(Node, "carry", lossy)
+        y = x + 1
+        log.flush()
+    assert session.nodes[1].failed is not None and not session.nodes[1].flights
+    until(lambda: not log.flights, 20.0)
+    assert y.member(0).tolist() == [2, 2, 2]

@@ -165,6 +165,14 @@ def index_of(folder: str, name: str) -> str:
 
 
 FolderQuestion = ListFolder | ReadIndex | CommitSave | SweepSaves | RemoveFiles
+# What an error says was done, for people.
+_SHOWN: dict[type[FolderQuestion], str] = {
+    ListFolder: "checkpoint: look",
+    ReadIndex: "checkpoint: index",
+    CommitSave: "checkpoint: commit",
+    SweepSaves: "checkpoint: sweep",
+    RemoveFiles: "checkpoint: remove",
+}
 
 
 def answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
@@ -193,7 +201,7 @@ def _answer(question: FolderQuestion, send: Callable[[Message], object]) -> None
         send(Reply(question.request, _reply(question)))
     except Exception as error:
         # Whatever it is, it is the answer.
-        cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+        cause = failure(error, seq=0, position=0, op=_SHOWN[type(question)], operands="")
         send(Failed(question.request, failure_fields(cause)))
 
 

@@ -71,7 +71,7 @@ def marked(example: Path) -> object:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("example", map(marked, ALONE))
+@pytest.mark.parametrize("example", [marked(example) for example in ALONE])
 def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     printed = run(str(example), folder=tmp_path).rstrip().splitlines()
     assert shown(example), "the docstring shows no output"

@@ -137,7 +137,10 @@ def test_the_repl_has_a_session(tmp_path: Path) -> None:
 
 
 def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
-    start = "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; sys.exit(main(['repl', '--world-size', '1']))"
+    start = (
+        "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; "
+        "sys.exit(main(['repl', '--world-size', '1']))"
+    )
     assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
 
 

@@ -184,7 +184,7 @@ class Session:
         *fields: P.args,
         **named: P.kwargs,
     ) -> Request:
-        """Ask a worker something outside the log, by the class of a question and its fields. Return at once."""
+        """Ask a worker something outside the log, by a question's class and its fields. Return at once."""
         self.require_open()
         node.require_alive()
         request = self.requests.new(node)

@@ -150,8 +150,7 @@ def test_names_that_cannot_be(name: Any) -> None:
         dr.init_master_worker(session=name)
 
 
-# -- one daemon, several masters
-# --------------------------------------------------------------------------------------------------
+# -- one daemon, several masters -----------------------------------------------------------------------------
 
 
 @pytest.fixture

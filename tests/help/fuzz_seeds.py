@@ -554,8 +554,9 @@ def _leaving() -> None:
 
 # What to do, with how many workers, each with how many simulated GPUs.
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
-    (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
-    (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
+    (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0),
+    (_failures, 1, 0), (_streams, 1, 1), (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0),
+    (lambda: _mesh("cpu", (2, 1)), 2, 0),
     (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
 ]  # fmt: skip

@@ -142,7 +142,8 @@ class Run:
 
     def summary(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.most_common())
-        return f"{self.kind}: {self.done} rounds, {len(self.findings)} findings; {self.growth.line()}\n  sent: {counts}"
+        findings = f"{self.kind}: {self.done} rounds, {len(self.findings)} findings"
+        return f"{findings}; {self.growth.line()}\n  sent: {counts}"
 
 
 def main() -> int:

@@ -193,7 +193,7 @@ def free_port() -> int:
 
 
 def limited(descriptors: int) -> list[str]:
-    """Return a command that starts a program with so many descriptors, soft and hard: see `ListeningWorker`."""
+    """Return a command that limits a program to so many descriptors, soft and hard (`ListeningWorker`)."""
     return ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
 
 

@@ -172,8 +172,9 @@ def test_a_defect_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], 1, ["float32", [2]], ["float32", [-1], b""], ["nn", [0], b""], ["float32", [1 << 62, 1 << 62], None],
-              ["float32", [2], b"1234567"], ["float32", ["2"], b"12345678"], ["float32", [2], "shared"], ["float32", [2], None]],
+    "value", [None, [], 1, ["float32", [2]], ["float32", [-1], b""], ["nn", [0], b""],
+              ["float32", [1 << 62, 1 << 62], None], ["float32", [2], b"1234567"],
+              ["float32", ["2"], b"12345678"], ["float32", [2], "shared"], ["float32", [2], None]],
 )  # fmt: skip
 def test_a_reply_that_is_no_tensor(value: Any) -> None:
     assert not is_tensor(value, b"1234", None)
@@ -305,8 +306,9 @@ _LISTED = ["0" * 16, 0, "here", 1, ["cpu"]]
 
 
 @pytest.mark.parametrize(
-    "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""], ["x", 1, True, "", [_LISTED[:4]], b""],
-               ["x", 1, True, "", [[None, *_LISTED[1:]]], b""], ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
+    "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""],
+               ["x", 1, True, "", [_LISTED[:4]], b""], ["x", 1, True, "", [[None, *_LISTED[1:]]], b""],
+               ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
 )  # fmt: skip
 def test_a_publication_that_is_none_ends_the_session_of_who_publishes(
     speaker: Speaker, fields: list[Any]

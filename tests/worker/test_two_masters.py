@@ -31,7 +31,8 @@ from processes import until
 address, me, other, steps = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 session = dr.init_master_worker(workers=[address])
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(128, 1)).to("remote")
+first, last = torch.nn.Linear(64, 128), torch.nn.Linear(128, 1)
+model = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Dropout(0.1), last).to("remote")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 x, y, losses = torch.randn(256, 64, device="remote"), torch.randn(256, 1, device="remote"), []
 def step(k):

@@ -3,7 +3,7 @@
 
 A message is stored as [class name, fields by name, payloads], so that seeds outlive a change of the protocol:
 a field that the class no longer has is dropped, one that is new gets a value of its type. `record` makes the
-file anew: `python tests/help/fuzzing.py record`.
+file anew: `PYTHONPATH=.:worker:tests/help python tests/help/fuzzing.py record`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The fuzzer, with fixed seeds: rounds against a worker, as a stranger, and against a master; and every one
 that found something.
 
-`tests/long/fuzz_hour.py` runs other ones for an hour; `python tests/help/fuzzing.py run` as long as it is
-told to.
+`tests/long/fuzz_hour.py` runs other rounds for an hour, and `tests/help/fuzzing.py` as long as it is told to.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ def test_what_has_found_something(hostile: tuple[str, Any]) -> None:
 
 
 def test_every_message_has_a_seed() -> None:
-    """A new message.
+    """If it fails for a new message, let a session in `fuzz_seeds.py` send it, and record the seeds again.
 
-    `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it.
+    `PYTHONPATH=.:worker:tests/help python tests/help/fuzzing.py record` does that.
     """
     found = {type(m).__name__ for r in fuzz_seeds.load() for s in r.seeds for m in (s.message, *s.payloads)}
     assert {cls.__name__ for cls in MESSAGES} - found == set()

@@ -1,6 +1,7 @@
 """Chaos: a training on two daemons, during which all that can go wrong does: the network, the workers, the
 master, the disk, strangers.
 
+    export PYTHONPATH=.:worker:tests/help
     python tests/long/chaos.py --seed 0 --faults 1000
     python tests/long/chaos.py --seed 1 --seconds 600
     python tests/long/chaos.py --seed 2 --faults 40 --kinds flip,truncate

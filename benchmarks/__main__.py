@@ -46,7 +46,8 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
 
 def machine() -> str:
     """Return one line about this machine."""
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    system = f"{platform.system()} {platform.release()}"
+    return f"{os.cpu_count()} cores, {system}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def row(figure: Figure) -> str:

@@ -120,7 +120,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def _rate(channel: str, times: int, rounds: int) -> float:
-    """Return the GiB/s of 64 MiB copies between two workers of a session of its own, the best of some rounds."""
+    """Copy 64 MiB between two workers of a session of its own; return the GiB/s of the best round."""
     with dr.init_master_worker(quiet=True, data_channel=channel):
         large = [torch.ones(_LARGE, device=f"remote:{dr.nodes()[k].devices[0].number}") for k in (0, 1)]
         seconds = []

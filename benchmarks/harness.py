@@ -101,7 +101,7 @@ def daemon(*options: str, address: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def delayed(address: str, delay: float) -> Iterator[str]:
-    """Run the proxy of `benchmarks.delay` in front of `address`, in a process of its own; give its address."""
+    """Run the proxy of `benchmarks.delay` before `address`, in a process of its own; give its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.delay", address, str(delay)],
         cwd=ROOT,

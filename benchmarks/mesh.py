@@ -100,7 +100,7 @@ class _Cost:
         self.issuing, self.pump, self.total = ((b - a) / count for a, b in zip(before, clocks()))
 
 
-# -- by the number of members ----------------------------------------------------------------------------------------------------------
+# -- by the number of members --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -140,7 +140,8 @@ def _by_members(quick: bool) -> list[Figure]:
             1e6 * statistics.median(getattr(c, name) for c in costs)
             for name in ("total", "issuing", "pump", "wall")
         )
-        note = f"issuing {issuing:.1f}, acknowledgements {pump:.1f}, libzmq {total - issuing - pump:.1f} us; passes in {wall:.0f} us"
+        parts = f"issuing {issuing:.1f}, acknowledgements {pump:.1f}, libzmq {total - issuing - pump:.1f} us"
+        note = f"{parts}; passes in {wall:.0f} us"
         figures.append(
             Figure(
                 f"operator, mesh of {size} played worker{'s' if size > 1 else ''}", total, "us", None, note
@@ -159,7 +160,7 @@ def _by_members(quick: bool) -> list[Figure]:
     return figures
 
 
-# -- against one place, and against DTensor itself ----------------------------------------------------------------------------------------
+# -- against one place, and against DTensor itself -----------------------------------------------------------
 
 
 class _Plain:

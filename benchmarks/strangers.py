@@ -93,5 +93,8 @@ def _figure(
     pairs = [(_flooded(other, work, flood), _flooded(ours, work, flood), _reads(work)) for _ in range(rounds)]
     elsewhere, here, none = (statistics.median(times) for times in zip(*pairs))
     ratio = statistics.median(a / b for a, b, _ in pairs)
-    note = f"{1 / here:,.0f} operations with reads a second, {1 / elsewhere:,.0f} with the flood at another worker, {1 / none:,.0f} with none"
+    note = (
+        f"{1 / here:,.0f} operations with reads a second, "
+        f"{1 / elsewhere:,.0f} with the flood at another worker, {1 / none:,.0f} with none"
+    )
     return Figure(name, ratio, "x", bar, note, most=False)

@@ -59,7 +59,8 @@ def _resume(layers: int) -> Figure:
     _python(_FIRST, str(layers))
     attach, lookup, first, forward = json.loads(_python(_SECOND).splitlines()[-1])
     nbytes = layers * 2048 * 2048 * 4 / 2**30
-    note = f"attach {attach:.2f} s, lookup {lookup:.2f} s, first value {first:.2f} s; then a forward pass, {forward:.2f} s"
+    parts = f"attach {attach:.2f} s, lookup {lookup:.2f} s, first value {first:.2f} s"
+    note = f"{parts}; then a forward pass, {forward:.2f} s"
     return Figure(
         f"a killed master's model of {nbytes:.2f} GiB, in a new one", attach + lookup + first, "s", 1.0, note
     )

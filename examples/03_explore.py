@@ -1,7 +1,9 @@
-"""A session at the prompt, as `python -m distruntime repl --simulate-cuda 1` would have it. Running this file replays and checks it.
+"""A session at the prompt, as `python -m distruntime repl --simulate-cuda 1` would have it.
+
+Running this file replays it and checks it.
 
     $ python examples/03_explore.py
-    27 inputs replayed, 27 answered as written
+    29 inputs replayed, 29 answered as written
 
 Two workers on this machine, each with a CPU and a GPU (simulated). Torch's spellings go to the GPU of node 0:
 
@@ -40,7 +42,8 @@ Place(node=1, device='cuda:0')
 >>> x @ y
 Traceback (most recent call last):
     ...
-distruntime.errors.PlacementError: aten.mm.default: operands live on different nodes: `self` on node 0 cuda:0 (...), `mat2` on node 1 ...
+distruntime.errors.PlacementError: aten.mm.default: operands live on different nodes: \
+`self` on node 0 cuda:0 (...), `mat2` on node 1 ...
   move one of them, for instance mat2.to(self.device)      (copies 36 B from node 1 cuda:0 to node 0 cuda:0)
 >>> torch.equal(x @ y.to(x.device), x)
 True
@@ -49,7 +52,8 @@ Traceback (most recent call last):
     ...
 distruntime.errors.PlacementError: node 0 (...) has no device 'cuda:5': it has cpu, cuda:0
 
-Nothing waits until a value is read. A mistake that only the worker can see surfaces there, in its own class, with the line that issued it:
+Nothing waits until a value is read. A mistake that only the worker can see surfaces there. It has its own
+class, and names the line that issued it:
 
 >>> row = x[torch.tensor([9], device="remote")]
 >>> total = row.sum() + 1
@@ -60,7 +64,8 @@ IndexError: index 9 is out of bounds for dimension 0 with size 2
   aten::index.Tensor on node 0 (...), operands: (2, 3) float32, (1,) int64
   issued at <...>:1   row = x[torch.tensor([9], device="remote")]
 >>> total
-<remote scalar float32, 4 B, node 0 cuda:0: poisoned: index 9 is out of bounds for dimension 0 with size 2 (issued at ...)>
+<remote scalar float32, 4 B, node 0 cuda:0: poisoned: index 9 is out of bounds \
+for dimension 0 with size 2 (issued at ...)>
 
 Several values come in one go, and can come later:
 
@@ -75,7 +80,8 @@ What cannot work says what can:
 >>> x.numpy()
 Traceback (most recent call last):
     ...
-TypeError: a tensor on node 0 cuda:0 has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()
+TypeError: a tensor on node 0 cuda:0 has no memory in this process for numpy: \
+use x.cpu().numpy(), or dr.fetch(x).numpy()
 
 And a training loop that should not wait can be held to that:
 
@@ -94,7 +100,8 @@ distruntime.errors.UsageError: item makes the master wait for a worker
 >>> x + 1
 Traceback (most recent call last):
     ...
-distruntime.errors.SessionClosed: this session has ended (it was shut down); tensors of it are gone. Call init_master_worker for a new one
+distruntime.errors.SessionClosed: this session has ended (it was shut down); tensors of it are gone. \
+Call init_master_worker for a new one
 """
 
 import doctest

@@ -42,8 +42,8 @@ MEMBERS = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 STEPS, BATCH, CONTEXT, LAYERS, LEARNING_RATE = 5, 4, 32, 2, 1e-2
 
 config = LlamaConfig(
-    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4,
-    max_position_embeddings=CONTEXT, use_cache=False,
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS,
+    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=CONTEXT, use_cache=False,
 )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ MEMBERS = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 STEPS, BATCH, CONTEXT, LEARNING_RATE = 5, 4, 32, 1e-2
 
 config = LlamaConfig(
-    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-    max_position_embeddings=CONTEXT, use_cache=False,
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=CONTEXT, use_cache=False,
 )  # fmt: skip
 text = torch.tensor(list(__doc__.encode()[: BATCH * (CONTEXT + 1)])).reshape(
     BATCH, CONTEXT + 1

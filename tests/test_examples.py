@@ -71,7 +71,7 @@ def marked(example: Path) -> object:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("example", map(marked, ALONE))
+@pytest.mark.parametrize("example", [marked(example) for example in ALONE])
 def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     printed = run(str(example), folder=tmp_path).rstrip().splitlines()
     assert shown(example), "the docstring shows no output"
@@ -137,7 +137,10 @@ def test_the_repl_has_a_session(tmp_path: Path) -> None:
 
 
 def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
-    start = "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; sys.exit(main(['repl', '--world-size', '1']))"
+    start = (
+        "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; "
+        "sys.exit(main(['repl', '--world-size', '1']))"
+    )
     assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
 
 

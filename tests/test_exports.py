@@ -58,11 +58,20 @@ def test_workers_do_not_import_what_only_meshes_need() -> None:
 
 
 def test_the_names_of_the_design_are_there() -> None:
-    sessions = "init_master_worker shutdown is_initialized Session nodes synchronize manual_seed stalls set_sync_debug_mode"
+    sessions = (
+        "init_master_worker shutdown is_initialized Session nodes synchronize manual_seed stalls "
+        "set_sync_debug_mode"
+    )
     places = "node device on place set_place Place"
-    tensors = "DistributedTensor FloatTensor DoubleTensor HalfTensor ByteTensor CharTensor ShortTensor IntTensor LongTensor"
+    tensors = (
+        "DistributedTensor FloatTensor DoubleTensor HalfTensor ByteTensor CharTensor ShortTensor IntTensor "
+        "LongTensor"
+    )
     factories = "fetch fetch_async zeros ones full empty rand randn randint arange linspace eye tensor"
-    errors = "DistruntimeError UsageError PlacementError SessionClosed NotSupportedError ConfigurationError RemoteError NodeFailed"
+    errors = (
+        "DistruntimeError UsageError PlacementError SessionClosed NotSupportedError ConfigurationError "
+        "RemoteError NodeFailed"
+    )
     wanted = " ".join(
         (sessions, places, tensors, factories, errors, "ConnectionFailed ProtocolError InternalError")
     ).split()

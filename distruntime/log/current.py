@@ -22,7 +22,7 @@ current_mesh: ContextVar[Residence | None] = ContextVar("distruntime_mesh", defa
 # The place of the member that torch's code runs for.
 current_member: ContextVar[Residence | None] = ContextVar("distruntime_member", default=None)
 
-# Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see dtensor.py.
+# Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see torch_dtensor.py.
 asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 on a mesh's tensors: the few steps of it that depend on the rank. See dtensor.py."""
+"""PyTorch's FSDP2 on a mesh's tensors: the few steps of it that depend on the rank. See torch_dtensor.py."""
 
 from __future__ import annotations
 

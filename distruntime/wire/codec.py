@@ -62,9 +62,7 @@ def encode(message: Message | Question[object]) -> bytes:
     try:
         number = _NUMBER[cls]
     except KeyError:
-        raise ValueError(
-            f"{cls.__name__} is not in the union Message of messages.py"
-        ) from None
+        raise ValueError(f"{cls.__name__} is not in the union Message of messages.py") from None
     packed: bytes = msgpack.packb((number, *_VALUES[cls](message)))
     return packed
 

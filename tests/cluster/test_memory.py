@@ -35,11 +35,15 @@ def _a_session_of_this_file() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_held(_a_session_of_this_file: None) -> None:
+def _nothing_held(_a_session_of_this_file: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes with a simulated GPU each, and nothing on them.
 
     pytest keeps a test that failed, with all that it holds.
+
+    The figures are a worker's, and `dr.memory()` does without them after a second. No test here is about
+    that, so they may take a minute on a busy machine.
     """
+    monkeypatch.setenv("DISTRUNTIME_ASK_TIMEOUT", "60")
     gc.collect()
     if not dr.is_initialized() or len(dr.memory().devices) != 4 or dr.memory().lines:
         dr.shutdown()

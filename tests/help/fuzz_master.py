@@ -253,8 +253,8 @@ def training() -> None:
 
 
 _ACTS: list[Callable[[], None]] = [
-    reads, large_reads, in_parts, futures, learns, failures, figures, settings, uploads, streams, across, groups, meshes, training,
-    publications, checkpoints,
+    reads, large_reads, in_parts, futures, learns, failures, figures, settings, uploads, streams, across,
+    groups, meshes, training, publications, checkpoints,
 ]  # fmt: skip
 
 
@@ -394,7 +394,8 @@ class AgainstMaster:
             self.workers = [self._worker(k) for k in range(2)]
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", "import fuzz_master; fuzz_master.master()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environment, cwd=folder,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+                env=self._environment, cwd=folder,
             )  # fmt: skip
         except BaseException:
             self.close()

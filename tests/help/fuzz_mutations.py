@@ -49,10 +49,11 @@ INTS = [
 ]
 FLOATS = [0.0, -0.0, 1.5, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
 TEXTS = [
-    "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor", "item", "text",
-    "passed", "done", "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x", "/proc/self/fd/9999", "x" * 5000,
-    "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000, "gloo", "tcp", "tcp+tls", "nccl",
-    "127.0.0.1", "operand", "list", "__class__", "None", "new", "again", "resume", "force new", "force resume", "checkpoint", "distruntime.json",
+    "", "x", "\0", "cpu", "cuda:0", "cuda:9", "meta", "member", "float32", "int64", "float99", "tensor",
+    "item", "text", "passed", "done", "signal", "é\u202e\U0001f600", "a\nb", "%s%n{}", "../../x",
+    "/proc/self/fd/9999", "x" * 5000, "group::all_reduce", "aten::add.Tensor", "1e999", "9" * 5000, "gloo",
+    "tcp", "tcp+tls", "nccl", "127.0.0.1", "operand", "list", "__class__", "None", "new", "again", "resume",
+    "force new", "force resume", "checkpoint", "distruntime.json",
 ]  # fmt: skip
 BYTES = [b"", b"\0", b"\0\0\0\0", b"\x80\x04.", b"\xff" * 16, b"x" * 5000]
 OPTIONS = [
@@ -78,9 +79,12 @@ DEPTHS = [
 # Operators that a mutated call may name. Whoever holds the key may run any; what is not here would end the
 # worker by its nature or be a crash of torch's own, which checks no arguments of functions that only its
 # autograd calls:
-#   distruntime::resize_storage     frees memory under tensors that are then read, as torch's own does: a segmentation fault
-#   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length into its generator
-#   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their forward promised
+#   distruntime::resize_storage     frees memory under tensors that are then read, as torch's own does:
+#                                   a segmentation fault
+#   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length
+#                                   into its generator
+#   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their
+#                                   forward promised
 UNSAFE = (
     "resize_storage",
     "set_rng_state",
@@ -296,8 +300,9 @@ class Mutator:
             b"", b"\xc1", self.random.randbytes(self.random.randrange(200)),
             msgpack.packb([99]), msgpack.packb([kind]), msgpack.packb([kind, *[None] * 20]),
             b"\x91" * deep + b"\xc0", head + b"\x91" * deep + b"\xc0", head + b"\x81\xa1a" * deep + b"\xc0",
-            b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xdb\x7f\xff\xff\xffx", b"\xc6\xff\xff\xff\xffx",
-            b"\xdd\x00\x0f\xff\xff" + b"\xc0" * 100, b"\xc9\x00\x00\x00\x05\x01hello", b"\xd6\xff\0\0\0\0",
+            b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff\x01", b"\xdb\x7f\xff\xff\xffx",
+            b"\xc6\xff\xff\xff\xffx", b"\xdd\x00\x0f\xff\xff" + b"\xc0" * 100,
+            b"\xc9\x00\x00\x00\x05\x01hello", b"\xd6\xff\0\0\0\0",
             b"\x95\x05" + b"\xcf" + b"\xff" * 8 + b"\xc0\xc0\xc0",
         ])  # fmt: skip
 

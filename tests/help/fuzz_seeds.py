@@ -3,7 +3,7 @@
 
 A message is stored as [class name, fields by name, payloads], so that seeds outlive a change of the protocol:
 a field that the class no longer has is dropped, one that is new gets a value of its type. `record` makes the
-file anew: `python tests/help/fuzzing.py record`.
+file anew: `PYTHONPATH=.:worker:tests/help python tests/help/fuzzing.py record`.
 """
 
 from __future__ import annotations
@@ -554,8 +554,9 @@ def _leaving() -> None:
 
 # What to do, with how many workers, each with how many simulated GPUs.
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
-    (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0), (_failures, 1, 0), (_streams, 1, 1),
-    (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0), (lambda: _mesh("cpu", (2, 1)), 2, 0),
+    (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0),
+    (_failures, 1, 0), (_streams, 1, 1), (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0),
+    (lambda: _mesh("cpu", (2, 1)), 2, 0),
     (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
 ]  # fmt: skip

@@ -148,7 +148,8 @@ class FuzzedWorker:
         inside.mkdir(parents=True)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(self._report), *arguments, "--simulate-cuda", "2", "--threads", "1"],
+                [sys.executable, "-c", _CODE, str(self._report), *arguments,
+                 "--simulate-cuda", "2", "--threads", "1"],
                 stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=inside,
             )  # fmt: skip
         self._read = 0
@@ -493,7 +494,7 @@ class AgainstWorker:
         self._write(whole[:cut], whole[cut:])
 
     def _meddler(self, rng: random.Random, mutator: Mutator) -> None:
-        """A friend's own handshake and messages, of which somebody in between flips, drops or repeats bytes."""
+        """Pass on a friend's handshake and messages, but flip, drop or repeat bytes on the way."""
         meddler = _Meddler(self.worker.address, rng)
         channel = Channel(keys=self.worker.keys)
         try:

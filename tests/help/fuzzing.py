@@ -1,17 +1,19 @@
 """The structure-aware fuzzer: recorded traffic, mutated, against a worker and against a master, before and
 behind authentication.
 
-    python tests/help/fuzzing.py record                          make tests/help/fuzz_seeds.msgpack anew from
-        real sessions
-    python tests/help/fuzzing.py run --seconds 60 --seed 1       against a worker, a master, and as a
-        stranger, in turns
-    python tests/help/fuzzing.py run --against worker --round 417 --seed 1      one round again, which has
-        found something
+    export PYTHONPATH=.:worker:tests/help
+    python tests/help/fuzzing.py record
+    python tests/help/fuzzing.py run --seconds 60 --seed 1
+    python tests/help/fuzzing.py run --against worker --round 417 --seed 1
 
-PYTHONPATH=.:worker:tests. Ends with 1 where something was found. What is a finding: a process that ends,
-hangs, unpickles or starts programs; a legitimate peer that is not served in time or reads a wrong value; a
-traceback in the log; an exception of a class that is not distruntime's own; memory, threads, descriptors or
-Python objects that grow from round to round.
+The first command makes tests/help/fuzz_seeds.msgpack anew from real sessions. The second one attacks a
+worker, a master, and a worker as a stranger, in turns. The third one repeats one round that has found
+something.
+
+The program exits with 1 if it found something. These are findings: a process that ends, hangs, unpickles or
+starts programs; a legitimate peer that is not served in time or reads a wrong value; a traceback in the log;
+an exception of a class that is not distruntime's own; memory, threads, descriptors or Python objects that
+grow from round to round.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class Run:
 
     def summary(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.most_common())
-        return f"{self.kind}: {self.done} rounds, {len(self.findings)} findings; {self.growth.line()}\n  sent: {counts}"
+        findings = f"{self.kind}: {self.done} rounds, {len(self.findings)} findings"
+        return f"{findings}; {self.growth.line()}\n  sent: {counts}"
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ class Network:
         self._say("mend")
 
     def swallow(self, way: str) -> None:
-        """Let nothing through one way, "up" to the target or "down" from it; connections can still be made."""
+        """Let nothing through one way, "up" to the target or "down" from it. Connecting still works."""
         self._say(f"swallow {way}")
 
     def refuse(self) -> None:
@@ -92,7 +92,7 @@ class Network:
         self._say("dribble")
 
     def truncate(self, where: float) -> None:
-        """Once: cut the next longer piece at this part of it (0 to 1), either way, and reset its connection."""
+        """Cut the next longer piece, either way, at this part of it (0 to 1), and reset its connection."""
         self._say(f"truncate {where}")
 
     def flip(self, where: float) -> None:

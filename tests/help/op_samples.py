@@ -89,7 +89,8 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
     try:
         return check(lambda: run("cpu"), lambda: run(REMOTE), values=op.name not in UNINITIALISED)
     except Disagreement as difference:
-        where = f"{form} of input={_brief(sample.input)} args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
+        given = f"args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
+        where = f"{form} of input={_brief(sample.input)} {given}"
         raise Disagreement(f"{difference} [{where}]") from difference.__cause__
 
 

@@ -61,6 +61,48 @@ def within(seconds: float, act: Callable[[], T], tries: int = 3) -> T:
     raise AssertionError(f"it took {seconds} s or more, {tries} times in a row")
 
 
+def waits_less(seconds: float, act: Callable[[], T]) -> T:
+    """Return what `act` returns; fail if it waits for so many seconds or longer.
+
+    Only the time in which this process could run counts. A thread that wakes every hundredth of a second
+    measures it: where a busy machine holds the process still, this thread is held still with it. So on an
+    idle machine the figure is the time that passes, and load adds next to nothing to it. `act` must wait for
+    this process itself, a limit or a process that is stopped, and not for the work of another process.
+    """
+    step, counted, over = 0.01, [0.0], threading.Event()
+
+    def measure(last: float, used: float) -> None:
+        while True:
+            ended = over.wait(step)
+            now, processor = time.monotonic(), time.process_time()
+            # A longer gap counts as far as this process has computed in it.
+            counted[0] += min(now - last, max(2 * step, processor - used))
+            last, used = now, processor
+            if ended:
+                return
+
+    # These two are taken here, as the thread may get on only after `act` has begun.
+    measuring = threading.Thread(target=measure, args=(time.monotonic(), time.process_time()))
+    measuring.start()
+    try:
+        result = act()
+    finally:
+        over.set()
+        measuring.join()
+    assert counted[0] < seconds, f"it waited for {counted[0]:.2f} s, {seconds} s or more"
+    return result
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds."""
+    if not Path("/proc").exists():  # macOS, where it is as 1:02:03.45
+        printed = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True).stdout
+        return sum(float(part) * 60**k for k, part in enumerate(reversed(printed.strip().split(":"))))
+    # The name of the program, which stands before this, may have blanks and brackets.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def steady(value: Callable[[], object], seconds: float, timeout: float = 30.0) -> object:
     """Block until `value()` has stayed the same for that many seconds; return it."""
     deadline = time.monotonic() + timeout
@@ -195,7 +237,7 @@ def free_port() -> int:
 
 
 def limited(descriptors: int) -> list[str]:
-    """Return a command that starts a program with so many descriptors, soft and hard: see `ListeningWorker`."""
+    """Return a command that limits a program to so many descriptors, soft and hard (`ListeningWorker`)."""
     return ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
 
 

@@ -73,7 +73,7 @@ def operation(weight: float) -> Callable[[Method], Method]:
     return mark
 
 
-# -- what programs are about ---------------------------------------------------------------------------------------------------------
+# -- what programs are about ---------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class Tally:
         return ", ".join(f"{count} {name}" for name, count in named.items())
 
 
-# -- a program -----------------------------------------------------------------------------------------------------------------------
+# -- a program -----------------------------------------------------------------------------------------------
 
 
 class Base:
@@ -323,7 +323,7 @@ class Base:
         )
 
     def write(self, target: Value, act: Act, *operands: Value) -> None:
-        """Do something in place, there and here; one that reads what is poisoned poisons all of the memory."""
+        """Do something in place, there and here. What reads poison poisons all of the memory."""
         with self.where(target.place):
             act(target.remote)
         self.written(target, *operands)
@@ -1293,7 +1293,7 @@ class Program(
             group.close()
 
 
-# -- many programs -------------------------------------------------------------------------------------------------------------------
+# -- many programs -------------------------------------------------------------------------------------------
 
 
 class Publisher:

@@ -1,8 +1,7 @@
 """The fuzzer, with fixed seeds: rounds against a worker, as a stranger, and against a master; and every one
 that found something.
 
-`tests/long/fuzz_hour.py` runs other ones for an hour; `python tests/help/fuzzing.py run` as long as it is
-told to.
+`tests/long/fuzz_hour.py` runs other rounds for an hour, and `tests/help/fuzzing.py` as long as it is told to.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ def test_what_has_found_something(hostile: tuple[str, Any]) -> None:
 
 
 def test_every_message_has_a_seed() -> None:
-    """A new message.
+    """If it fails for a new message, let a session in `fuzz_seeds.py` send it, and record the seeds again.
 
-    `python tests/help/fuzzing.py record`, with a session in `fuzz_seeds.py` that sends it.
+    `PYTHONPATH=.:worker:tests/help python tests/help/fuzzing.py record` does that.
     """
     found = {type(m).__name__ for r in fuzz_seeds.load() for s in r.seeds for m in (s.message, *s.payloads)}
     assert {cls.__name__ for cls in MESSAGES} - found == set()
@@ -172,8 +171,9 @@ def test_a_defect_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], 1, ["float32", [2]], ["float32", [-1], b""], ["nn", [0], b""], ["float32", [1 << 62, 1 << 62], None],
-              ["float32", [2], b"1234567"], ["float32", ["2"], b"12345678"], ["float32", [2], "shared"], ["float32", [2], None]],
+    "value", [None, [], 1, ["float32", [2]], ["float32", [-1], b""], ["nn", [0], b""],
+              ["float32", [1 << 62, 1 << 62], None], ["float32", [2], b"1234567"],
+              ["float32", ["2"], b"12345678"], ["float32", [2], "shared"], ["float32", [2], None]],
 )  # fmt: skip
 def test_a_reply_that_is_no_tensor(value: Any) -> None:
     assert not is_tensor(value, b"1234", None)
@@ -305,8 +305,9 @@ _LISTED = ["0" * 16, 0, "here", 1, ["cpu"]]
 
 
 @pytest.mark.parametrize(
-    "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""], ["x", 1, True, "", [_LISTED[:4]], b""],
-               ["x", 1, True, "", [[None, *_LISTED[1:]]], b""], ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
+    "fields", [[], ["x", 0, False, "", [], b""], ["x", 1, False, "", [3], b""],
+               ["x", 1, True, "", [_LISTED[:4]], b""], ["x", 1, True, "", [[None, *_LISTED[1:]]], b""],
+               ["x", 1, True, "", [[*_LISTED[:4], [3]]], b""]],
 )  # fmt: skip
 def test_a_publication_that_is_none_ends_the_session_of_who_publishes(
     speaker: Speaker, fields: list[Any]

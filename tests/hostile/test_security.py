@@ -185,8 +185,9 @@ def messages_that_are_none(target: Target) -> None:
 def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
-        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}), AskMemory(1), Reply(1, None),
-        Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1), Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
+        OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}),
+        AskMemory(1), Reply(1, None), Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1),
+        Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
         MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip
     connected(talk(target, target.friend(), [[encode(message)] for message in messages]))
@@ -311,8 +312,10 @@ def malformed(kinds: list[type], count: int, seed: int) -> list[bytes]:
         fields = len(kind.__dataclass_fields__)  # type: ignore[attr-defined]
         frames.append(msgpack.packb([MESSAGES.index(kind), *(random_.choice(FIELDS) for _ in range(fields))]))
     by_class: dict[str, list[Any]] = {
-        "int": [0, 1, 2, 3, -1, 1 << 62], "list": [[], [[]], [[], 1], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
-        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"], "bool": [True], "object": FIELDS, "bytes": [b""],
+        "int": [0, 1, 2, 3, -1, 1 << 62],
+        "list": [[], [[]], [[], 1], [1, 2, 3], [[1, "x", [], {}, 1]], [[0] * 7], [None]],
+        "str": ["", "tensor", "item", "done", "passed", "x", "cpu"],
+        "bool": [True], "object": FIELDS, "bytes": [b""],
     }  # fmt: skip
     for _ in range(count):
         kind = random_.choice(kinds)
@@ -373,7 +376,8 @@ def dial_in(folder: Path, address: str, node: int, *arguments: str) -> subproces
     }
     with (folder / f"worker-{node}.log").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "distruntime_worker", "--master", address, "--node", str(node), *arguments],
+            [sys.executable, "-m", "distruntime_worker", "--master", address, "--node", str(node),
+             *arguments],
             stdout=output, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
 

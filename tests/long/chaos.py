@@ -1,6 +1,7 @@
 """Chaos: a training on two daemons, during which all that can go wrong does: the network, the workers, the
 master, the disk, strangers.
 
+    export PYTHONPATH=.:worker:tests/help
     python tests/long/chaos.py --seed 0 --faults 1000
     python tests/long/chaos.py --seed 1 --seconds 600
     python tests/long/chaos.py --seed 2 --faults 40 --kinds flip,truncate
@@ -71,7 +72,7 @@ DISK = 3 << 20  # bytes of the small disk: a checkpoint takes some 150 KB
 NEVER = 1 << 40
 
 
-# -- the master, in a process of its own -----------------------------------------------------------------------------------------
+# -- the master, in a process of its own ---------------------------------------------------------------------
 
 
 def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def master() -> None:
     _say("done")
 
 
-# -- the faults, which follow from the seed ---------------------------------------------------------------------------------------
+# -- the faults, which follow from the seed ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def faults_of(seed: int, kinds: list[str]) -> Iterator[Fault]:
             )
 
 
-# -- who makes the trouble -------------------------------------------------------------------------------------------------------
+# -- who makes the trouble -----------------------------------------------------------------------------------
 
 
 class World:
@@ -490,11 +491,8 @@ class World:
         if cut:  # what the next one says first is lost, too
             pause(fault.seconds)
             self.networks[fault.k].mend()
-        return (
-            f"master "
-            f"killed{f', worker {fault.k} cut off until {fault.seconds} s after another began' if cut else ''}",
-            AGAIN,
-        )
+        after = f", worker {fault.k} cut off until {fault.seconds} s after another began" if cut else ""
+        return f"master killed{after}", AGAIN
 
     def storm(self, fault: Fault) -> tuple[str, float]:
         cut = self._behind_a_cut(fault)

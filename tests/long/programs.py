@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --seconds 600 --threads 2 --seed 1
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 20000 --publish --masters 2
-    PYTHONPATH=.:worker:tests/help python tests/long/programs.py --only 1000003 --repeat 100  # one program, as printed
+    PYTHONPATH=.:worker:tests/help python tests/long/programs.py --only 1000003 --repeat 100
 
 With `--masters 2` another process runs programs of its own on the same workers, and a third reads what this
 one publishes. Ends with 1 where a value is wrong, an operation raises, or a thread does nothing for two

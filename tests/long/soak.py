@@ -1,7 +1,7 @@
 """Soak: mixed work for a long time, with workers that join, leave, are killed and come back, and sessions
 that are left and resumed.
 
-    python tests/long/soak.py --minutes 30
+    PYTHONPATH=.:worker:tests/help python tests/long/soak.py --minutes 30
 
 Samples resident memory, descriptors and threads of this process and of a worker that stays all the time,
 after each round. Flat means, for the rounds after the first third: no more threads and descriptors in the

@@ -1,4 +1,7 @@
-"""Streams and events as torch.cuda has them, and the table of hazards in docs/streams.md: each row is a test."""
+"""Streams and events as torch.cuda has them, and the table of hazards in docs/streams.md.
+
+Each row of the table has a test here.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def waits(node: int = 0) -> int:
     return sum(len(past) for past in active_session().nodes[node].order._past.values())
 
 
-# -- the API ---------------------------------------------------------------------------------------------------------------------
+# -- the API -------------------------------------------------------------------------------------------------
 
 
 def test_current_and_default_stream(pair: tuple[dr.Stream, dr.Stream]) -> None:
@@ -319,7 +322,7 @@ def test_training_on_a_stream_equals_local(pair: tuple[dr.Stream, dr.Stream]) ->
     assert there == pytest.approx(here, rel=1e-6)
 
 
-# -- hazards: each row of the table in docs/streams.md ---------------------------------------------------------------------------
+# -- hazards: each row of the table in docs/streams.md -------------------------------------------------------
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
@@ -538,7 +541,7 @@ def test_one_stream_alone_needs_no_wait(pair: tuple[dr.Stream, dr.Stream]) -> No
     assert waits() == before
 
 
-# -- across nodes ----------------------------------------------------------------------------------------------------------------
+# -- across nodes --------------------------------------------------------------------------------------------
 
 
 def test_an_event_of_one_node_holds_a_stream_of_another() -> None:
@@ -582,7 +585,7 @@ def test_an_event_of_a_default_stream_crosses_too(fresh_session: Callable[..., A
     dr.init_master_worker(world_size=2, simulate_cuda=1)
 
 
-# -- waiting ---------------------------------------------------------------------------------------------------------------------
+# -- waiting -------------------------------------------------------------------------------------------------
 
 
 def test_a_wait_past_its_deadline_names_both_lines(pair: tuple[dr.Stream, dr.Stream]) -> None:
@@ -683,7 +686,7 @@ def test_ctrl_c_in_a_wait_leaves_the_session_usable() -> None:
         assert [child.line(), child.line()] == ["interrupted", "usable"]
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------------
+# -- bad input -----------------------------------------------------------------------------------------------
 
 
 def test_places_that_are_not_there() -> None:
@@ -725,8 +728,9 @@ def test_streams_and_events_of_a_session_that_has_ended(fresh_session: Callable[
     dr.shutdown()
     fresh_session(world_size=1)
     for use in (
-        lambda: stream.__enter__(), stream.synchronize, stream.query, stream.cancel, stream.record_event, event.query, event.synchronize,
-        lambda: event.wait(dr.Stream()), lambda: dr.Stream().wait_stream(stream),
+        lambda: stream.__enter__(), stream.synchronize, stream.query, stream.cancel, stream.record_event,
+        event.query, event.synchronize, lambda: event.wait(dr.Stream()),
+        lambda: dr.Stream().wait_stream(stream),
     ):  # fmt: skip
         with pytest.raises(dr.SessionClosed):
             use()
@@ -757,7 +761,7 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
     assert after.sum().item() == 2
 
 
-# -- what a GPU's worker does, where its copies are a stream's instructions: the same messages, on a simulated GPU -----------------
+# -- what a GPU's worker does: copies are a stream's instructions, and a simulated GPU gets these messages too
 
 
 def test_reads_of_a_gpu_are_instructions_of_the_stream(fresh_session: Callable[..., Any]) -> None:

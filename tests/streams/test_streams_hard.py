@@ -58,7 +58,7 @@ def settled(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# -- cancelled and late ----------------------------------------------------------------------------------------------------------
+# -- cancelled and late --------------------------------------------------------------------------------------
 
 
 def test_two_streams_that_waited_for_each_other_in_turn_do_not_stop_when_one_is_cancelled(
@@ -227,7 +227,7 @@ def test_what_a_cancelled_stream_owes_is_passed_on_by_another_that_is_cancelled_
     assert more.sum().item() == 2 * N
 
 
-# -- what an instruction reads and writes without saying so ----------------------------------------------------------------------
+# -- what an instruction reads and writes without saying so --------------------------------------------------
 
 
 def test_a_recorded_layer_is_replayed_before_another_stream_writes_its_input(
@@ -355,7 +355,7 @@ def test_a_finalizer_may_issue_in_the_middle_of_an_instruction(
     assert y.sum().item() == x.sum().item() == 39 * N
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------------
+# -- bad input -----------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_stream_or_event_or_priority_harms_no_worker(
@@ -364,8 +364,9 @@ def test_what_is_no_stream_or_event_or_priority_harms_no_worker(
     x, no, timed = torch.ones(N, device=three[0].device), 3, dr.Event(enable_timing=True)
     wrong: Any = no
     for use in (
-        lambda: three[0].wait_stream(wrong), lambda: three[0].wait_event(wrong), lambda: three[0].record_event(wrong),
-        lambda: dr.Event().wait(wrong), lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
+        lambda: three[0].wait_stream(wrong), lambda: three[0].wait_event(wrong),
+        lambda: three[0].record_event(wrong), lambda: dr.Event().wait(wrong),
+        lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
         lambda: x.record_stream(wrong),
     ):  # fmt: skip
         with pytest.raises(dr.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"):
@@ -377,7 +378,7 @@ def test_what_is_no_stream_or_event_or_priority_harms_no_worker(
     assert x.sum().item() == N
 
 
-# -- the end ---------------------------------------------------------------------------------------------------------------------
+# -- the end -------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_stops_computing_for_a_master_that_has_gone(
@@ -412,7 +413,7 @@ def test_a_worker_stops_computing_for_a_master_that_has_gone(
         worker.stop()
 
 
-# -- random numbers --------------------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------------------
 
 
 def test_a_draw_that_meets_the_first_stream_is_waited_for_by_the_next_draw(

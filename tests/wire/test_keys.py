@@ -94,7 +94,10 @@ def test_a_file_that_another_user_can_replace_is_refused(
         wanted = f"others may write {folder}, and so change it. Do: chmod go-w"
     else:
         os.chown(path if given == "file" else folder, 65534, 65534)
-        wanted = "user 65534, who can change it; this process is user 0's. Copy the file to where only you can write, or do: chown 0 "
+        wanted = (
+            "user 65534, who can change it; this process is user 0's. "
+            "Copy the file to where only you can write, or do: chown 0 "
+        )
     with pytest.raises(ConfigurationError, match=wanted):
         read()
     folder.chmod(0o1777)  # in which one replaces one's own files

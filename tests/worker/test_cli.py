@@ -74,7 +74,10 @@ def worker() -> Iterator[Worker]:
 
 def test_options_become_the_config(served: list[WorkerConfig], tmp_path: Path) -> None:
     KeyPair.generate().save(tmp_path / "key")
-    arguments = "--master tcp://gpu1:29400 --node 3 --devices cpu,cuda:0 --simulate-cuda 2 --threads 4 --log-level error"
+    arguments = (
+        "--master tcp://gpu1:29400 --node 3 --devices cpu,cuda:0 --simulate-cuda 2 "
+        "--threads 4 --log-level error"
+    )
     assert cli.main([*arguments.split(), "--key", str(tmp_path / "key")]) == 0
     assert served == [
         WorkerConfig(
@@ -158,7 +161,8 @@ def test_help_names_every_option_and_keygen(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert exit_.value.code == 0
     assert argparse.SUPPRESS not in shown and "--local" not in shown
-    for word in "--listen --master --node --devices --simulate-cuda --key --insecure --threads --log-level keygen".split():
+    words = "--listen --master --node --devices --simulate-cuda --key --insecure --threads --log-level keygen"
+    for word in words.split():
         assert word in shown
 
 

@@ -102,10 +102,10 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    # For launch.py: ends with its last session.
+    # For local_workers.py: ends with its last session.
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # For launch.py: the master with this process id started the worker. It writes the key to stdin, and keeps
-    # stdin open for as long as it lives.
+    # For local_workers.py: the master with this process id started the worker. It writes the key to
+    # stdin, and keeps stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
     return parser
 

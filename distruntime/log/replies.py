@@ -247,6 +247,8 @@ def _all_devices(rows: object) -> object:
 
 # The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
 FORMS: Mapping[str, Reader] = {
+    # A question that is just being made: what comes before it was sent answers nothing.
+    "": _such(lambda _: False),
     "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
     "text": _exactly(str),
     "passed": _either([_exactly(type(None)), _list_of(_such(_is_failure))]),

@@ -398,6 +398,8 @@ def test_what_is_answered_is_checked_where_it_is_taken(form: str) -> None:
         ("AskMemory", [3, 4, [[]]]),
         ("AskMemory", [True, 4, []]),
         ("AskPassed", 1),
+        # The answer to a question that was not sent.
+        ("", None),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused(form: str, bad: Any) -> None:

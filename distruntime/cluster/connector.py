@@ -82,7 +82,7 @@ class Connector:
         # These connections have been given up.
         self._retired: deque[bytes] = deque(maxlen=4096)
         # Workers that have dialled this process while all places seemed to be taken.
-        self._surplus: list[tuple[bytes, Join]] = []
+        self._surplus: dict[bytes, Join] = {}
         # The lost nodes in whose place another worker is looked for.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
@@ -119,7 +119,7 @@ class Connector:
         connection = self._by_attempt.get(event.peer) if event.peer is not None else None
         if event.peer is None or connection is None or event.peer not in connection.attempts:
             if event.kind == "disconnected":
-                self._surplus = [(peer, join) for peer, join in self._surplus if peer != event.peer]
+                self._surplus.pop(event.peer or b"", None)
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
                 self.session.strangers.note(
                     f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
@@ -180,8 +180,8 @@ class Connector:
             return
         self._polled_at = now
         self.session.strangers.look()
-        surplus, self._surplus = self._surplus, []
-        for peer, join in surplus:
+        surplus, self._surplus = self._surplus, {}
+        for peer, join in surplus.items():
             self._joined(peer, join)
         for connection in self.connections:
             connection.seek(self._wanted(connection), now)
@@ -385,7 +385,7 @@ class Connector:
                     self.session.greet(peer, Goodbye("the session has all its workers"))
                 else:
                     # A place may become free again.
-                    self._surplus.append((peer, join))
+                    self._surplus[peer] = join
                 return
             self._welcome_in(found, peer, join, now)
             return

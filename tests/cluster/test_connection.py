@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from distruntime.cluster.connection import (
@@ -12,8 +14,10 @@ from distruntime.cluster.connection import (
     SHORTEST_PAUSE,
     Connection,
 )
+from distruntime.cluster.connector import Connector
 from distruntime.wire.channel import HANG_UPS
 from distruntime.wire.connections import PeerEvent
+from distruntime.wire.messages import Join
 
 ADDRESS = "tcp://10.0.0.1:29400"
 
@@ -171,3 +175,22 @@ def test_why_nobody_has_answered(connection: Connection) -> None:
     assert "accepts connections but did not answer as a worker within 7 s" in connection.unanswered(7.0)
     report(connection, "handshake_failed", peer, 0.0)
     assert "it has another key" in connection.unanswered(7.0)
+
+
+def test_one_that_asks_for_a_place_again_and_again_is_kept_once() -> None:
+    """Its connection may be a stranger's, where the user has said that there is to be no key."""
+    session = SimpleNamespace(
+        closed=None, name="s", lasting=False, challenge=SimpleNamespace(name="c"), greet=lambda *_: None
+    )
+    connector = Connector(
+        session,  # type: ignore[arg-type]
+        [""],
+        ["new"],
+        keep=1.0,
+        grace=1.0,
+        restart_workers=False,
+    )
+    connector.greeted(b"first", Join(None, 1, "here", b"1"))
+    for _ in range(100):
+        connector.greeted(b"second", Join(None, 2, "here", b"2"))
+    assert len(connector._surplus) == 1 and connector.knows(b"first")

@@ -254,6 +254,11 @@ class ForkedWorker:
         self.process: list[object] = []  # as [machine, pid, start]; empty until it is forked
         self._nursery = nursery
 
+    def __del__(self) -> None:
+        # Nobody can write to it any more, and a worker that dialled this process ends with it.
+        if self.stdin is not None:
+            self.stdin.close()
+
     @property
     def pid(self) -> int:
         """The process id; 0 if the nursery ended before. Block until the nursery has forked the worker."""

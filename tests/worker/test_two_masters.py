@@ -83,6 +83,7 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow(reason="two masters train long enough for their shares to show")
 @pytest.mark.timeout(300)  # three masters import torch
 def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_path: Path) -> None:
     marks = [str(tmp_path / "a"), str(tmp_path / "b")]

@@ -63,8 +63,8 @@ class Outcome:
     rebased: tuple[int, int] | None = None
 
 
-# Meta kernels that promise what the CPU kernel does not keep (found over op_db, torch 2.13): the first call
-# of a signature asks.
+# These meta kernels promise what the CPU kernel does not keep (found over op_db, torch 2.13). So the first
+# call with each signature asks the worker.
 LIARS = {
     "aten::_fft_r2c": "strides",
     "aten::_fft_c2c": "strides",

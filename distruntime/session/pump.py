@@ -81,6 +81,7 @@ class Pump:
             except ChannelClosed:
                 return
             except Exception:
+                # Without the pump nobody would take acknowledgements while no thread waits.
                 log.exception("the pump met an error; it goes on")
 
     def _active(self) -> bool:

@@ -92,9 +92,9 @@ def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_pa
     alone = begin(daemon.address, marks[0], marks[0], "300")
     alone_losses = json.loads(alone.communicate(timeout=250)[0].splitlines()[-1])[1]
     assert said[0][1] == said[1][1] == alone_losses  # neither has seen the other
-    # What the worker counts only grows, so the sums put the notes of both masters in order. The share is that
-    # of the time in which both had work: from when both had begun, until the first had done its last step.
-    # A master that hears late of its end would count what the other did alone after it.
+    # The worker's counts only grow, so their sums put the notes of both masters in order. The share counts
+    # the time in which both had work: both had begun, and neither had done its last step. A master that hears
+    # late of its end would count what the other did alone after it.
     names = {name for name, _, _ in said}
     notes = sorted((note for _, _, own in said for note in own), key=lambda note: sum(note.values()))
     assert all(set(note) == names for note in notes)

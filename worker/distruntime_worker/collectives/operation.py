@@ -213,10 +213,8 @@ class Collective(Step):
                 channel.scatter(into.data, data if rank == o.root else None, o.root)
             case "all_to_all":
                 assert data is not None
-                if (
-                    data.untyped_storage()._cdata == into.data.untyped_storage()._cdata
-                    # Parts would arrive over what has yet to leave.
-                ):
+                # In the same memory, parts would arrive over what has yet to leave.
+                if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:
                     data = data.clone()
                 channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
             case other:

@@ -37,8 +37,8 @@ dist: Any = torch.distributed  # type: ignore[explicit-any]
 
 log = logging.getLogger("distruntime.worker")
 
-# What torch 2.11, 2.13 and 2.15 do alike, every pair of reduction and dtype tried: gloo has no int16, AVG is
-# of floating point only, and a SUM of bools leaves a 2 where two are true, which is no bool.
+# torch 2.11, 2.13 and 2.15 agree here; every pair of reduction and dtype was tried. gloo has no int16. AVG
+# takes floating point only. A SUM of bools leaves a 2 where two are true, and a 2 is no bool.
 _NUMBERS = numbers(torch.int16)
 _FLOATS = frozenset(d for d in _NUMBERS if d.is_floating_point)
 _INTEGERS = _NUMBERS - _FLOATS

@@ -67,6 +67,16 @@ class Connection:
         self._dials = 0
         self._seen: set[str] = set()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the worker is dialled on this machine, which knows at once if nobody listens."""
+        return self.address.startswith("ipc://")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether something has listened there so far and has closed the connection."""
+        return bool(self._seen & {"connected", "disconnected", "handshake_failed"})
+
     # -- seeking -------------------------------------------------------------------------------------------
 
     def seek(self, mode: str | None, now: float) -> None:
@@ -119,9 +129,10 @@ class Connection:
                 attempt.greeted_at = now
             return greets
         if event.kind == "handshake_failed" and not event.final:
-            # The other side may be flooded. libzmq dials again by itself.
+            # The other side may be flooded. libzmq dials again by itself. It would do so for a whole attempt
+            # where the process of this machine that listened has just ended, so the next dial looks first.
             self._hang_ups += 1
-            if self._hang_ups < HANG_UPS:
+            if self._hang_ups < HANG_UPS and not self.is_local:
                 return False
         elif event.kind == "handshake_failed":
             self.resets += 1

@@ -213,7 +213,7 @@ class Connector:
         address = connection.address
         if connection.first:
             # A worker of this machine was there, and is no more.
-            if connection.resets and address.startswith("ipc://") and refuses(address):
+            if connection.has_ended and connection.is_local and refuses(address):
                 connection.fail()
                 return
         elif _has_name(address):

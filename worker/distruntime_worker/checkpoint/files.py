@@ -34,7 +34,7 @@ from ..values.streams import HostCopy
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
-# The key, what gives the values in main memory, and a tensor of their metadata.
+# An entry has the key, a function that gives the values in main memory, and a tensor of their metadata.
 Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
 
 
@@ -62,7 +62,7 @@ class Writing(HostCopy):
             with torch.no_grad():
                 self._nbytes = write()
         except Exception as error:
-            # Whatever it is, it is the answer.
+            # Whatever the error is, it is the answer.
             self._error = error
         self._over.set()
 
@@ -158,7 +158,7 @@ def _code(dtype: torch.dtype) -> str | None:
     except (KeyError, ValueError, RuntimeError, SafetensorError):
         return None
     code: str = json.loads(head[8 : 8 + struct.unpack("<Q", head[:8])[0]])["x"]["dtype"]
-    # Two numbers in a byte, counted one by one.
+    # F4 has two numbers in a byte, and torch counts them one by one.
     return code if code != "F4" else None
 
 

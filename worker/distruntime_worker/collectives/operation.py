@@ -69,7 +69,7 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    # The bytes per rank of all_to_all, in and out.
+    # These are the bytes per rank of all_to_all, in and out.
     splits: tuple[list[list[int]], list[list[int]]] = ([], [])
 
 
@@ -128,8 +128,8 @@ class Collective(Step):
         self.length = offset
         self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
         self._take_part = take_part
-        # Straight to where the session takes part: an instruction goes through no method of this class
-        # before.
+        # This goes straight to where the session takes part: an instruction goes through no method of this
+        # class before.
         self.run: Run = partial(take_part, self)
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
@@ -145,10 +145,8 @@ class Collective(Step):
         `values` are the operands in the order of the words. Return the new values.
         """
         new: list[torch.Tensor] = []
-        if (
-            len(values) == 2 and self.options.inplace and len(self.members) == 1
-            # The commonest, and small ones come by the thousand.
-        ):
+        # This is the commonest case, and small ones come by the thousand.
+        if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
             both = [
                 v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)
@@ -258,8 +256,8 @@ class Collective(Step):
             channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
             landing.land()
             return
-        # In place where it may be: the memory of an output that is the input, or where there is none, of a
-        # copy.
+        # The sum is made in place where it may be: in the memory of an output that is the input. Where there
+        # is none, it is made in a copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (
@@ -322,7 +320,7 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    # `view(-1)` would not do: a dimension of size 1 keeps whatever stride it had.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 

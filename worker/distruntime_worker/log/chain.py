@@ -39,8 +39,9 @@ class Chain:
     def __init__(self, state: State, draws: Draws) -> None:
         self._state = state
         self.read_only = ReadOnly(state, self.renew)
-        # From the outermost inwards. What may not be written is refused first: it neither draws nor counts.
-        # Draws may wait for another session that has the generators, so memory is asked for after that wait.
+        # The links stand from the outermost inwards. What may not be written is refused first: it neither
+        # draws nor counts. Draws may wait for another session that has the generators, so memory is asked for
+        # after that wait.
         self.links: list[Link] = [self.read_only, draws, Shares(state)]
 
     def add_own(self, log: State | Team) -> None:

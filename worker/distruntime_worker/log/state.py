@@ -40,7 +40,7 @@ class Send(Protocol):
     def __call__(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent: ...
 
 
-# Node, message: to another worker.
+# It sends a message to the worker of a node.
 Tell = Callable[[int, Message], None]
 
 
@@ -57,12 +57,12 @@ class State:
             budget.watch(self.slots)
         # The key is the first word of an instruction. The chain fills it: see chain.py.
         self.templates: dict[Plain, Run] = {}
-        # Those that the master has sent.
+        # The master has sent these steps.
         self.info: dict[Plain, Step] = {}
         self.next_template = FIRST_TEMPLATE
-        # Those of the runtime, in every log.
+        # These are the runtime's own steps, which every log has.
         self.own: dict[Plain, Step] = {}
-        # The meshes with members here, by number.
+        # These are the meshes with members here, by number.
         self.teams: dict[int, Team] = {}
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
@@ -71,23 +71,17 @@ class State:
         self.works: deque[Work] = deque()
         # The key is the id of a segment's words.
         self.under_way: dict[int, Work] = {}
-        # Position up to which the whole log has run.
+        # The whole log has run up to this position.
         self.executed = 0
-        self.orphans: list[
-            Failure
-            # These failures are of instructions without results, such as a check: the next read brings them.
-        ] = []
+        # These failures are of instructions without results, such as a check: the next read brings them.
+        self.orphans: list[Failure] = []
         self.gate = threading.RLock()
-        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = (
-            # Tells what is published that a write of it has failed.
-            _unspoilt
-        )
-        self.apart: Callable[[Callable[[], None]], None] = (
-            # Has a thread do what waits for the master, where the reader would have to.
-            _now
-        )
+        # It tells the publications that a write of a memory has failed.
+        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt
+        # It has a thread do what waits for the master, where the reader would have to do it.
+        self.apart: Callable[[Callable[[], None]], None] = _now
         self.reader = threading.get_ident()
-        # Whether the master is gone, and nothing is worth waiting for.
+        # It is True once the master is gone, and nothing is worth waiting for.
         self.closed = False
 
     def log(self, work: Work) -> State | Mesh:

@@ -50,12 +50,13 @@ from ..values.step import Own, Step
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
-# What Python raises where a master's words are of the wrong kind or number: what operators raise, their
-# templates keep to themselves.
+# Python raises these where a master's words are of the wrong kind or number. Templates keep what operators
+# raise to themselves.
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-# Seconds between looks whether the master is gone.
+# So many seconds lie between looks whether the master is gone.
 _LOOK = 0.1
-_END = 1 << 62  # no log gets there
+# No log gets to this position.
+_END = 1 << 62
 _FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
@@ -95,17 +96,16 @@ class Executor:
         state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
         state.own.update(self.shelf.table)
         self.chain.add_own(state)
-        self.received = (
-            # Seq of the last segment that the reader accepted: a segment that is sent again is dropped.
-            0
-        )
-        # Whether stream 0 runs a segment.
+        # This is the number of the last segment that the reader accepted. A segment that is sent again is
+        # dropped.
+        self.received = 0
+        # It is True while stream 0 runs a segment.
         self.running = False
-        # The mesh whose segment came last; None where it was one of this worker's own log.
+        # The segment that came last is this mesh's. It is None where that was one of this worker's own log.
         self._last_team: Mesh | None = None
-        # Set when everything before the last change of logs has run.
+        # It is set when everything before the last change of logs has run.
         self._before: threading.Event | None = None
-        # What the reader calls and looks at; whose they are need not concern it.
+        # The reader calls these and looks at them. It need not know whose they are.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, progress.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
@@ -189,10 +189,8 @@ class Executor:
         with state.gate:
             if work.team is not self._last_team:
                 self._last_team, self._before = work.team, threading.Event() if state.works else None
-            if (
-                self._before is not None and not self._before.is_set()
-                # The next of the same log must not overtake it on another stream.
-            ):
+            # The next of the same log must not overtake it on another stream.
+            if self._before is not None and not self._before.is_set():
                 work.before = self._before
             state.works.append(work)
 
@@ -240,7 +238,7 @@ class Executor:
             return
         try:
             while i < n:
-                # What is no number there raises, as any nonsense does.
+                # A word that is no number raises there, as any nonsense does.
                 word: int = words[i]  # type: ignore[assignment]
                 if word < 0:
                     slots.pop(-word, None)
@@ -258,7 +256,7 @@ class Executor:
                 f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}"
             ) from error
         self._finish(work)
-        # Only now: whoever waits wants to hear of failures first.
+        # This comes only now: whoever waits wants to hear of failures first.
         stream.reached = start + n
         if waiting:
             self._answers.serve(stream, start + n)
@@ -281,7 +279,7 @@ class Executor:
                 if work.before is not None:
                     self._await_before(stream, work)
                 while i < stop:
-                    # What is no number there raises, as any nonsense does.
+                    # A word that is no number raises there, as any nonsense does.
                     word: int = words[i]  # type: ignore[assignment]
                     if start + i < stream.cancelled:
                         i = self._cancelling.drop(stream, words, i)
@@ -339,7 +337,7 @@ class Executor:
                         raise ProtocolError(f"a template makes no sense: {fields!r:.80}")
             except ProtocolError:
                 raise
-            # Whatever it is, the master sent nonsense.
+            # Whatever the error is, the master sent nonsense.
             except Exception as error:
                 raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 

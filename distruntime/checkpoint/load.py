@@ -193,7 +193,7 @@ class _Target:
 
     def __init__(self, session: Session, place: object) -> None:
         self._session = session
-        # Whether they come into this process.
+        # It is True if they come into this process.
         self.here = False
         self.mesh: _Mesh | None = None
         self._node: int | None = None

@@ -194,9 +194,10 @@ class _Gathered:
         self._home: Residence | None = None
         self._plans: dict[Node, _WritePlan] = {}
         self._local: list[tuple[str, torch.Tensor]] = []
-        # The keys of tensors that were met before, by where they are, their memory and their metadata.
+        # These are the keys of tensors that were met before, by where they are, their memory and their
+        # metadata.
         self._keys: dict[tuple[str, int, Spec], str] = {}
-        # What the tree has for each tensor, by the tensor's identity. `state_dict()` makes tensors anew, so
+        # Each tensor's identity has what the tree has for the tensor. `state_dict()` makes tensors anew, so
         # they are held here: an identity must not be used again.
         self._forms: dict[int, list[Json]] = {}
         self._held: list[torch.Tensor] = []

@@ -19,11 +19,11 @@ from ..errors import UsageError
 from ..log.handle import Place
 
 Size = tuple[int, ...]
-# For each dimension, the lengths of the parts along it.
+# Each dimension has the lengths of the parts along it.
 Cuts = tuple[Size, ...]
-# Dimension, start and length, for each dimension that the box does not have as a whole.
+# A box has dimension, start and length for each dimension that it does not cover as a whole.
 Box = tuple[tuple[int, int, int], ...]
-# For each dimension and each part along it, the widths of the halo to the left and to the right.
+# Each dimension and each part along it has the widths of the halo to the left and to the right.
 Widths = tuple[tuple[tuple[int, int], ...], ...]
 
 # So many plans of each kind are remembered.
@@ -61,7 +61,8 @@ class Piece:
     taken: Box
     target: int
     put: Box
-    count: int  # elements
+    # The piece has so many elements.
+    count: int
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,8 @@ def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
         before = sizes_of(cuts)
         cuts = (*cuts[:d], grown, *cuts[d + 1 :])
         steps.append(_moves(sizes_of(cuts), [p for p in pieces if p.count]))
-        # Each one's own first, which is all of it: what comes back from the neighbours is added to that.
+        # Each place's own piece comes first. It is the whole shard, and what comes back from the neighbours
+        # is added to that.
         turned = sorted((_turned(p) for p in pieces if p.count), key=lambda p: p.source != p.target)
         back.insert(0, _moves(before, turned, sums=True))
     return Plan(tuple(steps), tuple(back))

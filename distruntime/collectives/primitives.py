@@ -178,7 +178,7 @@ def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> boo
     group = groups_of(to.session).of([_home((leaving or arriving)[0]) for leaving, arriving in rows])
     if "all_to_all" not in group.capabilities.operations:
         return False
-    # Who sends nothing puts in nothing: no rows of what it gets.
+    # A place that sends nothing puts in nothing: no rows of what it gets.
     rows = [(leaving or [arriving[0].narrow(0, 0, 0)], arriving) for leaving, arriving in rows]
     parts: list[Operands] = [
         ([handle_of(t) for t in leaving], [handle_of(t) for t in arriving]) for leaving, arriving in rows

@@ -113,12 +113,12 @@ class MeshLog(Log):
             mine.append(k)
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.place = MeshPlace(self.index, "member", self.members)
-        # The members' groups along dimensions, by their rows.
+        # These are the members' groups along dimensions, by their rows.
         self._lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
         self._making, self._lines_numbers = threading.RLock(), count().__next__
-        # torch's groups of such rows: see mesh.py.
+        # These are torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
-        # What the pump saw at its last look: `base`, how often it was that, and the position after the last
+        # The pump saw these at its last look: `base`, how often it was that, and the position after the last
         # word.
         self._seen = (0, 0, 0)
         lost = [node for node in self.ranks if node.failed is not None]

@@ -25,7 +25,7 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .line_groups import Lines
 
-# The names that torch's functional collectives pass.
+# torch's functional collectives pass these names.
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 

@@ -28,8 +28,8 @@ from .line_groups import Lines
 from .operation import even_splits, issue_along, perform, reduction_named
 
 BACKEND = "distruntime"
-# torch sends objects in tensors of these dtypes. This process has one object for all members; a tensor of
-# # another dtype may differ from member to member.
+# torch sends objects in tensors of these dtypes. This process has one object for all members. A tensor of
+# another dtype may differ from member to member.
 _OBJECTS = (
     torch.uint8,
     torch.int64,

@@ -207,7 +207,7 @@ def _member(home: Any, k: int) -> Any:
     return team.session.places.residence(team.members[k], numbered=False)
 
 
-# where shards are uneven --------
+# -- where shards are uneven ---------------------------------------------------------------------------------
 
 
 def _on(value: Any, t: Any) -> Any:

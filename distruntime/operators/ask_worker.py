@@ -121,7 +121,7 @@ def _ask_each(
     team = home.node
     assert isinstance(team, MeshLog)
     found: list[Any] = []
-    # The mesh's tensor, by the id of each member's proxy of it.
+    # Each member's proxy has, by its id, the mesh's tensor here.
     whole: dict[int, Any] = {}
     for k, place in enumerate(team.members):
         there = team.session.places.residence(place, numbered=False)

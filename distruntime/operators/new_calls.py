@@ -31,7 +31,7 @@ _MOST_SIGNATURES = 1 << 16
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
 for_each_member: list[Callable[..., Any]] = []
 
-# Operators that take index tensors from anywhere, as CUDA's do.
+# These operators take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
     "aten::index",
     "aten::index_put",

@@ -28,7 +28,7 @@ from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
 
-# Up to here an upload rides in the log itself, above in a payload frame without a copy.
+# Up to so many bytes an upload rides in the log itself. A larger one has a payload frame without a copy.
 INLINE_BYTES = 1 << 14
 # A larger reply comes in parts, or through shared memory.
 PART_BYTES = 1 << 19
@@ -148,8 +148,8 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
         return session.fetch(node, handle.ref, after, form, options or {})
     loan = session.shared.take(nbytes)
     shared: dict[str, Plain] = {"shared": loan.name} if loan is not None and node.shared else {}
-    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which
-    # nothing else runs.
+    # Fresh pages come as the parts do. A bytearray of 1.6 GB would be zeroed first, and nothing else would
+    # run for a second.
     room = loan if loan is not None else mmap.mmap(-1, nbytes)
     return session.fetch(node, handle.ref, after, form, shared, room)
 

@@ -130,7 +130,7 @@ class Stream:
             else:
                 self.number = pool[0]
                 pool.append(pool.pop(0))
-        # Where the number goes when this object dies; a device's default stream keeps its own.
+        # The number goes there when this object dies. A device's default stream keeps its own.
         self._idle: Callable[[int], None] | None = idle.append
 
     def __del__(self) -> None:
@@ -340,7 +340,7 @@ class Event:
             # The logs of one worker keep the order among each other.
             if not others:
                 continue
-            # First it is settled who will send the signal. If the other node is lost just now, or Ctrl-C
+            # This settles first who will send the signal. If the other node is lost just now, or Ctrl-C
             # comes, nothing must be waiting for it.
             for worker in others:
                 _have_signalled(recorded, source, worker, number)

@@ -221,7 +221,8 @@ class DistributedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same value without history; assigning makes this tensor the other one's value."""
-        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        # This runs below autograd, as torch's own does: what is written through it does not count in this
+        # tensor's version.
         found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
         return found
 

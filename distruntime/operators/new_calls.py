@@ -156,7 +156,7 @@ def _issue_new(
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
-        # -0j and 0j are one key, so complex numbers are not remembered.
+        # The keys -0j and 0j are one, so complex numbers are not remembered.
         if signature is not None and not any(isinstance(a, complex) for a in args):
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()

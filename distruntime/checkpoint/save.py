@@ -250,12 +250,12 @@ class _Gathered:
             self._local.append((key, tensor.detach().cpu()))
             return
         handle = tensor._handle
-        team = handle.place.node
-        if not team.members:
+        node = handle.place.node
+        if not node.members:
             self._assign(key, tensor)
             return
-        team.require_alive()
-        for k in range(len(team.members)):
+        node.require_alive()
+        for k in range(len(node.members)):
             name = self._name(f"{key}.member{k}")
             self._assign(name, wrap(DistributedTensor, member_of(handle, k)))
 

@@ -47,7 +47,7 @@ def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
     """Return a tensor; raise `PlacementError` unless it lives on the mesh of these lines."""
     remedy = "Send it to all members: x.to(mesh.device)"
     if isinstance(value, DistributedTensor):
-        if value._handle.place.node is lines.team:
+        if value._handle.place.node is lines.mesh_log:
             return value
         where = f"lives on {value.place}"
         if value._handle.place.node.members:
@@ -56,7 +56,7 @@ def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
         where = "is a local tensor"
     else:
         where = f"is a {type(value).__name__}"
-    raise PlacementError(f"what runs along {lines.team} takes tensors on it; this one {where}. {remedy}")
+    raise PlacementError(f"what runs along {lines.mesh_log} takes tensors on it; this one {where}. {remedy}")
 
 
 def issue_along(
@@ -71,9 +71,9 @@ def issue_along(
     splits: ByteSplits = NO_SPLITS,
 ) -> list[DistributedTensor]:
     """Issue an operation with new results of these specs, or into tensors. Return the results at once."""
-    team = lines.team
-    team.session.require_open()
-    team.require_alive()
+    mesh_log = lines.mesh_log
+    mesh_log.session.require_open()
+    mesh_log.require_alive()
     given, written_to = [on_mesh_of(lines, t) for t in inputs], [on_mesh_of(lines, t) for t in into]
     if (broken := lines.broken) is not None:
         raise NodeFailed(
@@ -101,17 +101,17 @@ def issue_along(
         0,
     ]
     line = user_line()
-    relieve(team)
+    relieve(mesh_log)
 
     def issue() -> None:
-        number = team.template(msgpack.packb(fields), fields)
+        number = mesh_log.template(msgpack.packb(fields), fields)
         words = [number, lines.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
         written = [h.storage for h in outs] if not made else []
         concurrent = lines.capabilities.concurrent
-        serial = lines.serial if concurrent else groups_of(session_of_log(team)).launches(team)
+        serial = lines.serial if concurrent else groups_of(session_of_log(mesh_log)).launches(mesh_log)
         issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
 
-    at_one_moment(team.session, issue)
+    at_one_moment(mesh_log.session, issue)
     return [wrap(DistributedTensor, handle) for handle in made] if made else written_to
 
 

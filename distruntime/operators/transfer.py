@@ -94,19 +94,19 @@ def upload(
 
 def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
     """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
-    team = home.node
-    assert isinstance(team, MeshLog)
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = tensor_bytes(contiguous)
     if len(data) > INLINE_BYTES:
-        places = [team.session.places.residence(place, numbered=False) for place in team.members]
-        return mesh_of(team, home, [upload(contiguous, place) for place in places], into)
+        places = [mesh_log.session.places.residence(place, numbered=False) for place in mesh_log.members]
+        return mesh_of(mesh_log, home, [upload(contiguous, place) for place in places], into)
     spec = spec_of(contiguous)
     handle = new_value(spec, home) if into is None else into
     head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
     fresh, written = ([handle], []) if into is None else ([], [handle])
     issue(head, fresh, written, [h.storage for h in written], home, user_line())
-    relieve(team)
+    relieve(mesh_log)
     return handle
 
 

@@ -61,15 +61,15 @@ ADOPT = 12
 FIRST_TEMPLATE = 16
 
 
-def stream_number(team: int, stream: int) -> int:
+def stream_number(mesh: int, stream: int) -> int:
     """Return the number by which messages name a stream of a mesh.
 
-    A worker's own (`team` -1) keep theirs, which are below 4096.
+    A worker's own (`mesh` -1) keep theirs, which are below 4096.
     """
-    return (team + 1) << 12 | stream
+    return (mesh + 1) << 12 | stream
 
 
-def team_and_stream(number: int) -> tuple[int, int]:
+def mesh_and_stream(number: int) -> tuple[int, int]:
     """Return whose stream a message names (-1: the worker's own), and its number there."""
     return (number >> 12) - 1, number & 4095
 
@@ -183,7 +183,7 @@ class Bury:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or
+    """Master to worker: from now on stretches may name this stream, of this worker's own log (`mesh` -1) or
     of a mesh's.
 
     Number 0, the default stream of every device, is always there.
@@ -192,7 +192,7 @@ class OpenStream:
     stream: int
     device: str
     priority: int
-    team: int
+    mesh: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +213,12 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTeam:
+class OpenMesh:
     """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here,
     in the order of the mesh.
     """
 
-    team: int
+    mesh: int
     devices: list[str]
 
 
@@ -228,7 +228,7 @@ class OpenLines:
     rank: [group, rank], ...
     """
 
-    team: int
+    mesh: int
     number: int
     members: list[list[int]]
 
@@ -251,7 +251,7 @@ class MeshBody:
     own too, but that stream 0 takes turns with this worker's. An instruction runs for each member here.
     """
 
-    team: int
+    mesh: int
     start: int
     templates: list[Plain]
     words: list[Plain]
@@ -771,7 +771,7 @@ Message = (
     | Bury
     | OpenStream
     | Segment
-    | OpenTeam
+    | OpenMesh
     | OpenLines
     | MeshSegment
     | MeshBody

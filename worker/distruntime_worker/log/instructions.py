@@ -192,10 +192,10 @@ class Instructions:
                 value = bytes_tensor(dtype, sizes, data)
             else:
                 raise TypeError(f"an upload of {data!r:.80}")
-            team, budget = self._state.work(p).team, self._state.budget
-            if device == "member" and team is None:
+            mesh, budget = self._state.work(p).mesh, self._state.budget
+            if device == "member" and mesh is None:
                 raise TypeError("an upload to a mesh's members, in no mesh's log")
-            names = team.devices if team is not None and device == "member" else [device]
+            names = mesh.devices if mesh is not None and device == "member" else [device]
             on = [self._state.devices.real(torch.device(name)) for name in names]
             if budget is not None:
                 budget.require(on, value.nbytes, "an upload")

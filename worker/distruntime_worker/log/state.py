@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, mesh_and_stream
 
 from ..machine.devices import Devices
-from ..values.mesh_lanes import Shards, Team
+from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
 from ..values.step import Run, Slots, Step, Words, int_word
 from ..values.streams import Mesh, Stream, Work
@@ -63,7 +63,7 @@ class State:
         # These are the runtime's own steps, which every log has.
         self.own: dict[Plain, Step] = {}
         # These are the meshes with members here, by number.
-        self.teams: dict[int, Team] = {}
+        self.meshes: dict[int, MeshState] = {}
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
@@ -86,19 +86,19 @@ class State:
 
     def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
-        return self if work.team is None else work.team
+        return self if work.mesh is None else work.mesh
 
     def named(self, number: int) -> Stream | None:
         """Return the stream that a message names, of this worker's own log or of a mesh's."""
-        whose, stream = team_and_stream(number)
+        whose, stream = mesh_and_stream(number)
         if whose == -1:
             return self.streams.get(stream)
-        team = self.teams.get(whose)
-        return None if team is None else team.streams.get(stream)
+        mesh = self.meshes.get(whose)
+        return None if mesh is None else mesh.streams.get(stream)
 
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""
-        return [self.streams, *(team.streams for team in list(self.teams.values()))]
+        return [self.streams, *(mesh.streams for mesh in list(self.meshes.values()))]
 
     def waits(self) -> bool:
         """Whether some stream has something to run that its thread has not begun."""

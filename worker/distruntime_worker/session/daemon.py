@@ -61,8 +61,8 @@ from distruntime.wire.messages import (
     Notify,
     OpenGroup,
     OpenLines,
+    OpenMesh,
     OpenStream,
-    OpenTeam,
     Peers,
     Question,
     ReadIndex,
@@ -344,8 +344,8 @@ class Daemon:
                     session.put(message, payloads)
                 case MeshSegment():
                     session.put_mesh(message, payloads)
-                case OpenTeam():
-                    session.executor.open_team(message)
+                case OpenMesh():
+                    session.executor.open_mesh(message)
                 case OpenLines():
                     session.executor.open_lines(message)
                 case Fetch():

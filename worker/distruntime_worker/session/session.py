@@ -244,7 +244,7 @@ class Session:
         if segment.templates:
             self.executor.learn(segment.templates)
         work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        if not self.executor.state.teams:
+        if not self.executor.state.meshes:
             self.executor.works.append(work)
         else:
             self.executor.line_up(work)

@@ -28,7 +28,7 @@ class Shards(list[object]):
     """What stands in the slot of a mesh's value: those of its members here, in their order."""
 
 
-class Team:
+class MeshState:
     """One mesh as this worker sees it."""
 
     def __init__(self, number: int, devices: list[str]) -> None:

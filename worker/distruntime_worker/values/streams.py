@@ -29,7 +29,7 @@ Action = Callable[[], None]
 
 
 class Mesh(Protocol):
-    """A mesh's log, to those who run its segments: see `Team`."""
+    """A mesh's log, to those who run its segments: see `MeshState`."""
 
     number: int
     devices: list[str]
@@ -50,7 +50,7 @@ class Work:
     failures: list[Failure] = field(default_factory=list)
     corrections: list[Plain] = field(default_factory=list)
     # The segment is this mesh's, if it is a mesh's.
-    team: Mesh | None = None
+    mesh: Mesh | None = None
     # It is set when everything before the segment has run, where the streams must wait for that.
     before: threading.Event | None = None
 

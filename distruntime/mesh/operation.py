@@ -18,7 +18,7 @@ from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
-from ..log.spec import Spec, contiguous, layout
+from ..log.spec import Spec, contiguous, operand_fields
 from ..operators.proxies import wrap
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
@@ -96,7 +96,12 @@ def issue_along(
     options = [root, op, factor, not made, *splits]
     fields = [
         f"group::{operation}",
-        [lines.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]],
+        [
+            lines.number,
+            options,
+            [operand_fields(h.spec) for h in ins],
+            [operand_fields(h.spec) for h in outs],
+        ],
         {},
         0,
     ]

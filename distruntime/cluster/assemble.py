@@ -11,7 +11,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,15 +109,12 @@ def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, 
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
     plan.say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    try:
+    with _all_or_nothing(session):
         for k in range(count):
             session.workers.start(k)
         _meet(plan, connector, "start")
         if plan.name is not None:
             _note_listening(plan, session)
-    except BaseException:
-        _abandon(session)
-        raise
     plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
 
@@ -135,18 +133,13 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
     started = time.monotonic()
     if fresh:
         plan.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
-    try:
+    with _all_or_nothing(session, directory if len(fresh) == count else None):
         session.workers += [None] * count
         for k in fresh:
             session.workers.start(k)
         _meet(plan, connector)
         _note(session, entry)
         session.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    except BaseException:
-        _abandon(session)
-        if len(fresh) == count:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
     if fresh:
         plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
@@ -202,13 +195,10 @@ def gather_at(plan: Plan, address: str, count: int) -> Session:
     session = connector.session
     listening = session.channel.address
     plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
-    try:
+    with _all_or_nothing(session):
         _meet(plan, connector, f"dial {listening}")
         if plan.name is not None:
             _note_listening(plan, session)
-    except BaseException:
-        _abandon(session)
-        raise
     plan.say("\n")
     return session
 
@@ -219,16 +209,13 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
     connector = _connector(plan, channel, addresses, [plan.mode] * len(addresses))
     session = connector.session
     plan.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    try:
+    with _all_or_nothing(session):
         _meet(plan, connector)
         if plan.name is not None:
             _note(
                 session,
                 Entry(plan.name, tuple(addresses), "", str(plan.key or ""), plan.insecure, "", 0, now()),
             )
-    except BaseException:
-        _abandon(session)
-        raise
     plan.say("\n")
     return session
 
@@ -330,16 +317,23 @@ def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
     return "; the last lines of its log:\n" + "\n".join(words) if words else ""
 
 
-def _abandon(session: Session) -> None:
-    """Undo a session that did not come about."""
-    session.closed = "it did not come about"
-    for worker in session.workers:
-        if worker is not None:
-            worker.stop(1.0)
-    session.channel.close()
-    session.shared.close()
-    for callback in session.on_close:
-        callback()
+@contextmanager
+def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator[None]:
+    """Undo a session that does not come about in a `with` block, and remove the directory made for it."""
+    try:
+        yield
+    except BaseException:
+        session.closed = "it did not come about"
+        for worker in session.workers:
+            if worker is not None:
+                worker.stop(1.0)
+        session.channel.close()
+        session.shared.close()
+        for callback in session.on_close:
+            callback()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def attached(session: Session) -> str:

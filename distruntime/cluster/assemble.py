@@ -103,7 +103,7 @@ def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, 
     channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
     connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
     session = connector.session
-    session.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     spec = _spec(plan, directory, count, address, has_key=keys is not None)
     master, launcher = _dialled_at(channel.address), plan.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
@@ -139,7 +139,7 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
             session.workers.start(k)
         _meet(plan, connector)
         _note(session, entry)
-        session.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+        session.ending.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     if fresh:
         plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
@@ -174,7 +174,7 @@ def _dialled_at(address: str) -> str:
 
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
-    session.on_end.append(lambda: delete(entry.name))
+    session.ending.on_end.append(lambda: delete(entry.name))
 
 
 def _note_listening(plan: Plan, session: Session) -> None:
@@ -329,7 +329,7 @@ def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator
                 worker.stop(1.0)
         session.channel.close()
         session.shared.close()
-        for callback in session.on_close:
+        for callback in session.ending.on_close:
             callback()
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)

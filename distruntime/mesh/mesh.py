@@ -64,7 +64,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._layout_of: Layout | None = None
         prepare()
         if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
-            session.on_close.append(end)
+            session.ending.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
         groups: list[MeshGroup] = []
@@ -76,7 +76,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             if not isinstance(group, MeshGroup):
                 at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
                 group = known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
-                session.on_close.append(partial(forget, group))
+                session.ending.on_close.append(partial(forget, group))
             groups.append(group)
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]

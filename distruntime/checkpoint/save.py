@@ -83,8 +83,8 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
         node.require_alive()
     save_id = uuid.uuid4().hex[:12]
     saving = Saving(session, folder, save_id, Contents(gathered.about, tree_form), line, async_op)
-    if not any(getattr(callback, "func", None) is _finish_saves for callback in session.before_end):
-        session.before_end.append(partial(_finish_saves, session.name))
+    if not any(getattr(callback, "func", None) is _finish_saves for callback in session.ending.before):
+        session.ending.before.append(partial(_finish_saves, session.name))
     try:
         while (before := under_way.setdefault((session.name, folder), saving)) is not saving:
             before.await_end()

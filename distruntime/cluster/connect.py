@@ -132,7 +132,7 @@ def init_master_worker(
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
+    opened.ending.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
         opened.groups.require_choice()
     except BaseException:

@@ -65,8 +65,7 @@ def _spread(stage: Spread, xs: Tensors, to: Partition) -> Tensors:
             values = functional.broadcast(value, groups_of(to.session).of(homes))
         else:
             values = [value if value is not xs[one] else _at(value, homes[0])]
-        for k, value in zip(many, values):
-            outs[k] = value
+        outs.update(zip(many, values))
     return _in_order(outs)
 
 
@@ -84,56 +83,44 @@ def _all_sum(stage: AllSum, xs: Tensors) -> Tensors:
     outs: dict[int, torch.Tensor] = {}
     for row in stage.rows:
         given = [xs[k] for k in row]
-        for k, out in zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]):
-            outs[k] = out
+        outs.update(zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]))
     return _in_order(outs)
 
 
-def _join(stage: Concatenation, xs: Tensors) -> Tensors:
-    """Put together; members' tensors of unequal length are padded, as data channels take equal ones only."""
+def _concatenate(stage: Concatenation, xs: Tensors) -> Tensors:
+    """Put each row's tensors together, or sum and cut them up.
+
+    Where lengths differ they are padded, as data channels take tensors of one length only.
+    """
     outs: dict[int, torch.Tensor] = {}
     for row, lengths in stage.rows:
-        longest = max(lengths)
-        values: Tensors
+        given = [xs[k] for k in row]
         if len(row) == 1:
-            values = [xs[row[0]].clone()]
-        elif stage.axis == 0 and min(lengths) == longest:
-            values = functional.all_gather([xs[k] for k in row])
+            values = [given[0].clone()]
+        elif stage.axis == 0 and min(lengths) == max(lengths):
+            values = functional.reduce_scatter(given) if stage.sums else functional.all_gather(given)
+        elif stage.sums:
+            values = _share_padded(given, stage.axis, lengths)
         else:
-            padded = [_padded(xs[k], stage.axis, n, longest).unsqueeze(0) for k, n in zip(row, lengths)]
-            rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
-            values = [
-                torch.cat([part.narrow(stage.axis, 0, n) for part, n in zip(parts, lengths)], stage.axis)
-                for parts in rows
-            ]
-        for k, value in zip(row, values):
-            outs[k] = value
+            values = _join_padded(given, stage.axis, lengths)
+        outs.update(zip(row, values))
     return _in_order(outs)
 
 
-def _share(stage: Concatenation, xs: Tensors) -> Tensors:
-    """Sum and cut up, padded as in `_join`."""
-    outs: dict[int, torch.Tensor] = {}
-    for row, lengths in stage.rows:
-        longest = max(lengths)
-        values: Tensors
-        if len(row) == 1:
-            values = [xs[row[0]].clone()]
-        elif stage.axis == 0 and min(lengths) == longest:
-            values = functional.reduce_scatter([xs[k] for k in row])
-        else:
-            cut = [xs[k].split(list(lengths), stage.axis) for k in row]
-            stacks = [
-                torch.stack([_padded(part, stage.axis, n, longest) for part, n in zip(parts, lengths)])
-                for parts in cut
-            ]
-            sums = functional.reduce_scatter(stacks)
-            values = [
-                total.squeeze(0).narrow(stage.axis, 0, n).contiguous() for total, n in zip(sums, lengths)
-            ]
-        for k, value in zip(row, values):
-            outs[k] = value
-    return _in_order(outs)
+def _join_padded(given: Tensors, axis: int, lengths: Size) -> Tensors:
+    padded = [_padded(t, axis, n, max(lengths)).unsqueeze(0) for t, n in zip(given, lengths)]
+    rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
+    return [torch.cat([part.narrow(axis, 0, n) for part, n in zip(parts, lengths)], axis) for parts in rows]
+
+
+def _share_padded(given: Tensors, axis: int, lengths: Size) -> Tensors:
+    cut = [t.split(list(lengths), axis) for t in given]
+    stacks = [
+        torch.stack([_padded(part, axis, n, max(lengths)) for part, n in zip(parts, lengths)])
+        for parts in cut
+    ]
+    sums = functional.reduce_scatter(stacks)
+    return [total.squeeze(0).narrow(axis, 0, n).contiguous() for total, n in zip(sums, lengths)]
 
 
 def _padded(t: torch.Tensor, axis: int, length: int, to: int) -> torch.Tensor:
@@ -194,7 +181,7 @@ def _run(stage: Stage, xs: Tensors, to: Partition) -> Tensors:
         case Spread():
             return _collect(stage, xs, to) if stage.sums else _spread(stage, xs, to)
         case Concatenation():
-            return _share(stage, xs) if stage.sums else _join(stage, xs)
+            return _concatenate(stage, xs)
         case AllSum():
             return _all_sum(stage, xs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -23,6 +24,19 @@ from .proxies import reshape_wrapper, wrap, wrap_view
 # all there is to it), the position of the argument that shares its storage with the result (or None), the
 # whole outcome, and the operator. The signature holds the operator's id, so the operator is kept alive here.
 Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator whose operands are all on one place. Without a signature it is not remembered."""
+
+    cls: type
+    func: torch._ops.OpOverload
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    place: Residence
+    signature: tuple[object, ...] | None
+    line: Line
 
 
 def pattern(value: Any, cls: Any, words: list[object]) -> object:

@@ -17,6 +17,7 @@ from ..log.handle import Residence
 from ..log.line import user_line
 from .ask_worker import ask
 from .proxies import wrap
+from .signatures import Call
 from .transfer import item, upload
 
 Special = Callable[[type, torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Any]
@@ -46,15 +47,8 @@ def _pack_padded_sequence(
     if type(lengths) is cls or type(data) is not cls:
         return NotImplemented
     place: Residence = data._handle.place
-    packed, _ = ask(
-        cls,
-        func,
-        (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first),
-        {},
-        place,
-        None,
-        user_line(),
-    )
+    sent = wrap(cls, upload(lengths, place, stay_on_cpu=True))
+    packed, _ = ask(Call(cls, func, (data, sent, batch_first), {}, place, None, user_line()))
     steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
     twin = torch.empty((batch, steps) if batch_first else (steps, batch))
     return packed, func(twin, lengths, batch_first)[1]

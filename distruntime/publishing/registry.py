@@ -81,7 +81,7 @@ def registry_of(session: Session) -> Registry:
     """Return what a session has published or looked up. It goes with the session."""
     if session not in _registries:
         _registries[session] = Registry()
-        session.on_close.append(lambda: _drop(session))
+        session.ending.on_close.append(lambda: _drop(session))
     return _registries[session]
 
 

@@ -15,7 +15,7 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 ROOMS = {
     "distruntime": (
         "errors wire log session operators tensors streams publishing collectives backend mesh cluster "
-        "checkpoint face"
+        "checkpoint face testing"
     ).split(),
     "distruntime_worker": "machine values log checkpoint collectives publishing session face".split(),
 }

@@ -39,8 +39,9 @@ _LOOK = 0.1
 Tell = Callable[[int, Message], None]
 # It sends a message to the master.
 Report = Callable[[Message], None]
+Tensors = list[torch.Tensor]
 # It takes the channel, the rank, the inputs, the outputs and the sequence.
-Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]
+Act = Callable[[DataChannel, int, Tensors, Tensors, int], None]
 
 
 class Group:
@@ -77,9 +78,7 @@ class Group:
                 return
         channel.abort()
 
-    def run(
-        self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int
-    ) -> None:
+    def run(self, rank: int, act: Act, inputs: Tensors, outputs: Tensors, sequence: int) -> None:
         """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
         if self.broken or self.closed:
             self.require()
@@ -95,9 +94,7 @@ class Group:
             self.fail(f"its data channel failed at rank {rank}: {error}")
             self.require()
 
-    def run_all(
-        self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int
-    ) -> None:
+    def run_all(self, act: Act, jobs: dict[int, tuple[Tensors, Tensors]], sequence: int) -> None:
         """As `run`, for each own member of `jobs`, by rank.
 
         Side by side, as each may wait for the others. Raise what the first raised.

@@ -23,6 +23,7 @@ What an operation does with its inputs and outputs, each list laid out flat, one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from distruntime.wire.data_channel import DataChannel, Reduction
 from distruntime.wire.messages import Plain
 
 from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
-from .groups import Group
+from .groups import Act, Group, Tensors
 
 PREFIX = "group::"
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -127,6 +128,7 @@ class Collective(Step):
         self.mutates, self.writes = (written, []) if self.options.inplace else ([], written)
         self.length = offset
         self._specs = [spec for _, ins, outs in self.members for spec in (*ins, *outs)]
+        self._way = self._find_way()
         self._take_part = take_part
         # This goes straight to where the session takes part: an instruction goes through no method of this
         # class before.
@@ -139,21 +141,19 @@ class Collective(Step):
         """
         return self._take_part(self, slots, p, i, error)
 
-    def perform(self, group: Group, values: list[object], sequence: int) -> list[torch.Tensor]:
+    def perform(self, group: Group, values: list[object], sequence: int) -> Tensors:
         """Take part for all own members.
 
         `values` are the operands in the order of the words. Return the new values.
         """
-        new: list[torch.Tensor] = []
-        # This is the commonest case, and small ones come by the thousand.
+        new: Tensors = []
+        # This is the commonest, and small ones come by the thousand.
         if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
-            both = [
-                v if isinstance(v, torch.Tensor) else self._specs[k].zeros() for k, v in enumerate(values)
-            ]
-            group.run(rank, self._act, both[: len(ins)], both[len(ins) :], sequence)
+            both = [_tensor(value, spec) for value, spec in zip(values, self._specs)]
+            group.run(rank, self._way, both[: len(ins)], both[len(ins) :], sequence)
             return new
-        jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        jobs: dict[int, tuple[Tensors, Tensors]] = {}
         words = iter(values)
         for rank, ins, outs in self.members:
             inputs = [_tensor(next(words), spec) for spec in ins]
@@ -165,28 +165,22 @@ class Collective(Step):
                     next(words)
                 new += outputs
             jobs[rank] = inputs, outputs
-        group.run_all(self._act, jobs, sequence)
+        group.run_all(self._way, jobs, sequence)
         return new
 
-    def _act(
-        self,
-        channel: DataChannel,
-        rank: int,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        sequence: int,
+    def _find_way(self) -> Act:
+        """Return what each own member does. Sizes are equal, so all members of the group do the same."""
+        if self.operation != "all_to_all" and not any(math.prod(spec.sizes) for spec in self._specs):
+            return self._pass
+        if self.options.op is None:
+            return self._move
+        reduce = self._reduce_scatter if self.operation == "reduce_scatter" else self._reduce
+        return partial(reduce, self.options.op)
+
+    def _move(
+        self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
-        o, on = self.options, channel.capabilities.devices
-        if self.operation == "barrier":
-            channel.barrier()
-            return
-        if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            # Every member comes here, as sizes are equal.
-            self._pass(channel, rank, inputs, outputs, sequence)
-            return
-        if o.op is not None:
-            self._reduce(channel, o.op, inputs, outputs, on)
-            return
+        root, on = self.options.root, channel.capabilities.devices
         data = _flat(inputs, on) if inputs else None
         into = _Landing(outputs, on)
         match self.operation:
@@ -196,36 +190,32 @@ class Collective(Step):
                 else:
                     channel.receive(into.data, 1 - rank, sequence)
             case "broadcast":
-                if data is None or rank != o.root:
-                    channel.broadcast(into.data, o.root)
+                if data is None or rank != root:
+                    channel.broadcast(into.data, root)
                 else:
-                    channel.broadcast(data, o.root)
+                    channel.broadcast(data, root)
                     into.fill(data)
             case "all_gather":
                 assert data is not None
                 channel.all_gather(into.data, data)
             case "gather":
                 assert data is not None
-                channel.gather(into.data if outputs else None, data, o.root)
+                channel.gather(into.data if outputs else None, data, root)
             case "scatter":
-                channel.scatter(into.data, data if rank == o.root else None, o.root)
+                channel.scatter(into.data, data if rank == root else None, root)
             case "all_to_all":
                 assert data is not None
                 # In the same memory, parts would arrive over what has yet to leave.
                 if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:
                     data = data.clone()
-                channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
+                sent, received = self.options.splits
+                channel.all_to_all(into.data, data, received[rank], sent[rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
         into.land()
 
     def _pass(
-        self,
-        channel: DataChannel,
-        rank: int,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        sequence: int,
+        self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
         """Wait for the other members where no bytes move.
 
@@ -240,24 +230,23 @@ class Collective(Step):
                 channel.send(token, 1 - rank, sequence)
             else:
                 channel.receive(token, 1 - rank, sequence)
-        elif "barrier" in channel.capabilities.operations:
+        elif self.operation == "barrier" or "barrier" in channel.capabilities.operations:
             channel.barrier()
 
-    def _reduce(
-        self,
-        channel: DataChannel,
-        op: Reduction,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        on: frozenset[str],
+    def _reduce_scatter(
+        self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
-        if self.operation == "reduce_scatter":
-            landing = _Landing(outputs, on, numbers=True)
-            channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
-            landing.land()
-            return
-        # The sum is made in place where it may be: in the memory of an output that is the input. Where there
-        # is none, it is made in a copy.
+        on = channel.capabilities.devices
+        landing = _Landing(outputs, on, numbers=True)
+        channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
+        landing.land()
+
+    def _reduce(
+        self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
+    ) -> None:
+        on = channel.capabilities.devices
+        # In place where it may be: the memory of an output that is the input, or where there is none, of a
+        # copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (
@@ -287,7 +276,7 @@ class _Landing:
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False
+        self, tensors: Tensors, on: frozenset[str], numbers: bool = False, keep: bool = False
     ) -> None:
         self._tensors = tensors
         self._direct = len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].device.type in on
@@ -325,7 +314,7 @@ def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
 
-def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False) -> torch.Tensor:
+def _flat(tensors: Tensors, on: frozenset[str], numbers: bool = False) -> torch.Tensor:
     """Return the tensors' bytes, or numbers, one after the other, where the channel takes them.
 
     Copies only what it must.

@@ -114,29 +114,17 @@ class Waits:
         """
         if passed.is_set():
             return True
-        with self._state.turn.paused():
-            return self._until(mine, passed, p, i, seconds, text, patient)
-
-    def _until(
-        self,
-        mine: Stream,
-        passed: threading.Event,
-        p: Words,
-        i: int,
-        seconds: float | None,
-        text: str,
-        patient: bool,
-    ) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._state.work(p).segment.start + i
-        while not passed.wait(
-            _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
-        ):
-            if self._state.closed or (position < mine.cancelled and not patient):
-                return False
-            if deadline is not None and time.monotonic() >= deadline:
-                self._state.orphans.append(self._state.failure(p, i, WaitTimeout(text), "wait", ""))
-                return False
+        with self._state.turn.paused():
+            while not passed.wait(
+                _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
+            ):
+                if self._state.closed or (position < mine.cancelled and not patient):
+                    return False
+                if deadline is not None and time.monotonic() >= deadline:
+                    self._state.orphans.append(self._state.failure(p, i, WaitTimeout(text), "wait", ""))
+                    return False
         return True
 
     def _signal(self, number: int) -> tuple[threading.Event, list[str]]:

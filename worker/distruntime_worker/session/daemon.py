@@ -5,7 +5,6 @@ One reader, and the sessions of masters, each with threads of its own that run i
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import math
@@ -22,9 +21,9 @@ from itertools import count
 
 import torch
 
-from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
+from distruntime.errors import ConnectionFailed, ProtocolError
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
-from distruntime.wire.codec import decode, encode, failure_fields
+from distruntime.wire.codec import decode, encode
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
@@ -32,30 +31,16 @@ from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
-    AskChannel,
-    AskDevices,
-    AskMemory,
-    AskPassed,
-    AskStatus,
-    AskTurns,
     BreakGroup,
     Bury,
     Cancel,
     CommitSave,
     Detach,
-    DropOlder,
-    DropPublished,
-    Failed,
     Fetch,
-    FindPublished,
     Goodbye,
     Hello,
     Join,
-    ListenForPeers,
     ListFolder,
-    ListPublished,
-    ListVersions,
-    MemoryHeld,
     MeshSegment,
     Message,
     Notify,
@@ -68,7 +53,6 @@ from distruntime.wire.messages import (
     ReadIndex,
     Refused,
     RemoveFiles,
-    Reply,
     Segment,
     Signal,
     SweepSaves,
@@ -77,16 +61,18 @@ from distruntime.wire.messages import (
 from distruntime.wire.tally import Tally
 
 from ..checkpoint import folder as checkpoint_folder
-from ..collectives.data_channel import prepare, report
+from ..collectives.data_channel import prepare
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
 from ..machine.devices import Devices
+from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
-from ..values.objects import failure
-from .address import data_host, peer_address, unusable_for_workers
+from .address import data_host
+from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
+from .questions import Questions
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")
@@ -101,42 +87,10 @@ _PAUSE = 0.1
 # So many seconds pass from the end of a session to the collection of what it leaves: its threads may still
 # hold that before.
 _SWEEP = 1.0
-# At the end, the channel has so many seconds to send what is left.
+# A worker that ends waits so many seconds for its last words to leave.
 _LAST_WORDS = 0.3
-# The log shows at most so many characters of the names in a greeting.
-_LONGEST = 300
 # So many seconds lie between looks whether a session's time is over.
 _LOOK = 0.5
-
-
-def keep_pages() -> None:
-    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills
-    them.
-
-    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not
-    (measured 2026-11, 2 shared cores, glibc 2.36). Elsewhere than on glibc nothing happens.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        # malloc.h calls these M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX.
-        for option, setting in (
-            (-4, 0),
-            (-1, (1 << 31) - 1),
-            (-8, 1),
-        ):
-            libc.mallopt(option, setting)
-
-
-def give_pages_back() -> None:
-    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that
-    sessions leave in the heap.
-
-    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with
-    every other one, all of it free.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 class Daemon:
@@ -158,6 +112,7 @@ class Daemon:
         # Those of them that have ended are here. Their greetings may still lie unread.
         self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
+        self._questions = Questions(config, self._devices, self._turns)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
@@ -353,7 +308,7 @@ class Daemon:
                 case ListFolder() | ReadIndex() | CommitSave() | SweepSaves() | RemoveFiles():
                     checkpoint_folder.answer(message, session.send)
                 case Question():
-                    self._answer(session, message)
+                    self._questions.answer(session, message)
                 case OpenStream():
                     session.open(message)
                 case Signal():
@@ -425,7 +380,7 @@ class Daemon:
         if peer in self._gone:
             return
         found = self._sessions.get(hello.session)
-        reason = self._refusal(hello, found)
+        reason = refusal(hello, found, self._sessions)
         if reason:
             self._strangers.note(f"refused a master on {hello.host}: {reason}")
             self._greet(
@@ -461,65 +416,6 @@ class Daemon:
         )
         self._greet(peer, self._about_us(session, hello))
 
-    def _refusal(self, hello: Hello, found: Session | None) -> str:
-        """Return why there is no session for this master.
-
-        Nothing if there is one. `found` has the name that it asks for.
-        """
-        if hello.protocol != PROTOCOL:
-            return (
-                f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same "
-                "distruntime on both"
-            )
-        if not 0 <= hello.keep <= 1e9:
-            raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
-        if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
-            raise ProtocolError(
-                f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}"
-            )
-        match hello.mode:
-            case "again" if found is not None and compare_digest(found.token, hello.token):
-                return (
-                    ""
-                    if found.link.acknowledged <= hello.received <= found.link.sent
-                    else "it was left with other messages than this worker has sent"
-                )
-            case "again" if found is not None:
-                return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
-            case "again":
-                return (
-                    f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started "
-                    "anew, or its time was over"
-                )
-            case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
-                # Its own master has given it up, and begins anew: the connection, or all of it.
-                return ""
-            case "new" | "resume" if found is not None and found.link.peer is not None:
-                pid = ", ".join(map(str, found.process[1:2]))
-                return (
-                    f"the session {hello.session!r} is in use, by pid {pid} on "
-                    f"{found.master.rpartition(' on ')[2]}: "
-                    "force=True takes it over, or choose another name"
-                )
-            case "new" if found is not None:
-                return (
-                    f"there is a session {hello.session!r} already, without a master: resume=True "
-                    "attaches to it, force=True drops it"
-                )
-            case "resume" | "force resume" if found is None:
-                return f"there is no session {hello.session!r} here; there {self._listed()}"
-            case "new" | "force new" | "resume" | "force resume":
-                return ""
-        raise ProtocolError(f"a Hello of mode {hello.mode[:40]!r}")
-
-    def _listed(self) -> str:
-        names = [
-            f"{name!r} ({'in use' if session.link.peer is not None else 'without a master'})"
-            for name, session in sorted(self._sessions.items())
-            if session.lasting
-        ]
-        return "are " + ", ".join(names) if names else "are none that have a name"
-
     def _about_us(self, session: Session, hello: Hello) -> Welcome:
         return Welcome(
             PROTOCOL,
@@ -541,53 +437,6 @@ class Daemon:
                 if other.alone_since is not None
             ],
         )
-
-    def _answer(self, session: Session, question: Question[object]) -> None:
-        try:
-            session.send(Reply(question.request, self._reply(session, question)))
-        except (ConfigurationError, OSError) as error:
-            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
-            session.send(Failed(question.request, failure_fields(cause)))
-
-    def _reply(self, session: Session, question: Question[object]) -> object:
-        """Return the reply to a question that the reader answers at once."""
-        executor, shelf = session.executor, session.executor.shelf
-        match question:
-            case AskDevices():
-                return self._devices.info()
-            case AskMemory():
-                state = executor.state
-                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
-            case AskStatus():
-                return executor.status()
-            case AskTurns():
-                return self._turns.report()
-            case AskPassed(after=after):
-                return executor.passed(after)
-            case AskChannel(channel=channel):
-                return report(channel)
-            case ListenForPeers(host=host):
-                return self._listen(session, host)
-            case ListPublished():
-                return shelf.listing()
-            case ListVersions(name=name):
-                return shelf.versions(name)
-            case FindPublished(owner=owner, name=name, token=token):
-                return shelf.find(owner, name, token)
-            case DropOlder(name=name, version=version):
-                return shelf.drop_older(name, version)
-            case DropPublished(name=name, version=version):
-                return shelf.drop(name, version)
-        raise ProtocolError(f"a worker does not answer {type(question).__name__}")
-
-    def _listen(self, session: Session, host: str) -> str:
-        """Open a session's channel to other workers; return where it listens."""
-        session.host = host
-        address = peer_address(self._config, host, session.number)
-        try:
-            return session.listen(address, self._config.keys)
-        except ConfigurationError as error:
-            raise unusable_for_workers(address, error) from error
 
 
 def serve(config: WorkerConfig, stop: threading.Event) -> None:

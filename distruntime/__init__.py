@@ -18,6 +18,7 @@ from .cluster.memory import Memory, memory
 from .cluster.nodes import NodeInfo, nodes
 from .cluster.restart import restart
 from .cluster.settings import Settings, config
+from .cluster.user_session import Session
 from .collectives import functional, primitives
 from .collectives.group import ProcessGroup, new_group
 from .collectives.in_place import (
@@ -60,7 +61,6 @@ from .log.handle import Place
 from .mesh.layout import Layout
 from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 from .session.placing import device, node, on, place, set_place
-from .session.session import Session
 from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
 from .streams.stream import (
     Event,

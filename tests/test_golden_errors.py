@@ -322,11 +322,11 @@ def test_a_forked_child() -> None:
         child.finish()
 
 
-def test_initialising_twice() -> None:
+def test_initialising_twice_with_other_arguments() -> None:
     says(
         dr.init_master_worker,
         """
-init_master_worker was called before: a session with 2 nodes is open. Use it, or call distruntime.shutdown() first
+a session that was begun with other arguments is open: simulate_cuda: got 0, expected 2. Give the same arguments to get that session, or end it first: distruntime.shutdown()
 """,
         dr.UsageError,
     )

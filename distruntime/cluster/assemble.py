@@ -89,20 +89,25 @@ def start(options: SessionOptions, count: int) -> Session:
             raise ConnectionFailed(
                 f"there is a session {options.name!r} already, with {len(there)} "
                 f"worker{'s' if len(there) > 1 else ''} on this machine: "
-                "resume=True attaches to it, force=True begins it anew"
+                'resume="auto" attaches to it, force=True begins it anew'
             )
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
-            raise ConfigurationError(
-                f"the session {options.name!r} has {len(before.workers)} workers with {before.simulate_cuda} "
-                "simulated GPUs: give the same "
-                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, "
-                "then shutdown()"
-            )
+            raise _of_other_size(before, count, simulate_cuda)
         return _attach_local(options, before, [k for k in range(count) if k not in there])
     directory = scratch_folder()
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
     entry = Entry(options.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
     return _attach_local(options, entry, range(count))
+
+
+def _of_other_size(entry: Entry, count: int | None, simulate_cuda: int) -> ConfigurationError:
+    """Return the error of numbers that are not those of a session that is there."""
+    workers = len(entry.workers)
+    return ConfigurationError(
+        f"the session {entry.name!r} has {workers} worker{'s' if workers != 1 else ''} with "
+        f"{entry.simulate_cuda} simulated GPUs: got world_size={count}, simulate_cuda={simulate_cuda}. "
+        "Give the same numbers, or end that session first: resume=True, then shutdown()"
+    )
 
 
 def _start_and_wait(
@@ -198,8 +203,10 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     if options.insecure:
         warn_of_strangers([address])
     keys = choose(address, path=options.key, insecure=options.insecure)
+    noted = read(options.name) if options.name is not None and options.mode.endswith("auto") else None
     # Those of a session that is resumed have been started, and dial in again.
-    if options.launcher is not None and "resume" not in options.mode:
+    started = options.mode.endswith("resume") or (noted is not None and noted.listen)
+    if options.launcher is not None and not started:
         return _start_and_wait(options, address, keys, count, scratch_folder())
     channel = Channel(listen=address, keys=keys, silence=options.unreachable)
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
@@ -233,16 +240,18 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
     return session
 
 
-def resume_entry(options: SessionOptions, entry: Entry) -> Session:
+def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Session:
     """Attach to the workers of a session that was noted here.
 
-    Workers of this machine that have died are started again.
+    Workers of this machine that have died are started again. If all of them have, the mode "auto" begins the
+    session, with `count` workers if the user has said how many.
     """
     options = replace(
         options,
         key=options.key or (Path(entry.key) if entry.key else None),
         insecure=options.insecure or entry.insecure,
     )
+    may_begin = options.mode.endswith("auto")
     if entry.listen:
         return gather_at(options, entry.listen, len(entry.workers))
     if not entry.directory:
@@ -253,11 +262,16 @@ def resume_entry(options: SessionOptions, entry: Entry) -> Session:
         if len(dead) == len(entry.workers):
             delete(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
+            if may_begin:
+                return start(options, count or len(dead))
             raise ConnectionFailed(
-                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "
-                "without a master was over, "
-                "or they died). Begin it anew, without resume=True"
+                f"the session {entry.name!r} has ended: its workers on this machine expired or died. Start "
+                'a new one with resume="auto", or without resume='
             )
+        if may_begin and (
+            count not in (None, len(entry.workers)) or options.simulate_cuda not in (0, entry.simulate_cuda)
+        ):
+            raise _of_other_size(entry, count, options.simulate_cuda)
         for k in dead:
             if k not in before:
                 log.warning(
@@ -347,6 +361,11 @@ def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def is_older(session: Session, seconds: float) -> bool:
+    """Whether a worker has had this session for longer than so many seconds."""
+    return any(node.welcome.age > seconds for node in session.nodes)
 
 
 def attached(session: Session) -> str:

@@ -66,7 +66,10 @@ class Signals(Protocol):
 
 
 class Session:
-    """What `init_master_worker` returns. A context manager: leaving it shuts the session down."""
+    """One master's session; users hold the `Session` of `cluster/user_session.py`, which shows less.
+
+    A context manager: leaving it shuts the session down.
+    """
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
@@ -114,8 +117,7 @@ class Session:
         self.stir, self.parked = self.pump.stir, self.pump.parked
 
     def __repr__(self) -> str:
-        count = len(self.nodes)
-        return f"<distruntime session, {count} node{'s' if count != 1 else ''}, {self.closed or 'open'}>"
+        return f"<session {self.name!r} of {len(self.nodes)}, {self.closed or 'open'}>"
 
     def __enter__(self) -> Session:
         return self

@@ -149,7 +149,7 @@ def test_a_numpy_array_of_it() -> None:
     says(
         at(0).numpy,
         """
-a tensor on node 0 cpu has no memory in this process for numpy: use x.cpu().numpy(), or dr.fetch(x).numpy()
+can't convert a tensor on node 0 cpu to numpy; fetch it first: x.detach().cpu().numpy(), or x.numpy(force=True)
 """,
         TypeError,
     )

@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..log.node import Node
 from ..publishing.listing import published
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..session.session import Session
-from ..wire.address import host_of
+from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
@@ -119,7 +120,7 @@ def _start_and_wait(
     session = connector.session
     session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     spec = _spec(options, directory, count, address, has_key=keys is not None)
-    master, launcher = _dialled_at(channel.address), options.launcher or LocalLauncher()
+    master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
@@ -180,12 +181,6 @@ def _spec(options: SessionOptions, directory: Path, count: int, address: str, *,
     )
 
 
-def _dialled_at(address: str) -> str:
-    """Return where others dial what listens at an address: a wildcard stands for this machine's name."""
-    port = address.rpartition(":")[2]
-    return f"tcp://{socket.gethostname()}:{port}" if host_of(address) in ("*", "0.0.0.0", "::") else address
-
-
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
     session.ending.on_end.append(lambda: delete(entry.name))
@@ -212,7 +207,10 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
     listening = session.channel.address
-    options.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
+    options.say(
+        f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
+        f"{worker_command(listening, dials=True)}\n"
+    )
     with _all_or_nothing(session):
         _meet(options, connector, f"dial {listening}")
         if options.name is not None:
@@ -314,20 +312,49 @@ def _meet(options: SessionOptions, connector: Connector, verb: str = "") -> None
             options.say(".")
             tick += 0.25
         session.receiver.read(0.02)
-        for node in [] if verb or session.workers else list(connector.nodes.values()):
+        for node in [] if session.workers else list(connector.nodes.values()):
             if node.index not in said:
                 said.add(node.index)
-                options.say(f"{node.host} ({time.monotonic() - started:.1f} s) ")
+                options.say(
+                    _arrival(
+                        node, time.monotonic() - started, bool(verb), len(said), len(connector.connections)
+                    )
+                )
     connector.all_met()
     session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
 
 
 def _too_late(options: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
     if not verb:
-        return "\n".join(connection.unanswered(options.timeout) for connection in late)
+        return "\n".join(
+            _unresolved(connection.address) or connection.unanswered(options.timeout) for connection in late
+        )
+    missing = " and ".join(f"node {connection.number}" for connection in late)
+    text = (
+        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
+        f"{missing} {'is' if len(late) == 1 else 'are'} missing"
+    )
+    for node in connector.nodes.values():
+        text += f"; {node} has come (pid {node.welcome.pid})"
+    if verb != "start":
+        text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
+    if connector.refused:
+        text += f". {len(connector.refused)} refused, the last of them: {connector.refused[-1]}"
+    return text + _last_words(connector.session.workers)
+
+
+def _unresolved(address: str) -> str:
+    """Return what is wrong with an address whose host's name stands for nothing; "" for another one."""
+    host = host_of(address)
+    if not host or resolve(address):
+        return ""
+    return f"the name {host!r} in {address!r} does not resolve on this machine: check its spelling"
+
+
+def _arrival(node: Node, seconds: float, dials: bool, come: int, count: int) -> str:
+    """Return what is said when a worker has come."""
     return (
-        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s"
-        f"{_last_words(connector.session.workers)}"
+        f"\n {node} after {seconds:.1f} s, {come} of {count} " if dials else f"{node.host} ({seconds:.1f} s) "
     )
 
 

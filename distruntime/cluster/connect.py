@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session import session as inner
 from ..session.launcher import Launcher
 from ..session.session import active, active_session
-from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
+from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
 from .arguments import WORLD_SIZE, Arguments, check, differing, settled
@@ -87,7 +87,7 @@ def init_master_worker(
             name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
-        timeout: seconds to wait for workers (30).
+        timeout: seconds to wait for workers: 30, and 600 with `listen`, where a scheduler may start them.
         unreachable: seconds of silence after which a worker is called unreachable (10).
         grace: seconds that an unreachable worker is waited for before it is lost (600).
         quiet: print nothing; the default is quiet unless standard output is a terminal.
@@ -108,12 +108,8 @@ def init_master_worker(
         raise ConfigurationError(
             "resume=, force= and keep= are about a session that has a name: give session= as well"
         )
-    wait = CONNECT.get(timeout)
-    arguments = settled({**given, "session": name})
-    if is_initialized():
-        return _again(arguments)
+    wait = (CONNECT if listen is None else DIAL).get(timeout)
     began = time.monotonic()
-    raise_limit()
     options = SessionOptions(
         name,
         ("force " if force else "") + ("auto" if resume == "auto" else "resume" if resume else "new"),
@@ -128,6 +124,10 @@ def init_master_worker(
         launcher,
         _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
     )
+    arguments = settled({**given, "session": name})
+    if is_initialized():
+        return _again(arguments)
+    raise_limit()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
     warm_malloc()

@@ -285,6 +285,13 @@ class Session:
 
         Return False past the timeout (seconds).
         """
+        if not self.drain(node, timeout):
+            return False
+        self.raise_unread(node)
+        return True
+
+    def drain(self, node: Node, timeout: float | None = None) -> bool:
+        """Block until a worker has run everything issued so far. Return False past the timeout (seconds)."""
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
@@ -297,7 +304,6 @@ class Session:
             self.requests.discard(request)
             return False
         self.raise_for(request)
-        self.raise_unread(node)
         return True
 
     def raise_unread(self, node: Node) -> None:
@@ -312,7 +318,8 @@ class Session:
             node.ledger.unread.clear()
             if more:
                 log.warning(
-                    "%s: %s%d more failed operation%s",
+                    "%s: besides the operation whose error is raised now, %s%d other%s failed; each of their "
+                    "results raises its own cause",
                     node,
                     "at least " if more >= 999 else "",
                     more,

@@ -208,8 +208,8 @@ class DistributedTensor(torch.Tensor):
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
             raise TypeError(
-                f"a tensor on {self.place} has no memory in this process for numpy: "
-                "use x.cpu().numpy(), or dr.fetch(x).numpy()"
+                f"can't convert a tensor on {self.place} to numpy; fetch it first: x.detach().cpu().numpy(), "
+                "or x.numpy(force=True)"
             )
         return self.detach().cpu().numpy()
 

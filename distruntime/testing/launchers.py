@@ -109,7 +109,7 @@ def _check_one_session(options: _Options) -> None:
     dr.restart(1)
     second = _started()
     assert second[1] is not first[1] and _computes(1)
-    dr.restart(1)
+    dr.restart(1, force=True)
     third = _started()
     assert second[1].poll() is not None, "a worker that was replaced runs on"
     assert third[1] is not second[1] and _computes(0) and _computes(1)

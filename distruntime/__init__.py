@@ -62,6 +62,7 @@ from .mesh.layout import Layout
 from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 from .session.placing import device, node, on, place, set_place
 from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+from .streams.cancel import cancel
 from .streams.stream import (
     Event,
     Stream,
@@ -199,6 +200,7 @@ __all__ = [
     "arange",
     "barrier",
     "broadcast",
+    "cancel",
     "config",
     "current_stream",
     "default_stream",

@@ -14,6 +14,8 @@ import torch
 
 import distruntime
 
+from .session.interrupts import watch_shell
+
 _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
 """
@@ -104,9 +106,11 @@ def _repl(options: argparse.Namespace) -> int:
             code.interact(_HELLO, local=names, exitmsg="")
         else:
             print(_HELLO, end="")
-            importlib.import_module("IPython").start_ipython(
-                argv=["--no-banner", "--no-confirm-exit"], user_ns=names
-            )
+            app = importlib.import_module("IPython.terminal.ipapp").TerminalIPythonApp.instance(user_ns=names)
+            app.initialize(["--no-banner", "--no-confirm-exit"])
+            # The session began before there was a shell.
+            watch_shell(app.shell)
+            app.start()
     finally:
         # Who leaves has had the chance to read what failed, and need not wait for what runs.
         session.shutdown(raise_unread=False)

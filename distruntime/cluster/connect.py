@@ -16,6 +16,7 @@ from ..backend.install import install
 from ..collectives.group import Choice, Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session import session as inner
+from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
@@ -155,6 +156,7 @@ def init_master_worker(
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
+    watch_prompt()
     opened.ending.on_close.append(lambda: _forget(opened))
     try:
         opened.groups.require_choice()

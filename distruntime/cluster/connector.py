@@ -27,7 +27,7 @@ from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session
 from ..wire.address import host_of, resolve
-from ..wire.channel import PeerEvent
+from ..wire.channel import HANDSHAKE, PeerEvent
 from ..wire.identity import has_died, process
 from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
 from .connection import Connection
@@ -40,8 +40,8 @@ _SOON = 0.3
 _BRIEF = 1.0
 # A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
-# A connection has so many seconds to prove its key, and ends then.
-_PROVEN = 2.0
+# So many refused connections are remembered until it is known whether a worker has dialled again.
+_MOST_REFUSALS = 100
 # Once all workers have come, so many seconds lie between two polls that do something.
 _LOOK = 0.1
 
@@ -142,15 +142,17 @@ class Connector:
         """Note that a connection was refused; `_look_at_refusals` tells of it later."""
         self.refused.append(text)
         self._refusals.append((time.monotonic(), text))
+        if len(self._refusals) > _MOST_REFUSALS:
+            self.session.strangers.note(self._refusals.popleft()[1])
 
     def _look_at_refusals(self, now: float) -> None:
         """Warn of refused connections, but not of one that a worker gave up to dial again.
 
         Such a worker joins on its next connection, shortly before or after the report of the first.
         """
-        while self._refusals and now > self._refusals[0][0] + _PROVEN:
+        while self._refusals and now > self._refusals[0][0] + HANDSHAKE:
             at, text = self._refusals.popleft()
-            if abs(self._joined_at - at) <= _PROVEN:
+            if abs(self._joined_at - at) <= HANDSHAKE:
                 log.info("%s; a worker joined in the same seconds", text)
             else:
                 self.session.strangers.note(text)

@@ -260,7 +260,7 @@ def test_a_daemon_that_comes_back_takes_its_place(fresh_session: Callable[..., A
         started = time.monotonic()
         first.process.kill()
         first.process.wait()
-        with pytest.raises(dr.NodeFailed, match="died: there is no such process"):
+        with pytest.raises(dr.NodeFailed, match="died: the process is gone"):
             until(lambda: x.sum().item() is None)
         assert session.nodes[0].state == "lost" and time.monotonic() - started < 30
         old = session.nodes[0]

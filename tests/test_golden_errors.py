@@ -335,6 +335,20 @@ a session that was begun with other arguments is open: simulate_cuda: got 0, exp
 # Starting one: what is wrong is said before anything is started, within the deadline
 
 
+def test_a_misspelt_argument() -> None:
+    for code, text in (
+        (
+            lambda: dr.init_master_worker(sesion="day"),
+            "init_master_worker() got an unexpected keyword argument 'sesion'. Did you mean 'session'?",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: dr.config(num_thread=2),
+            "config() got an unexpected keyword argument 'num_thread'. Did you mean 'num_threads'?",
+        ),  # type: ignore[call-arg]
+    ):
+        says(code, text, TypeError)
+
+
 @pytest.mark.parametrize("backend", ["tcp", "tcp+tls", "mpi", "gloo", "nccl"])
 def test_a_backend_of_the_data_channel(backend: str) -> None:
     says(

@@ -18,6 +18,7 @@ from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
+from ..session.misspelt import suggests
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
@@ -40,6 +41,7 @@ class _Begun:
 _begun: list[_Begun] = []
 
 
+@suggests
 def init_master_worker(
     backend: str = "zmq",
     world_size: int | None = None,

@@ -109,8 +109,8 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too.
-# Who makes one pays. Signatures need PyNaCl, which no worker does.
+# Meshes need torch.distributed.tensor, and its import takes 0.7 s of a processor, in every worker's start
+# too. So only programs that make a mesh pay for it. Signatures need PyNaCl, which no worker does.
 _LATER = {
     **dict.fromkeys(("DeviceMesh", "init_device_mesh"), ".mesh.mesh"),
     **dict.fromkeys(("from_shards", "shards"), ".mesh.shards"),

@@ -34,7 +34,7 @@ log = logging.getLogger("distruntime")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SessionOptions:
     """What a user has said about a session. `mode` is that of its greeting, the times are seconds."""
 
     name: str | None
@@ -51,7 +51,9 @@ class Plan:
     say: Callable[[str], None]
 
 
-def _connector(plan: Plan, channel: Channel, addresses: Sequence[str], modes: Sequence[str]) -> Connector:
+def _connector(
+    plan: SessionOptions, channel: Channel, addresses: Sequence[str], modes: Sequence[str]
+) -> Connector:
     """Return a new session's connector, which knows it."""
     session = Session(channel, [], plan.name or f"{os.getpid()}-{secrets.token_hex(4)}")
     session.lasting = plan.name is not None
@@ -61,7 +63,7 @@ def _connector(plan: Plan, channel: Channel, addresses: Sequence[str], modes: Se
     )
 
 
-def start(plan: Plan, count: int) -> Session:
+def start(plan: SessionOptions, count: int) -> Session:
     """Start workers on this machine; in a directory that only this user can enter.
 
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
@@ -98,7 +100,9 @@ def start(plan: Plan, count: int) -> Session:
     return _attach_local(plan, entry, range(count))
 
 
-def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, directory: Path) -> Session:
+def _start_and_wait(
+    plan: SessionOptions, address: str, keys: KeyPair | None, count: int, directory: Path
+) -> Session:
     """Start workers that dial this process at an address, and wait for them."""
     channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
     connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
@@ -119,7 +123,7 @@ def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, 
     return session
 
 
-def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
+def _attach_local(plan: SessionOptions, entry: Entry, fresh: Sequence[int]) -> Session:
     """Attach to the workers of a named session on this machine, after starting those in `fresh`."""
     directory, count = Path(entry.directory), len(entry.workers)
     modes = ["force new" if k in fresh else plan.mode for k in range(count)]
@@ -145,7 +149,7 @@ def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
     return session
 
 
-def _spec(plan: Plan, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
+def _spec(plan: SessionOptions, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
     """Return what all workers of a session are started with."""
     # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower
     # (seen on 2 cores).
@@ -177,12 +181,12 @@ def _note(session: Session, entry: Entry) -> None:
     session.ending.on_end.append(lambda: delete(entry.name))
 
 
-def _note_listening(plan: Plan, session: Session) -> None:
+def _note_listening(plan: SessionOptions, session: Session) -> None:
     hosts, listening = tuple(node.host for node in session.nodes), session.channel.address
     _note(session, Entry(session.name, hosts, "", str(plan.key or ""), plan.insecure, listening, 0, now()))
 
 
-def gather_at(plan: Plan, address: str, count: int) -> Session:
+def gather_at(plan: SessionOptions, address: str, count: int) -> Session:
     """Wait for workers that dial this process; start them, where the user has said how."""
     if plan.insecure:
         warn_of_strangers([address])
@@ -203,7 +207,7 @@ def gather_at(plan: Plan, address: str, count: int) -> Session:
     return session
 
 
-def attach(plan: Plan, addresses: list[str]) -> Session:
+def attach(plan: SessionOptions, addresses: list[str]) -> Session:
     """Attach to running daemons."""
     channel = Channel(keys=_keys(plan, addresses), silence=plan.unreachable)
     connector = _connector(plan, channel, addresses, [plan.mode] * len(addresses))
@@ -220,7 +224,7 @@ def attach(plan: Plan, addresses: list[str]) -> Session:
     return session
 
 
-def resume_entry(plan: Plan, entry: Entry) -> Session:
+def resume_entry(plan: SessionOptions, entry: Entry) -> Session:
     """Attach to the workers of a session that was noted here.
 
     Workers of this machine that have died are started again.
@@ -260,7 +264,7 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
             # A process that is being killed listens until the last of its threads has ended.
 
 
-def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
+def _keys(plan: SessionOptions, addresses: Sequence[str]) -> KeyPair | None:
     keys = {choose(address, path=plan.key, insecure=plan.insecure) for address in addresses}
     if plan.insecure:
         warn_of_strangers(addresses)
@@ -271,7 +275,7 @@ def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
     return keys.pop()
 
 
-def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
+def _meet(plan: SessionOptions, connector: Connector, verb: str = "") -> None:
     """Read the socket until each node has a worker; raise `ConnectionFailed` where that will not be.
 
     `verb` says what workers do that are waited for: "start", or "dial" and where; "" where they are dialled.
@@ -295,7 +299,7 @@ def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
     session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
 
 
-def _too_late(plan: Plan, connector: Connector, late: list[Connection], verb: str) -> str:
+def _too_late(plan: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
     if not verb:
         return "\n".join(connection.unanswered(plan.timeout) for connection in late)
     return (

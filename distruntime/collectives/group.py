@@ -70,7 +70,7 @@ class ProcessGroup:
         self.templates: dict[tuple[object, ...], dict[Node, tuple[bytes, list[object]]]] = {}
         # Operations that the caller does not wait for run on these streams.
         self.streams: dict[Place, Stream] = {}
-        # By node, its own ranks in order: one instruction there covers all of them.
+        # These are each node's own ranks, in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
             self.own.setdefault(home.worker, []).append(rank)
@@ -192,7 +192,7 @@ class Groups:
             requests.append(request)
         try:
             session.results(requests, MEET.get())
-            # First who says why not, or is lost: the others only wait for it.
+            # A member that says why not, or is lost, comes first: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
                 require_done(session, request, f"join {group!r}", 0.0)
         finally:
@@ -203,7 +203,8 @@ class Groups:
         """Return the group of two places that copies between them use, made at the first."""
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
         if self.channels.name_for([here, there], None) != "nccl":
-            # One for each pair of nodes, whatever devices: it needs no place numbers, of which there are few.
+            # There is one group for each pair of nodes, whatever the devices: it needs no place numbers, of
+            # which there are few.
             here, there = (
                 Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there)
             )

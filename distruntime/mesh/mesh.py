@@ -49,9 +49,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __init__(
         self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None
     ) -> None:
-        self._team: MeshLog = mesh_log_of(session, places)
+        self._mesh_log: MeshLog = mesh_log_of(session, places)
         # The mesh holds its place, so that nobody else gets its number.
-        self._home = self._team.residence()
+        self._home = self._mesh_log.residence()
         # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. `_dims` are
         # their numbers there.
         self._whole = self
@@ -71,11 +71,13 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         for dim in self._dims:
             # The group belongs to the members, not to this mesh. So the mesh can go, and its number with it.
             rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-            known, key = self._team.torch_groups, tuple(map(tuple, rows))
+            known, key = self._mesh_log.torch_groups, tuple(map(tuple, rows))
             group = known.get(key)
             if not isinstance(group, MeshGroup):
                 at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
-                group = known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
+                group = known[key] = register(
+                    name, rows[0], at, partial(self._mesh_log.lines_of, rows, Lines)
+                )
                 session.ending.on_close.append(partial(forget, group))
             groups.append(group)
         torch_mesh: Any = self
@@ -85,12 +87,12 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     @property
     def session(self) -> Session:
         """The session whose devices these are."""
-        return session_of_log(self._team)
+        return session_of_log(self._mesh_log)
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The members' places, the last dimension's neighbours next to each other."""
-        return self._team.members
+        return self._mesh_log.members
 
     @property
     def device(self) -> torch.device:
@@ -135,8 +137,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if key not in kept:
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
-            part._team, part._home, part._whole, part._dims, part._context = (
-                self._team,
+            part._mesh_log, part._home, part._whole, part._dims, part._context = (
+                self._mesh_log,
                 self._home,
                 self._whole,
                 key,
@@ -199,7 +201,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         value: Any = torch.tensor(seed, device="cpu").to(self.device)
         if distinct is not None:
             value = value + numbers(self._home, distinct)
-        node = self._team
+        node = self._mesh_log
         with node.lock:
             number, words = template(
                 None,
@@ -239,7 +241,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""
-        with speaking_for(self._team):
+        with speaking_for(self._mesh_log):
             return (
                 super()._flatten(mesh_dim_name)
                 if backend_override is None
@@ -252,7 +254,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         Block until they are open, the first time.
         """
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
-            return self._team.lines_of(self._layout_of.groups(dim), Lines)
+            return self._mesh_log.lines_of(self._layout_of.groups(dim), Lines)
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
         found: Lines | None = kept.get(wanted)
@@ -260,7 +262,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             rows: dict[tuple[int, ...], list[int]] = {}
             for k, at in enumerate(product(*map(range, self._whole._sizes))):
                 rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
-            found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
+            found = kept[wanted] = self._mesh_log.lines_of(list(rows.values()), Lines)
         return found
 
     def get_coordinate(self) -> Any:
@@ -306,7 +308,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
         dims = ", ".join(f"{n}={s}" for n, s in zip(names, self.shape))
-        return f"<distruntime.DeviceMesh ({dims}), {self._team.place}>"
+        return f"<distruntime.DeviceMesh ({dims}), {self._mesh_log.place}>"
 
 
 _names = count()

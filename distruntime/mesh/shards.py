@@ -98,11 +98,12 @@ def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> Distribute
             home = mesh.session.places.residence(place, numbered=False)
             handles.append(upload(t, home))
     # The log would not know that two of its tensors share memory, so the second is a copy.
-    if whole_of(mesh._team, handles) is None:
+    if whole_of(mesh._mesh_log, handles) is None:
         handles = [
-            handle_of(wrap(DistributedTensor, h).clone()) if belongs(mesh._team, h) else h for h in handles
+            handle_of(wrap(DistributedTensor, h).clone()) if belongs(mesh._mesh_log, h) else h
+            for h in handles
         ]
-    found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+    found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, handles))
     return found
 
 

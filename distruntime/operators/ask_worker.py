@@ -105,18 +105,18 @@ def ask(call: Call) -> Any:
 def _ask_each(call: Call) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
     cls, func, home = call.cls, call.func, call.place
-    team = home.node
-    assert isinstance(team, MeshLog)
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
     found: list[Any] = []
-    # The mesh's tensor, by the id of each member's proxy of it.
+    # Each member's proxy has, by its id, the mesh's tensor here.
     whole: dict[int, Any] = {}
-    for k, place in enumerate(team.members):
-        there = team.session.places.residence(place, numbered=False)
+    for k, place in enumerate(mesh_log.members):
+        there = mesh_log.session.places.residence(place, numbered=False)
         own = [_at_member(value, cls, home, k, place, whole) for value in call.args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in call.kwargs.items()}
         # The arguments are held, as their ids are keys.
         found.append((ask(Call(cls, func, own, named, there, None, call.line)), own, named))
-    return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
+    return _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
 
 
 def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whole: dict[int, Any]) -> Any:
@@ -132,7 +132,7 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
 def _joined(
     cls: Any,
     func: torch._ops.OpOverload,
-    team: MeshLog,
+    mesh_log: MeshLog,
     home: Residence,
     found: list[Any],
     whole: dict[int, Any],
@@ -140,13 +140,13 @@ def _joined(
     if isinstance(found[0], (list, tuple)):
         if len({len(items) for items in found}) > 1:
             raise _unlike(func, [f"{len(items)} results" for items in found])
-        return type(found[0])(_joined(cls, func, team, home, list(items), whole) for items in zip(*found))
+        return type(found[0])(_joined(cls, func, mesh_log, home, list(items), whole) for items in zip(*found))
     if type(found[0]) is cls:
         if len({id(t._handle.spec) for t in found}) > 1:
             raise _unlike(func, [f"{tuple(t.shape)} {t.dtype}" for t in found])
         target = whole.get(id(found[0]))
         if target is None:
-            return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
+            return wrap(cls, mesh_of(mesh_log, home, [t._handle for t in found]))
         # It was written, and resized on the way.
         if target._handle.spec is not found[0]._handle.spec:
             reshape_wrapper(target, found[0]._handle.spec)

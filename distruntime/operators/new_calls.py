@@ -32,7 +32,7 @@ _MOST_SIGNATURES = 1 << 16
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
 for_each_member: list[Callable[..., Any]] = []
 
-# Operators that take index tensors from anywhere, as CUDA's do.
+# These operators take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
     "aten::index",
     "aten::index_put",
@@ -148,7 +148,7 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
-        # -0j and 0j are one key, so complex numbers are not remembered.
+        # The keys -0j and 0j are one, so complex numbers are not remembered.
         if call.signature is not None and not any(isinstance(a, complex) for a in args):
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()

@@ -20,9 +20,9 @@ from ..wire.codec import OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
 
-# What is remembered of a call: the number of its template, the spec of its one new result, if that is all
-# there is to it, the position of the argument whose storage the result shares, or None, the whole outcome,
-# and the operator. The signature holds the operator's id, so the operator is kept alive here.
+# This is what is remembered of a call: the number of its template, the spec of its one new result (if that is
+# all there is to it), the position of the argument that shares its storage with the result (or None), the
+# whole outcome, and the operator. The signature holds the operator's id, so the operator is kept alive here.
 Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
 
 
@@ -165,8 +165,8 @@ def emit(
     return tuple(built) if built else None
 
 
-# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its
-# operands until a collection.
+# This is a module's function, not a closure: a closure that calls itself is a reference cycle, which would
+# hold its operands until a collection.
 def _build(
     cls: type, result: Result, operands: list[Any], words: list[object], fresh: list[Handle], place: Residence
 ) -> Any:

@@ -64,12 +64,12 @@ class Ending:
 
     def __init__(self, session: Owner) -> None:
         self._session = session
-        # Called while the workers still answer. Each is told until when (monotonic) those are waited for that
-        # cannot be reached; None: for as long as it takes.
+        # The session calls these while its workers still answer. Each hears until when (monotonic) to wait
+        # for workers that cannot be reached; None stands for as long as it takes.
         self.before: list[Callable[[float | None], None]] = []
-        # Called when this process has let go of the session.
+        # The session calls these when this process has let go of it.
         self.on_close: list[Callable[[], None]] = []
-        # Called when the session is over, and not only left by this process.
+        # The session calls these when it is over, and not only left by this process.
         self.on_end: list[Callable[[], None]] = []
 
     def shut_down(self, limit: float | None, raise_unread: bool) -> None:

@@ -94,10 +94,10 @@ class Places:
                 return found
             return self._enter(place, self._nodes[place.node])
 
-    def entered(self, place: Place, team: Log) -> Residence:
+    def entered(self, place: Place, log: Log) -> Residence:
         """Return the place of a mesh in use, numbered; raise `PlacementError` if 126 places are in use."""
         with self._numbering:
-            return self._residences.get(place) or self._enter(place, team)
+            return self._residences.get(place) or self._enter(place, log)
 
     def _enter(self, place: Place, node: Log) -> Residence:
         if not self._free:

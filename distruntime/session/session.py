@@ -58,7 +58,7 @@ _INSIDE = 5.0
 class Signals(Protocol):
     """Who waits for a signal of another worker, as it is noted a file up: see `meeting.Meeting`."""
 
-    # Whether the workers know each other.
+    # It is True once the workers know each other.
     done: bool
 
     def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
@@ -81,29 +81,30 @@ class Session:
         # These are the logs of meshes.
         self.meshes: list[MeshLog] = []
         self.places = Places(nodes, self.require_open)
-        # Tells what of the user's lived on a worker that is lost.
+        # It tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
-        # Gives numbers to what streams wait for across nodes.
+        # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
         self.shared = SharedPool()
         self.challenge = Challenge(self.shared)
         self.closed: str | None = None
         self.workers = LaunchedWorkers()
         self.connector: Connector
-        # Called when a worker is declared dead.
+        # The session calls these when a worker is declared dead.
         self.on_loss: list[Callable[[Node], None]] = []
-        # Called when a worker has come in the place of one that was lost.
+        # The session calls these when a worker has come in the place of one that was lost.
         self.on_return: list[Callable[[Node], None]] = []
-        # Called when a worker says that a group has broken.
+        # The session calls this when a worker says that a group has broken.
         self.on_broken: Callable[[Node, int, str], None] = _unknown
         # These are the Groups of its workers, a layer up.
         self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
         self.meeting: Signals | None = None
-        # Whether workers wait for each other. Then what has gathered for one may be what another waits for.
+        # It is True if workers wait for each other. Then what has gathered for one may be what another waits
+        # for.
         self.joined = False
-        # Says what strangers do, and not too often.
+        # It says what strangers do, and not too often.
         self.strangers = Tally(log.warning)
         self._pid = os.getpid()
         self.receiver = Receiver(self)

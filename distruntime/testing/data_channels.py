@@ -31,7 +31,8 @@ _KINDS = (
 )
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _FACTOR = 0.5
-_LARGE = 4 << 20  # float32 numbers: 16 MiB
+# So many numbers of float32 are 16 MiB.
+_LARGE = 4 << 20
 # A member's death must be noticed within so many seconds.
 _PROMPT = 30.0
 _ROUNDS = 3
@@ -286,7 +287,7 @@ class _Check:
                     tensors = self.there(rows)
                     dr.all_reduce(tensors, given, group=self.group)
                     _same(tensors, [_reduced(op, rows)] * self.size)
-        # Take float32 or int32 if the channel can.
+        # The check takes float32 or int32 if the channel can.
         op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
         rows = self.rows(dtype, _LARGE)
         with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):

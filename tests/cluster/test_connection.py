@@ -139,6 +139,17 @@ def test_one_that_hangs_up_in_the_handshake_is_dialled_by_libzmq_itself(connecti
     assert connection.failure is not None and connection.abandoned == [peer]
 
 
+def test_one_of_this_machine_that_hangs_up_in_the_handshake_is_dialled_anew() -> None:
+    """It may have ended, and the machine would say so; libzmq alone would dial on for a whole attempt."""
+    local = Connection(0, "ipc:///tmp/worker")
+    local.seek("new", 0.0)
+    peer = local.dial(0.0)
+    assert local.is_local and not local.has_ended
+    report(local, "handshake_failed", peer, 1.0, final=False)
+    assert local.has_ended and local.abandoned == [peer] and local.failure is None
+    assert local.is_due(1.0 + SHORTEST_PAUSE)
+
+
 def test_a_refusal_ends_the_first_meeting_and_is_news_once_later(connection: Connection) -> None:
     peer = connection.dial(0.0)
     report(connection, "connected", peer, 0.0)

@@ -255,7 +255,6 @@ def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
 
 
-@pytest.mark.slow(reason="waits out an attempt to reach a worker that accepts and says nothing")
 def test_a_worker_that_is_just_dying_when_its_session_is_resumed_begins_anew_too() -> None:
     pids = master(
         "dr.init_master_worker(session='half', world_size=2)\nprint(*(n.pid for n in dr.nodes()), "

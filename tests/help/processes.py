@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _HELP = Path(__file__).resolve().parent
 ROOT = _HELP.parents[1]
-# Seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it
-# yet.
+# Workers have so many seconds to start. Each imports torch, on a machine that may be busy or may not have
+# read it yet.
 STARTING = 90.0
 PATH = [str(ROOT), str(ROOT / "worker"), str(_HELP)]
 _never = threading.Event()
@@ -95,7 +95,8 @@ def waits_less(seconds: float, act: Callable[[], T]) -> T:
 
 def processor_seconds(pid: int) -> float:
     """Return the processor time that a process has used, in seconds."""
-    if not Path("/proc").exists():  # macOS, where it is as 1:02:03.45
+    # On macOS `ps` prints it as 1:02:03.45.
+    if not Path("/proc").exists():
         printed = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True).stdout
         return sum(float(part) * 60**k for k, part in enumerate(reversed(printed.strip().split(":"))))
     # The name of the program, which stands before this, may have blanks and brackets.
@@ -135,9 +136,8 @@ def window_is_full(node: int = 0) -> bool:
 def slots(node: int = 0) -> int:
     """Return how many values a worker holds, after everything issued so far."""
     session = active_session()
-    for log in (
-        session.meshes
-    ):  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
+    # What was let go of on a mesh goes with what is issued next there, or when the pump looks.
+    for log in session.meshes:
         log.flush()
     dr.synchronize(node)
     held: MemoryHeld = session.value(session.ask(session.nodes[node], AskMemory))
@@ -155,11 +155,13 @@ def stop(pid: int) -> None:
 
 def _stands(pid: int) -> bool:
     tasks = Path(f"/proc/{pid}/task")
-    if not tasks.exists():  # macOS, where a process stops as a whole
+    # On macOS a process stops as a whole.
+    if not tasks.exists():
         return state(pid) == "T"
     try:
         return all(_letter(task) in ("T", "t") for task in tasks.iterdir())
-    except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):
+        # The thread has ended meanwhile.
         return False
 
 
@@ -228,9 +230,8 @@ def free_port() -> int:
     who asks for any.
     """
     while True:
-        port = random.SystemRandom().randrange(
-            20_000, 30_000
-        )  # below what Linux and macOS give out by themselves
+        # Linux and macOS give out higher ports by themselves.
+        port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

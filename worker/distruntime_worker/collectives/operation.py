@@ -44,7 +44,7 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
-class Layout:
+class OperandSpec:
     """What a value will look like, known before there is one."""
 
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    # The bytes per rank of all_to_all, in and out.
+    # These are the bytes per rank of all_to_all, in and out.
     splits: tuple[list[list[int]], list[list[int]]] = ([], [])
 
 
@@ -108,11 +108,11 @@ class Collective(Step):
             reduction = None if op is None else Reduction(text_word(op), real_word(factor))
             splits = _rows(inputs), _rows(outputs)
             self.options = Options(int_word(root), reduction, bool(inplace), splits)
-            self.members: list[tuple[int, list[Layout], list[Layout]]] = []
+            self.members: list[tuple[int, list[OperandSpec], list[OperandSpec]]] = []
             for member in list_word(members):
                 number, where, came, go = list_word(member)
                 here = device(torch.device(text_word(where)))
-                self.members.append((int_word(number), _layouts(came, here), _layouts(go, here)))
+                self.members.append((int_word(number), _specs(came, here), _specs(go, here)))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name} makes no sense: {error}") from error
         self.name = f"{self.operation} of group {self.group}"
@@ -127,11 +127,11 @@ class Collective(Step):
             offset += len(ins) + len(outs)
         self.mutates, self.writes = (written, []) if self.options.inplace else ([], written)
         self.length = offset
-        self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
+        self._specs = [spec for _, ins, outs in self.members for spec in (*ins, *outs)]
         self._way = self._find_way()
         self._take_part = take_part
-        # Straight to where the session takes part: an instruction goes through no method of this class
-        # before.
+        # This goes straight to where the session takes part: an instruction goes through no method of this
+        # class before.
         self.run: Run = partial(take_part, self)
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
@@ -147,20 +147,20 @@ class Collective(Step):
         `values` are the operands in the order of the words. Return the new values.
         """
         new: Tensors = []
-        # This is the commonest, and small ones come by the thousand.
+        # This is the commonest case, and small ones come by the thousand.
         if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
-            both = [_tensor(value, layout) for value, layout in zip(values, self._layouts)]
+            both = [_tensor(value, spec) for value, spec in zip(values, self._specs)]
             group.run(rank, self._way, both[: len(ins)], both[len(ins) :], sequence)
             return new
         jobs: dict[int, tuple[Tensors, Tensors]] = {}
         words = iter(values)
         for rank, ins, outs in self.members:
-            inputs = [_tensor(next(words), layout) for layout in ins]
+            inputs = [_tensor(next(words), spec) for spec in ins]
             if self.options.inplace:
-                outputs = [_tensor(next(words), layout) for layout in outs]
+                outputs = [_tensor(next(words), spec) for spec in outs]
             else:
-                outputs = [layout.empty() for layout in outs]
+                outputs = [spec.empty() for spec in outs]
                 for _ in outs:
                     next(words)
                 new += outputs
@@ -170,7 +170,7 @@ class Collective(Step):
 
     def _find_way(self) -> Act:
         """Return what each own member does. Sizes are equal, so all members of the group do the same."""
-        if self.operation != "all_to_all" and not any(math.prod(layout.sizes) for layout in self._layouts):
+        if self.operation != "all_to_all" and not any(math.prod(spec.sizes) for spec in self._specs):
             return self._pass
         if self.options.op is None:
             return self._move
@@ -245,8 +245,8 @@ class Collective(Step):
         self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
         on = channel.capabilities.devices
-        # In place where it may be: the memory of an output that is the input, or where there is none, of a
-        # copy.
+        # The sum is made in place where it may be: in the memory of an output that is the input. Where there
+        # is none, it is made in a copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (
@@ -309,7 +309,7 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    # `view(-1)` would not do: a dimension of size 1 keeps whatever stride it had.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
@@ -332,14 +332,14 @@ def _rows(word: Plain) -> list[list[int]]:
     return [_integers(row) for row in list_word(word)]
 
 
-def _layouts(word: Plain, device: torch.device) -> list[Layout]:
-    layouts: list[Layout] = []
+def _specs(word: Plain, device: torch.device) -> list[OperandSpec]:
+    specs: list[OperandSpec] = []
     for fields in list_word(word):
         dtype, sizes, strides = list_word(fields)
         dense = None if strides is None else _integers(strides)
-        layouts.append(Layout(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
-    return layouts
+        specs.append(OperandSpec(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
+    return specs
 
 
-def _tensor(value: object, layout: Layout) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else layout.zeros()
+def _tensor(value: object, spec: OperandSpec) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else spec.zeros()

@@ -15,7 +15,7 @@ from ..values.step import Slots, Words, int_word, real_word, text_word
 from ..values.streams import Stream
 from .state import State
 
-# Seconds between a blocked stream's looks whether it is cancelled or the master gone.
+# So many seconds lie between a blocked stream's looks whether it is cancelled or the master gone.
 _LOOK = 0.1
 
 
@@ -24,8 +24,8 @@ class Waits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Both end empty: each number is waited for once, or its wait dropped, and signalled once; whichever
-        # comes second forgets it.
+        # Both end empty. Each number is waited for once, or its wait is dropped, and each is signalled once.
+        # Whichever comes second forgets the number.
         self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
         # The wait for each of these ended before the signal came.
         self._unwanted: set[int] = set()
@@ -66,8 +66,8 @@ class Waits:
                     mine.wait_for(target.events(position))
             if not done:
                 return False
-            # Only debts from before that position: a later one may be to this very stream, for what stands
-            # behind this wait.
+            # Only debts from before that position count: a later one may be to this very stream, for what
+            # stands behind this wait.
             due += [
                 (other, where)
                 for at, other, where in target.owed

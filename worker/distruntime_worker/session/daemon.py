@@ -46,8 +46,8 @@ from distruntime.wire.messages import (
     Notify,
     OpenGroup,
     OpenLines,
+    OpenMesh,
     OpenStream,
-    OpenTeam,
     Peers,
     Question,
     ReadIndex,
@@ -77,16 +77,19 @@ from .session import Session
 
 log = logging.getLogger("distruntime.worker")
 
-# Seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread.
+# A thread gives up the interpreter after so many seconds. With Python's 5 ms, a reader would wait that long
+# behind a busy executing thread.
 _SWITCH = 0.0005
-_SPIN = 0.0002  # seconds
-# Seconds before a master that has hung up is dialled again.
+# After a message the reader looks for another one for so many seconds before it sleeps.
+_SPIN = 0.0002
+# So many seconds pass before a master that has hung up is dialled again.
 _PAUSE = 0.1
-# Seconds from the end of a session to the collection of what it leaves, which its threads may still hold
-# before.
+# So many seconds pass from the end of a session to the collection of what it leaves: its threads may still
+# hold that before.
 _SWEEP = 1.0
-_LAST_WORDS = 0.3  # seconds
-# Seconds between looks whether a session's time is over.
+# At the end, the channel has so many seconds to send what is left.
+_LAST_WORDS = 0.3
+# So many seconds lie between looks whether a session's time is over.
 _LOOK = 0.5
 
 
@@ -104,26 +107,26 @@ class Daemon:
         self._incarnation = os.urandom(16)
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        # Connections that masters have given up.
+        # Masters have given up these connections.
         self._retired: deque[bytes] = deque(maxlen=4096)
-        # Those of them that have ended. Their greetings may still lie unread.
+        # Those of them that have ended are here. Their greetings may still lie unread.
         self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
         self._questions = Questions(config, self._devices, self._turns)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
-        # What those without a session here make this worker say.
+        # It counts what peers without a session here make this worker say.
         self._strangers = Tally(log.warning)
-        # The connection to the dialled master.
+        # This is the connection to the dialled master.
         self._master = b""
-        # When to dial the master again.
+        # The worker dials the master again at this time.
         self._dial_at = math.inf
         self._looked = 0.0
-        # When to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in
-        # cycles.
+        # At this time the worker looks for what ended sessions leave: threads, mapped memory and sockets'
+        # descriptors, all in cycles.
         self._sweep_at = math.inf
-        # Whether there was a session.
+        # It is True once there was a session.
         self._served = False
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
@@ -296,8 +299,8 @@ class Daemon:
                     session.put(message, payloads)
                 case MeshSegment():
                     session.put_mesh(message, payloads)
-                case OpenTeam():
-                    session.executor.open_team(message)
+                case OpenMesh():
+                    session.executor.open_mesh(message)
                 case OpenLines():
                     session.executor.open_lines(message)
                 case Fetch():
@@ -366,19 +369,15 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif (
-            not isinstance(message, Goodbye) and peer not in self._retired
+        elif not isinstance(message, Goodbye) and peer not in self._retired:
             # A message may come of a master that is no longer ours.
-        ):
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         # The session's master may have gone since the last look, and this be its successor.
         self._watch()
-        if (
-            peer in self._gone
-            # The session would be in use for ever, by nobody: no event tells of that connection's end.
-        ):
+        # The session would be in use for ever, by nobody: no event tells of that connection's end.
+        if peer in self._gone:
             return
         found = self._sessions.get(hello.session)
         reason = refusal(hello, found, self._sessions)
@@ -390,10 +389,8 @@ class Daemon:
             return
         if hello.mode == "again":
             assert found is not None
-            if (
-                found.link.peer is not None
-                # It knows of the break before we do, or this greeting is an older one that was on its way.
-            ):
+            # It knows of the break before we do, or this greeting is an older one that was on its way.
+            if found.link.peer is not None:
                 self._greet(found.link.peer, Refused("the session goes on on another connection", False))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)

@@ -64,8 +64,8 @@ class Ending:
 
     def __init__(self, session: Owner) -> None:
         self._session = session
-        # The session calls these while its workers still answer. Each hears until when (monotonic) to wait
-        # for workers that cannot be reached; None stands for as long as it takes.
+        # The session calls these while its workers still answer. Each hears until when
+        # (monotonic) to wait for those that cannot be reached; None stands for as long as it takes.
         self.before: list[Callable[[float | None], None]] = []
         # The session calls these when this process has let go of it.
         self.on_close: list[Callable[[], None]] = []

@@ -147,7 +147,7 @@ class Collective(Step):
         `values` are the operands in the order of the words. Return the new values.
         """
         new: Tensors = []
-        # This is the commonest case, and small ones come by the thousand.
+        # This is the commonest, and small ones come by the thousand.
         if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
             both = [_tensor(value, spec) for value, spec in zip(values, self._specs)]
@@ -245,8 +245,8 @@ class Collective(Step):
         self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
         on = channel.capabilities.devices
-        # The sum is made in place where it may be: in the memory of an output that is the input. Where there
-        # is none, it is made in a copy.
+        # In place where it may be: the memory of an output that is the input, or where there is none, of a
+        # copy.
         if outputs and outputs[0] is inputs[0]:
             tensor = outputs[0]
             plain = (

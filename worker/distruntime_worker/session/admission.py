@@ -11,7 +11,7 @@ from distruntime.wire.messages import PROTOCOL, Hello
 
 from .session import Session
 
-# The log shows at most so many characters of the names in a greeting.
+# The log shows so many characters of the names in a greeting.
 _LONGEST = 300
 
 

@@ -87,7 +87,7 @@ _PAUSE = 0.1
 # So many seconds pass from the end of a session to the collection of what it leaves: its threads may still
 # hold that before.
 _SWEEP = 1.0
-# At the end, the channel has so many seconds to send what is left.
+# A worker that ends waits so many seconds for its last words to leave.
 _LAST_WORDS = 0.3
 # So many seconds lie between looks whether a session's time is over.
 _LOOK = 0.5

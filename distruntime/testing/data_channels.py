@@ -91,7 +91,7 @@ class _Check:
             )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
-        if groups_of(active_session()).backend_for(homes, None) != name:
+        if groups_of(active_session()).channels.name_for(homes, None) != name:
             raise dr.UsageError(
                 f"copies in this session use another data channel: open it with data_channel={name!r}"
             )

@@ -477,18 +477,8 @@ def test_another_user_gets_nothing_from_workers_of_one_machine(fresh_session: Fr
             assert x.to(node=1).tolist() == [1.0] * 4
 
 
-_IN_NAMESPACES = pytest.mark.slow(reason="starts workers in network namespaces, as programs")
-
-
-@pytest.mark.parametrize(
-    "channel",
-    [
-        "tcp",
-        pytest.param("tcp+tls", marks=_IN_NAMESPACES),
-        pytest.param("gloo", marks=_IN_NAMESPACES),
-    ],
-)
-@pytest.mark.slow(reason="starts workers as programs, in namespaces of their own")
+@pytest.mark.slow(reason="starts workers in network namespaces, as programs")
+@pytest.mark.parametrize("channel", ["tcp", "tcp+tls", "gloo"])
 def test_another_user_gets_nothing_from_workers_apart(
     fresh_session: Fresh, tmp_path: Path, channel: str
 ) -> None:

@@ -7,6 +7,7 @@ another thread end it. What was begun and never done keeps its memory for ever: 
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -28,6 +29,9 @@ from distruntime.wire.data_channel import (
     Reduction,
     numbers,
 )
+
+# mpi4py itself would do so when the interpreter is taken apart, which a worker leaves out.
+atexit.register(mpi.Finalize)
 
 
 class _Request(Protocol):

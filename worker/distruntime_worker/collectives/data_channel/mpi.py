@@ -30,7 +30,7 @@ from distruntime.wire.data_channel import (
     numbers,
 )
 
-# mpi4py itself would do so when the interpreter is taken apart, which a worker leaves out.
+# The module mpi4py would do so when the interpreter is taken apart, but a worker leaves that out.
 atexit.register(mpi.Finalize)
 
 

@@ -54,21 +54,21 @@ class RemoteModule:
         return bool(active) and active[0].foreign
 
     def device_count(self) -> int:
-        """1 with a session (the current place), else 0. `distruntime.nodes()` lists the places."""
-        return 1 if active and active[0].closed is None else 0
+        """Return how many places have a number: `remote:k` is one for each k below. 0 without a session."""
+        return len(active[0].places.own) if active and active[0].closed is None else 0
 
     def current_device(self) -> int:
-        """Return the number of the current place."""
+        """Return the number of the current place, that of "remote" alone."""
         if asked_by_fakes.get():
             return 0
         return active_session().places.current().number
 
     def device(self, device: Where) -> AbstractContextManager[None]:
-        """Return the context that makes a place current."""
+        """Return the context that makes a place current: a place, "remote:1", its number, or `x.device`."""
         residence = _residence(device)
         if residence.node.members:
             return MeshContext(residence, default=False)
-        return node_context(residence.place.node, residence.place.device)
+        return node_context(residence.place.node, residence.place.local_device)
 
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""

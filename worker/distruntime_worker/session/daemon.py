@@ -5,7 +5,6 @@ One reader, and the sessions of masters, each with threads of its own that run i
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import math
@@ -81,6 +80,7 @@ from ..collectives.data_channel import prepare, report
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
 from ..machine.devices import Devices
+from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
 from ..values.objects import failure
@@ -104,36 +104,6 @@ _LAST_WORDS = 0.3  # seconds
 _LONGEST = 300
 # Seconds between looks whether a session's time is over.
 _LOOK = 0.5
-
-
-def keep_pages() -> None:
-    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills
-    them.
-
-    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not
-    (measured 2026-11, 2 shared cores, glibc 2.36). Elsewhere than on glibc nothing happens.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        for option, setting in (
-            (-4, 0),
-            (-1, (1 << 31) - 1),
-            (-8, 1),
-            # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h.
-        ):
-            libc.mallopt(option, setting)
-
-
-def give_pages_back() -> None:
-    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that
-    sessions leave in the heap.
-
-    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with
-    every other one, all of it free.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 class Daemon:

@@ -102,16 +102,18 @@ from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction,
 
 if typing.TYPE_CHECKING:
     from .mesh import lines
-    from .mesh.mesh import DeviceMesh, from_shards, init_device_mesh, shards
+    from .mesh.mesh import DeviceMesh, init_device_mesh
+    from .mesh.shards import from_shards, shards
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
 
 __version__ = "0.1.0"
 
-# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too.
-# Who makes one pays. Signatures need PyNaCl, which no worker does.
+# Meshes need torch.distributed.tensor, and its import takes 0.7 s of a processor, in every worker's start
+# too. So only programs that make a mesh pay for it. Signatures need PyNaCl, which no worker does.
 _LATER = {
-    **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh.mesh"),
+    **dict.fromkeys(("DeviceMesh", "init_device_mesh"), ".mesh.mesh"),
+    **dict.fromkeys(("from_shards", "shards"), ".mesh.shards"),
     **dict.fromkeys(("Publication", "Publications"), ".publishing.listing"),
     **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing.publish"),
 }

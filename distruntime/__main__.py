@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _key() -> int:
     try:
-        # Not imported at the top: nobody else needs signatures.
+        # The module is not imported at the top, because nobody else needs signatures.
         print(importlib.import_module("distruntime.publishing.signing").public_line())
     except distruntime.ConfigurationError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -17,17 +17,15 @@ import distruntime as dr
 from agree import REMOTE
 from processes import STARTING
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(
-    1
-)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
+# The worker's kernels must split their work as the local ones do. Otherwise sums differ in the last bit.
+torch.set_num_threads(1)
 
-# The first session imports both anyway. What torch's modules consist of, 280,000 objects, need not be looked
-# through by each collection, of which the tests of finalizers and of what stays behind ask for many: 0.1 s
-# each, and four times that beside another test.
+# The first session imports both anyway. They leave 280,000 objects, which each collection would look through.
+# The tests of finalizers, and of what stays behind, ask for many collections. The objects cost each of them
+# 0.1 s, and four times that beside another test.
 for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
 gc.collect()

@@ -26,7 +26,7 @@ OUTSIDE = {
     # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before
     # authentication.
     "pickle": {"distruntime.publishing.structure", "distruntime_worker.collectives.groups"},
-    "cloudpickle": {"distruntime.collectives.group", "distruntime.publishing.structure"},
+    "cloudpickle": {"distruntime.collectives.data_channels", "distruntime.publishing.structure"},
     "nacl": {"distruntime.publishing.signing"},
     "cryptography": {"distruntime_worker.collectives.data_channel.tls"},
     "ssl": {"distruntime_worker.collectives.data_channel.tls"},

@@ -176,5 +176,5 @@ class RemoteModule:
         return [torch.bfloat16, torch.float16]
 
 
-# In the class body they would hide the types.
+# If they stood in the class body, they would hide the types.
 RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]

@@ -66,8 +66,9 @@ def install() -> None:
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
         torch._register_device_module("remote", RemoteModule())
-        # At its first backward autograd counts the devices and starts threads for them, with which no forked
-        # child could run backward. The guard below would count as one, so that first time is now.
+        # At its first backward pass, autograd counts the devices and starts threads for them, and then no
+        # forked child could run one. The guard below would count as a device, so the first pass runs before
+        # it.
         torch.ones(1, requires_grad=True).sum().backward()
         _guards.append(_Guard())
         torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
@@ -90,7 +91,7 @@ def install() -> None:
     if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])
-    # So make_fx records proxies.
+    # With this, make_fx records proxies.
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]
     _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
     # The optimizers have imported it by name.

@@ -17,7 +17,8 @@ from ..session.session import active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 
-_CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
+# torch.cuda's generator has a seed and an offset.
+_CUDA_STATE_BYTES = 16
 
 
 def manual_seed(seed: int, distinct: bool = False) -> None:

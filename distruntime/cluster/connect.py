@@ -10,14 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..backend.install import install
-from ..collectives.group import Choice, Groups
+from ..collectives.data_channels import Choice
+from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session.launcher import Launcher
 from ..session.session import Session, active, active_session
 from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
-from .assemble import Plan, attach, attached, gather_at, resume_entry, start
+from .assemble import SessionOptions, attach, attached, gather_at, resume_entry, start
 from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
 
@@ -87,7 +88,7 @@ def init_master_worker(
         )
     wait = CONNECT.get(timeout)
     raise_limit()
-    plan = Plan(
+    options = SessionOptions(
         name,
         ("force " if force else "") + ("resume" if resume else "new"),
         KEEP.get(keep, "keep") if name is not None else GRACE.get(grace, "grace"),
@@ -110,17 +111,17 @@ def init_master_worker(
     found = _resumed(name, workers, listen) if resume and name is not None else None
     install()
     warm_malloc()
-    say = plan.say
+    say = options.say
     try:
         if found is not None:
-            opened = resume_entry(plan, found)
+            opened = resume_entry(options, found)
         elif workers is not None:
-            opened = attach(plan, list(workers))
+            opened = attach(options, list(workers))
         elif listen is not None:
             assert world_size is not None
-            opened = gather_at(plan, listen, world_size)
+            opened = gather_at(options, listen, world_size)
         else:
-            opened = start(plan, 2 if world_size is None else world_size)
+            opened = start(options, 2 if world_size is None else world_size)
     except (ConnectionFailed, KeyboardInterrupt) as error:
         # A traceback must not begin in the line that says what is waited for.
         say("\n")
@@ -132,9 +133,9 @@ def init_master_worker(
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
+    opened.ending.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
-        opened.groups.require_choice()
+        opened.groups.channels.require_choice()
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise

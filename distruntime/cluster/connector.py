@@ -34,13 +34,13 @@ from .connection import Connection
 
 log = logging.getLogger("distruntime")
 
-# A connection usually takes less (in seconds). Later, somebody looks if anyone listens there at all.
+# A connection usually takes fewer seconds. Later, somebody looks if anyone listens there at all.
 _SOON = 0.3
-# Nobody need hear of an absence that is shorter (in seconds).
+# Nobody need hear of an absence of fewer seconds.
 _BRIEF = 1.0
 # A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
-# Seconds between two polls that do something, once all workers have come.
+# Once all workers have come, so many seconds lie between two polls that do something.
 _LOOK = 0.1
 
 
@@ -76,14 +76,14 @@ class Connector:
         self._modes = modes
         self._met = False
         self._by_attempt: dict[bytes, Connection] = {}
-        # What the name in a node's address stands for, and the nodes whose name a thread looks up.
+        # These are what the name in a node's address stands for, and the nodes whose name a thread looks up.
         self._endpoints: dict[int, str] = {}
         self._lookups: set[int] = set()
         # These connections have been given up.
         self._retired: deque[bytes] = deque(maxlen=4096)
-        # Workers that have dialled this process while all places seemed to be taken.
+        # These workers have dialled this process while all places seemed to be taken.
         self._surplus: dict[bytes, Join] = {}
-        # The lost nodes in whose place another worker is looked for.
+        # These nodes are lost, and another worker is looked for in the place of each.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
         session.connector = self
@@ -416,7 +416,8 @@ class Connector:
             )
         there = None if wish is None else self.nodes.get(wish)
         if there is not None and there.failed is not None:
-            # It comes in a lost worker's place, which is free once all have met. Another place is another's.
+            # The worker comes in a lost worker's place, which is free once all have met. Another place is
+            # another's.
             return None
         late = [connection for connection in self.connections if connection.first]
         same = [connection for connection in late if connection.has_joined(join.incarnation)]
@@ -470,7 +471,7 @@ class Connector:
             try:
                 self.revive(node)
             except Exception:
-                # It is a launcher's, which may be a user's; the reader must go on.
+                # The error is a launcher's, and the launcher may be a user's. The reader must go on.
                 log.exception("%s could not be started again", node)
 
 

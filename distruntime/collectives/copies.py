@@ -48,22 +48,22 @@ def move(proxy: torch.Tensor, place: Residence) -> DistributedTensor:
 
 def _move_members(cls: type[DistributedTensor], handle: Handle, place: Residence) -> DistributedTensor:
     """Return a copy of a mesh's tensor on another mesh, or of one tensor on every member of a mesh."""
-    team = place.node
-    if not isinstance(team, MeshLog) or (
-        handle.place.node.members and len(handle.place.node.members) != len(team.members)
+    mesh_log = place.node
+    if not isinstance(mesh_log, MeshLog) or (
+        handle.place.node.members and len(handle.place.node.members) != len(mesh_log.members)
     ):
         into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
         raise PlacementError(
             f"{handle.place.place} have a shard each, which does not fit {place.place}: "
-            + (into if team.members else "take a member's, x.member(k), and move that")
+            + (into if mesh_log.members else "take a member's, x.member(k), and move that")
         )
     moved: list[DistributedTensor] = []
-    for k, member in enumerate(team.members):
+    for k, member in enumerate(mesh_log.members):
         source = member_of(handle, k) if handle.place.node.members else handle
-        home = team.session.places.residence(member, numbered=False)
+        home = mesh_log.session.places.residence(member, numbered=False)
         value = wrap(cls, source)
         moved.append(value.clone() if source.place is home else move(value, home))
-    found: DistributedTensor = wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
+    found: DistributedTensor = wrap(cls, mesh_of(mesh_log, place, [t._handle for t in moved]))
     return found
 
 

@@ -19,7 +19,7 @@ from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.read_only import require_writable
-from ..log.spec import layout
+from ..log.spec import operand_fields
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of
 from .splits import NO_SPLITS, ByteSplits
@@ -144,8 +144,8 @@ def _compile(
             [
                 rank,
                 homes[rank].place.local_device,
-                [layout(h.spec) for h in parts[rank][0]],
-                [layout(h.spec) for h in parts[rank][1]],
+                [operand_fields(h.spec) for h in parts[rank][0]],
+                [operand_fields(h.spec) for h in parts[rank][1]],
             ]
             for rank in ranks
         ]

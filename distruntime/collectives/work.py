@@ -15,7 +15,7 @@ from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
-# The tensors of an operation: one of each member, or a list of them.
+# These are the tensors of an operation: one of each member, or a list of them.
 Outputs = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 Output = torch.Tensor | Sequence[torch.Tensor]
 

@@ -154,7 +154,7 @@ class Residence:
         self.signatures: dict[tuple[object, ...], object] = {}
         self.cache = self.signatures if node.order is None else {}
         self.unproven: dict[tuple[object, ...], object] = {}
-        # A mesh keeps tensors here of a number for each member: see lines.py.
+        # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
 
@@ -211,7 +211,7 @@ class Storage:
         self.whole: dict[Log, weakref.ref[Storage]] | None = None
         # A mesh's storage that was put together has here what keeps its names' order on each worker.
         self.given: dict[Node, Storage] | None = None
-        # Bytes, once somebody has changed them: see mesh_storage.py.
+        # These are bytes, once somebody has changed them: see mesh_storage.py.
         self.resized: int | None = None
 
 
@@ -224,7 +224,8 @@ class Handle:
 
     __slots__ = ("born", "place", "ref", "spec", "storage")
 
-    # The position in the log after the instruction that creates the value, and the line that issued it.
+    # These are the position in the log after the instruction that creates the value, and the line that issued
+    # it.
     born: Line
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:

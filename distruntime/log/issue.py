@@ -148,8 +148,8 @@ def issue_joint(
     node = homes[0].node
     order = node.order
     if not fresh and not written:
-        # Else every later read on this stream would wait for the other members. If it fails, their results
-        # say so.
+        # Otherwise every later read on this stream would wait for the other members. If it fails, their
+        # results say so.
         written = (Storage(NO_TENSOR),)
     if order is None:
         _append(words, fresh, written, node, line)

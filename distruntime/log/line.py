@@ -12,14 +12,14 @@ from types import CodeType
 
 import torch
 
-# A position after an instruction, and the code that issued it with an offset in it.
+# A line has a position after an instruction, and the code that issued it with an offset in it.
 Line = tuple[int, "CodeType | None", int]
 
 _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-# Code that was seen to be neither torch's nor this package's.
+# This code was seen to be neither torch's nor this package's.
 USERS: set[CodeType] = set()
 _skipped: set[CodeType] = set()
 

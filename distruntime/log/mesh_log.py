@@ -16,7 +16,7 @@ from ..errors import NodeFailed
 from ..wire.channel import for_many
 from ..wire.frames import Part
 from ..wire.link import Delivery
-from ..wire.messages import MeshBody, Message, OpenTeam, Plain, stream_number
+from ..wire.messages import MeshBody, Message, OpenMesh, Plain, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
 from .log import Flight, Log, Signatures
@@ -32,7 +32,7 @@ CHECKS = 1 << 40
 class MeshPlaces(Signatures, Protocol):
     """The places of a session, as a mesh needs them."""
 
-    def entered(self, place: Place, team: Log) -> Residence:
+    def entered(self, place: Place, log: Log) -> Residence:
         """Return the place of a mesh in use, numbered."""
 
     def residence(self, place: Place, numbered: bool = True) -> Residence:
@@ -55,7 +55,7 @@ class MeshOwner(NodeOwner, HasMoments, Protocol):
 class Rows(Protocol):
     """The groups of a mesh's members along dimensions."""
 
-    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None: ...
+    def __init__(self, mesh_log: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None: ...
 
     @property
     def broken(self) -> str | None:
@@ -100,12 +100,12 @@ class MeshLog(Log):
             mine.append(k)
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.place = Place(self.index, "member", members=self.members)
-        # The members' groups along dimensions, by their rows.
+        # These are the members' groups along dimensions, by their rows.
         self._lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
         self._making, self._lines_numbers = threading.RLock(), count().__next__
-        # torch's groups of such rows: see mesh.py.
+        # These are torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
-        # What the pump saw at its last look: `base`, how often it was that, and the position after the last
+        # The pump saw these at its last look: `base`, how often it was that, and the position after the last
         # word.
         self._seen = (0, 0, 0)
         lost = [node for node in self.ranks if node.failed is not None]
@@ -114,7 +114,7 @@ class MeshLog(Log):
         self.deserted = len(lost) == len(self.ranks)
         for node, ranks in self.ranks.items():
             if node.failed is None:
-                session.post(node, OpenTeam(number, [places[k].local_device for k in ranks]))
+                session.post(node, OpenMesh(number, [places[k].local_device for k in ranks]))
         with self.lock:
             for node in self.ranks:
                 node.meshes.append(self)

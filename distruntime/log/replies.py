@@ -25,7 +25,7 @@ from ..wire.messages import (
     Versions,
 )
 
-# Elements: no memory holds more, and torch's own arithmetic overflows beyond.
+# A tensor has at most so many elements: no memory holds more, and torch's own arithmetic overflows beyond.
 _MOST = 1 << 62
 
 
@@ -247,7 +247,7 @@ def _all_devices(rows: object) -> object:
 
 # The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
 FORMS: Mapping[str, Reader] = {
-    # A question that is just being made: what comes before it was sent answers nothing.
+    # A question that is just being made has no form yet: what comes before it was sent answers nothing.
     "": _such(lambda _: False),
     "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
     "text": _exactly(str),

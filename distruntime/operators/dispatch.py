@@ -116,7 +116,8 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         try:
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:
-            # Else a mistyped shape would show a dozen frames of this package and of torch's meta kernels.
+            # Otherwise a mistyped shape would show a dozen frames of this package and of torch's meta
+            # kernels.
             if is_of_caller(error):
                 raise error.with_traceback(None) from error.__cause__
             raise
@@ -128,7 +129,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     words[0] = template
     words.append(ref)
     handle = Handle(ref, spec, place, Storage(spec) if alias is None else args[alias]._handle.storage)
-    # By position: naming the last two costs 0.2 us more.
+    # The arguments go by position: naming the last two costs 0.2 us more.
     out = _make_wrapper(
         cls,
         spec.size,

@@ -18,7 +18,7 @@ from ..errors import NotSupportedError, of_caller
 from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
 
-# One of torch's operators. Each takes arguments of its own, which its schema says and no type.
+# This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
 
 
@@ -85,12 +85,12 @@ LIARS = {
 # On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.
 LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
 
-# Operators without a meta kernel whose result is a list; its length follows from the arguments.
+# These operators have no meta kernel, and their result is a list. Its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
     "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
 }
 
-# Views that their schemas do not own up to.
+# The schemas of these views do not own up to them.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
 
 

@@ -48,7 +48,8 @@ from .listing import (
 from .registry import Key, Registry, registry_of
 from .structure import Leaf, described, dump, load, pack_local, unpack_local
 
-_LONGEST = 200  # characters of a name
+# A name has at most so many characters.
+_LONGEST = 200
 # A lookup asks the workers again this often, if somebody gives the name anew while they are asked.
 _TRIES = 20
 _token = count(1).__next__
@@ -106,7 +107,7 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
         try:
             numbers = _issue(session, [name, version, shared, described(thing), daemons, envelope], own)
         except Exception:
-            # After Ctrl-C it may be published all the same, so that goes past here.
+            # After Ctrl-C it may be published all the same, so a KeyboardInterrupt goes past here.
             registry.pinned[name] = before
             ask(session, DropPublished, name, version)
             raise
@@ -219,7 +220,7 @@ def _issue(
                 [PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line
             )
             node.flush()
-    # All are waited for first, so that what comes after a failure finds no worker half-way.
+    # This waits for all of them first, so that what comes after a failure finds no worker half-way.
     for request in requests.values():
         session.result(request)
     numbers = {}

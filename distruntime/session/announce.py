@@ -13,8 +13,10 @@ import time
 from ..log.log import Log
 from ..log.node import Node
 
-_FIRST = 0.5  # seconds of silence
-_COUNTING = 5.0  # seconds from which the line counts
+# The first line comes after so many seconds of silence.
+_FIRST = 0.5
+# From so many seconds on, the line counts.
+_COUNTING = 5.0
 
 
 class Announcer:

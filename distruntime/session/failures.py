@@ -42,7 +42,7 @@ _OF_MORE_THAN_A_TEXT = (
     "UnicodeTranslateError",
     "ExceptionGroup",
 )
-# What a reply may become: nothing else is looked up, and nothing is unpickled.
+# A reply may become one of these: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
     for name, cls in vars(builtins).items()

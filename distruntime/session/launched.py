@@ -13,9 +13,10 @@ from .timeouts import left_until
 
 log = logging.getLogger("distruntime")
 
-# Lines of a crash that an error quotes.
+# An error quotes at most so many lines of a crash.
 _MOST_WORDS = 12
-# So often within so many seconds dead workers are started again: one that dies at once would be for ever.
+# Dead workers are started again so often within so many seconds. Without a limit, one that dies at once would
+# be started for ever.
 _MOST_RESTARTS = 5
 _SPELL = 60.0
 

@@ -138,10 +138,10 @@ class Places:
             self._residences[place] = self._by_number[place.number] = found
             return found
 
-    def entered(self, place: Place, team: Log) -> Residence:
+    def entered(self, place: Place, log: Log) -> Residence:
         """Return the place of a mesh in use, numbered; raise `PlacementError` if 127 places are in use."""
         with self._numbering:
-            return self._residences.get(place) or self._number(place, team)
+            return self._residences.get(place) or self._number(place, log)
 
     def _number(self, place: Place, node: Log) -> Residence:
         """Bring a place into use that has a number for so long only."""

@@ -94,8 +94,10 @@ class Stream:
     As a context it is current, and with it its node and device.
 
     Args:
-        node: the node's number, a place, or the `device` of a remote tensor; default: the current place.
-        device: "cpu", "cuda:1" or a number (-1 is the CPU); default: the node's `cuda:0`, else its CPU.
+        node: the node's number, a place, or the `device` of a remote tensor. By default it is the current
+            node. A place and a tensor's `device` name the device, too, so `device` is not given besides.
+        device: "cpu", "cuda:1" or a number (-1 is the CPU). By default a stream on the current node is on the
+            current device. A stream on another node is on its `cuda:0`, or on its CPU if it has no GPU.
         priority: as in `torch.cuda.Stream`: lower numbers run first, on GPUs.
 
     Returns at once. Raises `PlacementError` where the node or device is not there.
@@ -131,7 +133,7 @@ class Stream:
             else:
                 self.number = pool[0]
                 pool.append(pool.pop(0))
-        # Where the number goes when this object dies; a device's default stream keeps its own.
+        # The number goes there when this object dies. A device's default stream keeps its own.
         self._idle: Callable[[int], None] | None = idle.append
 
     def __del__(self) -> None:
@@ -341,7 +343,7 @@ class Event:
             # The logs of one worker keep the order among each other.
             if not others:
                 continue
-            # First it is settled who will send the signal. If the other node is lost just now, or Ctrl-C
+            # This settles first who will send the signal. If the other node is lost just now, or Ctrl-C
             # comes, nothing must be waiting for it.
             for worker in others:
                 _have_signalled(recorded, source, worker, number)

@@ -48,7 +48,7 @@ class Fetched(concurrent.futures.Future[T]):
                     break
             return super().result(left_until(deadline))
         finally:
-            # Else what is raised would hold this frame, the future, and so itself.
+            # Otherwise the error that is raised would hold this frame, the future, and so itself.
             del self
 
     def set_outcome(self, value: T | None, error: BaseException | None) -> None:
@@ -65,7 +65,7 @@ class Fetched(concurrent.futures.Future[T]):
         except concurrent.futures.InvalidStateError:
             log.debug("a value came for a future that was cancelled")
         finally:
-            # Else it would hold this frame and itself.
+            # Otherwise it would hold this frame and itself.
             del error
 
     def __await__(self) -> Generator[object, None, T]:
@@ -95,7 +95,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         for leaf in leaves
     ]
     future: Fetched[T] = Fetched()
-    # They are by storage and metadata, so that tied tensors travel once and stay tied.
+    # The keys are storage and metadata, so that tied tensors travel once and stay tied.
     replies: dict[tuple[int, Spec], Request[object]] = {}
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
@@ -190,7 +190,7 @@ def fetch(tree: T, timeout: float | None = None) -> T:
             "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
         ) from None
     finally:
-        # Else what is raised would hold this frame, the future, and so itself.
+        # Otherwise the error that is raised would hold this frame, the future, and so itself.
         del future
         if travels:
             note_wait("explicit fetch", started)

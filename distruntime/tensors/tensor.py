@@ -222,7 +222,8 @@ class DistributedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same value without history; assigning makes this tensor the other one's value."""
-        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        # This runs below autograd, as torch's own does: what is written through it does not count in this
+        # tensor's version.
         found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
         return found
 
@@ -351,11 +352,11 @@ class _Member(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        team = ctx.home.node
+        mesh_log = ctx.home.node
         zeros = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
         own = grad.contiguous()
-        assert isinstance(team, MeshLog)
+        assert isinstance(mesh_log, MeshLog)
         assert isinstance(zeros, DistributedTensor) and isinstance(own, DistributedTensor)
-        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles = [member_of(zeros._handle, k) for k in range(len(mesh_log.members))]
         handles[ctx.k] = own._handle
-        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None
+        return wrap(DistributedTensor, mesh_of(mesh_log, ctx.home, handles)), None

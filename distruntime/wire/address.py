@@ -7,7 +7,7 @@ import socket
 
 from ..errors import ConfigurationError
 
-# Seconds that the kernel keeps a connection to itself through which nothing has come, about.
+# The kernel keeps a connection to itself for about so many seconds while nothing comes through it.
 _SILENT = 5
 
 
@@ -51,7 +51,8 @@ def listener(address: str, backlog: int) -> socket.socket | None:
         try:
             made = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT and len(where) > 1:  # no IPv6 here
+            # This machine has no IPv6.
+            if error.errno == errno.EAFNOSUPPORT and len(where) > 1:
                 continue
             raise
         try:
@@ -60,10 +61,10 @@ def listener(address: str, backlog: int) -> socket.socket | None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((name, 0 if port == "*" else int(port)))
             made.listen(backlog)
+            # The kernel keeps a connection through which nothing comes: libzmq's own peers speak at once.
             if hasattr(
                 socket,
                 "TCP_DEFER_ACCEPT",
-                # Who says nothing waits with the kernel, and not with libzmq, whose peers speak at once.
             ):
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
             # Otherwise libzmq's thread would wait for a connection that has gone before it was accepted.

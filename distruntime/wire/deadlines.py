@@ -35,7 +35,8 @@ class Deadline:
             source, value = self.variable, os.environ.get(self.variable, "")
             if value == "":
                 return self.seconds
-        if hasattr(value, "total_seconds"):  # a timedelta
+        # This is a timedelta.
+        if hasattr(value, "total_seconds"):
             value = value.total_seconds()
         try:
             seconds = float(value)  # type: ignore[arg-type]

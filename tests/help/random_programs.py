@@ -41,12 +41,16 @@ Act = Callable[[Any], Any]
 
 # Collectives take tensors of this length: 2, 3 and 4 members can share it.
 LENGTH = 12
-PATIENCE = 60.0  # seconds for one read
-REPORT = 60.0  # seconds between two reports of a long run
+# A read may take so many seconds.
+PATIENCE = 60.0
+# So many seconds lie between two reports of a long run.
+REPORT = 60.0
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
-LARGE = (70_000,)  # beyond what travels in the log itself, and through shared memory
+# This is beyond what travels in the log itself, and through shared memory.
+LARGE = (70_000,)
 
-_tag = itertools.count().__next__  # nobody else's message has it
+# No other message has this tag.
+_tag = itertools.count().__next__
 
 
 def _steps(t: torch.Tensor) -> list[int]:
@@ -59,7 +63,8 @@ def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     if torch.equal(got, expected):
         return True
-    holes, expected_holes = got.isnan(), expected.isnan()  # NaN is equal to nothing
+    # NaN is equal to nothing.
+    holes, expected_holes = got.isnan(), expected.isnan()
     return torch.equal(holes, expected_holes) and torch.equal(got[~holes], expected[~expected_holes])
 
 
@@ -135,9 +140,8 @@ class World:
         cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
-        self.parts: dict[
-            int, dict[int, range]
-        ] = {}  # by mesh: the meshes that are parts of it, and their members' ranks in it
+        # Each mesh has the meshes that are parts of it, and their members' ranks in it.
+        self.parts: dict[int, dict[int, range]] = {}
         if gpus:
             self.groups.append(dr.new_group(gpus[:4]))
             self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
@@ -146,13 +150,15 @@ class World:
             self.meshes += [grid, *(grid.select(dp=k) for k in range(self.nodes))]
             self.parts[1] = {2 + k: range(k * each, (k + 1) * each) for k in range(self.nodes)}
         choose = random.Random(0)
-        for size in (2, 3, 3) if len(self.places) > 2 else ():  # these overlap
+        # These groups overlap.
+        for size in (2, 3, 3) if len(self.places) > 2 else ():
             self.groups.append(dr.new_group(choose.sample(self.places, size)))
         self.lines = [
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
         ]
-        self.seed = threading.Lock()  # whoever has it may seed the workers' generators and draw
+        # Whoever has it may seed the workers' generators and draw.
+        self.seed = threading.Lock()
 
 
 @dataclass
@@ -219,7 +225,8 @@ class Base:
             for mesh in world.meshes
         ]
 
-    # what an operation says of itself is kept, for the day when it is wrong
+    # -- what an operation says of itself is kept, for the day when it is wrong
+    # ----------------------------------
 
     def say(self, *words: object) -> None:
         self.said[-1] += " " + " ".join(map(str, words))
@@ -335,7 +342,8 @@ class Base:
     def written(self, target: Value, *operands: Value) -> None:
         target.memory.poisoned |= any(value.memory.poisoned for value in operands)
 
-    # reading
+    # -- reading
+    # -------------------------------------------------------------------------------------------------
 
     def check(self, wanted: Wanted) -> None:
         """Read, and compare: what is poisoned must raise, anything else be its twin."""
@@ -528,7 +536,8 @@ class Copying(Base):
         self.say("over", a)
         self.write(a, lambda x: x.copy_(local))
         a.local.copy_(local)
-        local.fill_(77)  # the memory is the caller's again
+        # The memory is the caller's again.
+        local.fill_(77)
 
     @operation(3)
     def copy(self) -> None:
@@ -536,7 +545,8 @@ class Copying(Base):
         self.say(a)
         with self.where(self.random.choice((a.place, to))):
             remote = a.remote.to(self.random.choice([to, to.device]))
-        shared = to == a.place  # as torch's own, to the same device: no copy
+        # To the same device there is no copy, as in torch itself.
+        shared = to == a.place
         self.keep(to, remote, a.local if shared else a.local.clone(), a, view_of=a if shared else None)
 
     @operation(2)
@@ -1132,8 +1142,8 @@ class Drawing(Base):
                 with self.where(place):
                     remote = kind(device=self.device(place))
                 made.append((place, remote, kind(generator=generators[place.node])))
-            # Whoever seeds next must not come before these draws: they are in the order of the program on
-            # each node.
+            # A thread that seeds next must not come before these draws: they are in the order of the program
+            # on each node.
         for place, remote, local in made:
             self.keep(place, remote, local)
 
@@ -1163,7 +1173,8 @@ class Deriving(Base):
         group = self.world.groups[0]
         members = [self.any(group.places[0], torch.float32, healthy=True)]
         members += [self.like(members[0], place) for place in group.places[1:]]
-        if any(m.memory.poisoned for m in members) or len(members) > 2:  # sums of more depend on their order
+        # Sums of more depend on their order.
+        if any(m.memory.poisoned for m in members) or len(members) > 2:
             return
         leaves = [m.remote.detach().clone().requires_grad_() for m in members]
         sums = dr.functional.all_reduce([x * x for x in leaves], group=group)
@@ -1225,7 +1236,8 @@ class Living(Base):
         if saving is not None:
             saving.wait()
         for value, loaded, local in zip(chosen, dr.load(folder), saved):
-            self.keep(value.place, loaded.clone(), local)  # one value chosen twice comes back tied
+            # One value that was chosen twice comes back tied.
+            self.keep(value.place, loaded.clone(), local)
 
 
 class Program(
@@ -1394,11 +1406,13 @@ class Run:
     programs: int = 1 << 60
     publish: bool = False
     most_wrong: int = 5
-    patience: float = 120.0  # seconds without an operation, of any thread, after which `stuck` is set
+    # After so many seconds without an operation, of any thread, `stuck` is set.
+    patience: float = 120.0
     tally: Tally = field(default_factory=Tally)
     stuck: str = ""
     running: dict[int, Program] = field(default_factory=dict)
-    report: Callable[[], None] = lambda: None  # called every minute
+    # It is called every minute.
+    report: Callable[[], None] = lambda: None
 
     def go(self) -> Tally:
         """Block until they are done, or one hangs."""
@@ -1444,7 +1458,8 @@ class Run:
 
     def _next(self) -> int | None:
         over = time.monotonic() > self._end or len(self.tally.wrong) >= self.most_wrong
-        return None if over else next(self._left, None)  # an iterator of a range is safe among threads
+        # An iterator of a range is safe among threads.
+        return None if over else next(self._left, None)
 
     def _work(self, number: int) -> None:
         def progress() -> None:

@@ -102,9 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    # For local_workers.py: ends with its last session.
+    # local_workers.py passes this: the worker ends with its last session.
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # For local_workers.py: the master with this process id started the worker. It writes the key to
+    # local_workers.py passes this: the master with this process id started the worker. It writes the key to
     # stdin, and keeps stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
     return parser
@@ -188,8 +188,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
 
 
 def _key_from_master() -> KeyPair | None:
-    # Unbuffered, so that _follow sees all that comes after. A key never travels in argv, which every user of
-    # the machine can read.
+    # stdin is read unbuffered, so that _follow sees all that comes after. A key never travels in argv, which
+    # every user of the machine can read.
     words = bytearray()
     while not words.endswith(b"\n"):
         read = os.read(0, 1)

@@ -79,7 +79,7 @@ class Cancelling:
             return i + 4
         error = StreamCancelled("dropped by stream.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            # Maybe into a value that another stream is still to make.
+            # An upload may go into a value that another stream is still to make.
             if word == UPLOAD:
                 self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")

@@ -1,4 +1,4 @@
-"""The pages of main memory that glibc's malloc keeps, as an allocator of a GPU keeps its blocks."""
+"""The pages of memory that malloc keeps, and those that it gives back to the machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ def keep_pages() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        for option, setting in (
-            (-4, 0),
-            (-1, (1 << 31) - 1),
-            (-8, 1),
-            # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h.
-        ):
+        # malloc.h calls these M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX.
+        for option, setting in ((-4, 0), (-1, (1 << 31) - 1), (-8, 1)):
             libc.mallopt(option, setting)
 
 

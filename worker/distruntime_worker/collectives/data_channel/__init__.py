@@ -31,8 +31,8 @@ _MPIRUN = (
     "OMPI_COMM_WORLD_RANK",
 )
 
-# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it
-# is imported.
+# Each name has its module and its class. The module is imported on demand: mpi4py starts MPI when it is
+# imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),

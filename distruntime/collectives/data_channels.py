@@ -46,7 +46,7 @@ class DataChannels:
         """Return the name of the data channel that a group of these places uses."""
         if backend is not None:
             return backend
-        gpus = all(home.place.device != "cpu" and home.node.asynchronous for home in homes)
+        gpus = all(home.place.local_device != "cpu" and home.node.asynchronous for home in homes)
         if isinstance(self._choice, str):
             if self._choice != "auto":
                 return self._choice

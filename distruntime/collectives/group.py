@@ -21,7 +21,7 @@ from ..errors import (
     ProtocolError,
     UsageError,
 )
-from ..log.handle import Place, Residence, Storage
+from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import Log
@@ -111,7 +111,7 @@ class ProcessGroup:
         if self.broken:
             left = [place for place in self.places if self.session.nodes[place.node].failed is None]
             plain = all(place == on_node(self.session.places, place.node) for place in left)
-            shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
+            shown = [f"dr.place({place.node}, {place.local_device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
                 f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
@@ -162,7 +162,11 @@ class Groups:
         name = self.channels.name_for(homes, backend)
         capabilities = self.channels.capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
         for home in homes:
-            if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
+            if (
+                home.node.asynchronous
+                and home.place.local_device == "cpu"
+                and "cpu" not in capabilities.devices
+            ):
                 raise NotSupportedError(
                     f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not "
                     f"of {home.place}"
@@ -185,7 +189,7 @@ class Groups:
         requests: list[Request[None]] = []
         for node, ranks in group.own.items():
             request: Request[None] = session.requests.new(node, "done")
-            members: list[Plain] = [[rank, group.places[rank].device] for rank in ranks]
+            members: list[Plain] = [[rank, group.places[rank].local_device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
             session.post(node, message)
@@ -201,12 +205,13 @@ class Groups:
 
     def between(self, one: Residence, two: Residence) -> ProcessGroup:
         """Return the group of two places that copies between them use, made at the first."""
-        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
+        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
         if self.channels.name_for([here, there], None) != "nccl":
             # There is one group for each pair of nodes, whatever the devices: it needs no place numbers, of
             # which there are few.
             here, there = (
-                Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there)
+                Residence(Place(home.place.node, "cpu"), home.node, UNNUMBERED, _unnumbered)
+                for home in (here, there)
             )
         return self._kept(self._links, (here, there))
 

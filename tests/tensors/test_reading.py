@@ -333,7 +333,7 @@ def test_a_tensor_prints_as_torch_prints_it_with_its_place(session: object, loca
     x = local.to(REMOTE)
     text, requests = counted(lambda: repr(x))
     assert requests == 1
-    where = f"device='remote:{x.device.index}', place=(0, 'cpu')"
+    where = f"device='remote:{x.device.index}' (node 0 cpu)"
     assert where in " ".join(text.split())
     squeezed = "".join(text.split())
     for part in (", " + where, where + ", ", where):

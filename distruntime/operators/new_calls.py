@@ -112,7 +112,7 @@ def call(
     if entry is not None:
         return _issue_new(cls, func, args, kwargs, place, signature, line, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:

@@ -24,6 +24,11 @@ USERS: set[CodeType] = set()
 _skipped: set[CodeType] = set()
 
 
+def inside(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_INSIDE)
+
+
 def user_line() -> Line:
     """Return the code and offset of the first frame outside torch and this package.
 
@@ -35,7 +40,7 @@ def user_line() -> Line:
         if code in USERS:
             return 0, code, frame.f_lasti
         if code not in _skipped:
-            if not code.co_filename.startswith(_INSIDE):
+            if not inside(code):
                 USERS.add(code)
                 return 0, code, frame.f_lasti
             _skipped.add(code)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import is_of_caller
+from ..errors import drop_frames
 from ..log.handle import Handle, Storage, next_ref
 from ..log.line import USERS, user_line
 from ..log.log import relieve
@@ -118,8 +118,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         except BaseException as error:
             # Otherwise a mistyped shape would show a dozen frames of this package and of torch's meta
             # kernels.
-            if is_of_caller(error):
-                raise error.with_traceback(None) from error.__cause__
+            drop_frames(error)
             raise
     template, spec, alias, _, _ = entry
     if spec is None or (alias is not None and _inference()):

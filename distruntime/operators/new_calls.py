@@ -22,6 +22,7 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
 from .ask_worker import ask
+from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Call, emit, entry_for, results_pattern, template
@@ -113,7 +114,7 @@ def call(
     if entry is not None:
         return _issue_new(made, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
@@ -331,18 +332,38 @@ def send_along(
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
-            host = "" if place.node.members else f" ({place.node.host})"
-            raise PlacementError(
-                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place}{host}\n"
-                f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
-            )
+            raise PlacementError(f"{func}: {_local(name, t, k in written, place)}")
     sent: tuple[Any, Any] = tree_map_only(
         torch.Tensor,
         lambda t: t if type(t) is cls else wrap(cls, upload(t, place)),
         (list(args), dict(kwargs)),
     )
     return sent
+
+
+def _local(name: str, t: torch.Tensor, written: bool, place: Residence) -> str:
+    """Say of a local operand what it is, and how it comes to where the others are."""
+    others = f"the other operands live on {place.place}" + (
+        "" if place.node.members else f" ({place.node.host})"
+    )
+    read = "or read the remote ones: dr.fetch(...)"
+    owned = owner(t)
+    if owned is not None:
+        whose, module = owned
+        return (
+            f"`{name}` is {whose}: the module is still local, {others}\n"
+            f'  send it there: {module}.to("{place.device}")      {read}'
+        )
+    if isinstance(t, torch.nn.Parameter):
+        return (
+            f"`{name}` {tuple(t.shape)} is a parameter of a module that is still local, {others}\n"
+            f'  send the module there: module.to("{place.device}")      {read}'
+        )
+    what = "is local and written by this call" if written else f"is a local tensor on {t.device}"
+    return (
+        f"`{name}` {tuple(t.shape)} {what}, {others}\n"
+        f'  send it there: {name}.to("{place.device}")      {read}'
+    )
 
 
 def _elsewhere(

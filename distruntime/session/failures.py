@@ -127,5 +127,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
     if out_of_memory(failure):
         lines += _holders(node, cause, poisoned)
     error = _class(failure.kind)("\n".join(lines))
-    error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
+    # An ordinary operator's failure has none: it would show torch's frames and ours.
+    if failure.traceback:
+        error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
     return error

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout
+from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout, without_our_frames
 from ..log.current import DeviceLike, current_streams, enter_stream, leave_stream
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.issue import issue
@@ -565,6 +565,7 @@ def set_implicit_waits(enabled: bool) -> None:
             _order_of(node).implicit = enabled
 
 
+@without_our_frames
 def synchronize(
     node: int | None = None, device: DeviceLike | None = None, timeout: float | None = None
 ) -> None:

@@ -35,6 +35,7 @@ from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
+from .random import fork_rng
 from .torch_load import load
 
 _aten = torch.ops.aten
@@ -101,6 +102,7 @@ def install() -> None:
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
+    torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()

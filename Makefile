@@ -52,6 +52,7 @@ long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
 	PYTHONPATH=tests/help $(BIN)/python tests/long/op_db_dtypes.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/error_inputs.py
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/mistakes.py
 	PYTHONPATH=tests/help $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/fuzz_hour.py
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200

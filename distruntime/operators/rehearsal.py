@@ -145,7 +145,10 @@ def rehearse(
         if key in _taken or not all(spec.dtype in _COMMON and spec.size.numel() for spec in specs):
             return
         _raise_of_dtypes(
-            func, args, kwargs, [torch.ones((1,) * len(spec.size), dtype=spec.dtype) for spec in specs]
+            func,
+            args,
+            kwargs,
+            [torch.ones((1,) * len(spec.size), dtype=spec.dtype, device="cpu") for spec in specs],
         )
         _taken.add(key)
         return
@@ -190,7 +193,7 @@ def _elements(specs: Sequence[Spec]) -> int:
 def _stand_in(spec: Spec, written: bool) -> torch.Tensor:
     """Return a CPU tensor of this metadata, without values where it is large."""
     if spec.size.numel() > _FILLED and not written:
-        return torch.empty((), dtype=spec.dtype).expand(spec.size)
+        return torch.empty((), dtype=spec.dtype, device="cpu").expand(spec.size)
     made = spec.empty("cpu")
     if spec.size.numel() <= _FILLED:
         # Some dtypes have no kernel that fills.

@@ -262,8 +262,10 @@ class DistributedTensor(torch.Tensor):
         if not self.is_leaf:
             raise of_caller(
                 RuntimeError(
-                    "Only Tensors created explicitly by the user (graph leaves) "
-                    "support the deepcopy protocol at the moment"
+                    "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                    "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
+                    "because of a torch.nn.utils.weight_norm usage, see "
+                    "https://github.com/pytorch/pytorch/pull/103001"
                 )
             )
         with torch.no_grad():

@@ -6,7 +6,7 @@ Proxies own handles.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -113,7 +113,12 @@ class Storage:
     there are several: see order.py.
     """
 
-    __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
+    __slots__ = ("__weakref__", "given", "kin", "order", "parts", "resized", "spec", "whole", "written")
+
+    # The values that one instruction made together with this memory, and the memory of each. Set only where
+    # it made several, so that an operation with one result pays nothing: see `relate`. The references are
+    # weak because kin name each other.
+    kin: Sequence[tuple[int, weakref.ref[Storage]]]
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -151,6 +156,29 @@ class Handle:
 
     def __del__(self) -> None:
         self.place.free(self.ref)
+
+
+def relate(made: Sequence[Handle]) -> None:
+    """Note which values one instruction made together, each with a memory of its own."""
+    kin = [(handle.ref, weakref.ref(handle.storage)) for handle in made]
+    for handle in made:
+        handle.storage.kin = kin
+
+
+def kin_of(operands: Sequence[Handle]) -> tuple[list[int] | None, list[Storage]]:
+    """Return the refs of the values that were made together with `operands`, and their memories.
+
+    The refs are None where nothing was. A value is not its own kin: what checks it leaves it as it is.
+    """
+    own = [handle.storage for handle in operands]
+    found: dict[int, Storage] = {}
+    for storage in own:
+        for ref, weak in getattr(storage, "kin", ()):
+            memory = weak()
+            if memory is not None and memory not in own:
+                found[ref] = memory
+    related = any(hasattr(storage, "kin") for storage in own)
+    return list(found) if related else None, list(found.values())
 
 
 def new_value(spec: Spec, place: Residence) -> Handle:

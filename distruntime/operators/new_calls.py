@@ -151,7 +151,7 @@ def _issue_new(
     relieve(node)
     with node.lock:
         number, words = template(
-            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node
+            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single, outcome.written), node
         )
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)

@@ -44,6 +44,7 @@ LENGTH = 12
 PATIENCE = 60.0  # seconds for one read
 REPORT = 60.0  # seconds between two reports of a long run
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
+FAILED = (IndexError, torch.linalg.LinAlgError)  # what the operations that fail on their worker raise
 LARGE = (70_000,)  # beyond what travels in the log itself, and through shared memory
 
 _tag = itertools.count().__next__  # nobody else's message has it
@@ -338,7 +339,7 @@ class Base:
         self.checks += 1
         try:
             got = wanted.read()
-        except IndexError as error:
+        except FAILED as error:
             if not (wanted.poisoned and isinstance(error, dr.RemoteError)):
                 self.differs(f"{wanted.name} raised {type(error).__name__}: {str(error)[:300]}")
             return
@@ -364,7 +365,7 @@ class Base:
         """
         try:
             yield
-        except IndexError as error:
+        except FAILED as error:
             if not isinstance(error, dr.RemoteError):
                 raise
 
@@ -1067,6 +1068,23 @@ class Failing(Base):
                 a.remote.index_fill_(0, index, 1)
             self.say(a)
             a.memory.poisoned = True
+
+    @operation(0.3)
+    def check_fails(self) -> None:
+        """Poisons what was made together with what was checked, which itself stays as it is."""
+        place, singular = self.place(), self.chance(0.7)
+        local = torch.zeros(3, 3) if singular else torch.eye(3)
+        with self.where(place):
+            remote, info = torch.linalg.inv_ex(local.to(REMOTE))
+        view = remote.t() if self.chance(0.3) else None
+        with self.where(place):  # a check on another stream comes before whoever reads what it checks
+            torch._linalg_check_errors(info, "linalg.inv", is_matrix=True)
+        inverse, expected = torch.linalg.inv_ex(local)
+        value = self.keep(place, remote, inverse)
+        value.memory.poisoned = singular
+        if view is not None:
+            self.keep(place, view, inverse.t(), view_of=value)
+        self.wanted.append(Wanted(f"what {value} was checked by", info.cpu, expected, False))
 
     @operation(0.3)
     def operands_apart(self) -> None:

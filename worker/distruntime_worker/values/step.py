@@ -90,6 +90,8 @@ class Step(Protocol):
     # Operands that it writes, and those that it writes although its schema does not say so.
     mutates: Sequence[int] = ()
     unsaid: Sequence[int] = ()
+    # Where the refs of its operands' kin stand, as a list, if it only checks: they are poisoned if it fails.
+    kin: int | None = None
     # Operands that its results may be views of.
     views: Sequence[int] = ()
     # Where its results will be, as far as that is known.

@@ -31,6 +31,7 @@ from ..session.session import active, active_session
 from ..session.spelling import twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
+from .default_dtype import install_default_dtype
 from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
@@ -99,6 +100,7 @@ def install() -> None:
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
     install_materialize()
+    install_default_dtype()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

@@ -23,6 +23,11 @@ from .spec import Spec
 next_ref = count(1).__next__
 
 
+Signature = tuple[object, ...]
+Known = dict[Signature, object]
+Tables = tuple[Known, Known, dict[Signature, frozenset[int]]]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor lives: the number of a node and the name of one of its devices ("cpu", "cuda:0")."""
@@ -41,12 +46,15 @@ class Residence:
     signature to its template and result metadata; it is emptied when the session or the node ends, which
     sends every call down the slow path. On a node with several streams it stays empty, and the slow path
     looks into `signatures`, which elsewhere is the same dictionary. A signature whose metadata the worker has
-    not confirmed yet is in `unproven`: the slow path has each such call checked.
+    not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the signatures
+    of calls whose integers must be converted to the default dtype first, and the numbers of these operands.
+    Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
     """
 
     __slots__ = (
         "__weakref__",
         "_released",
+        "_tables",
         "cache",
         "device",
         "free",
@@ -55,7 +63,9 @@ class Residence:
         "number",
         "numbers",
         "place",
+        "promoted",
         "signatures",
+        "tables",
         "unproven",
     )
 
@@ -65,9 +75,8 @@ class Residence:
         self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.signatures: dict[tuple[object, ...], object] = {}
-        self.cache = self.signatures if node.order is None else {}
-        self.unproven: dict[tuple[object, ...], object] = {}
+        self._tables: dict[torch.dtype, Tables] = {}
+        self.follow_default_dtype()
         # A mesh keeps tensors here of a number for each member: see lines.py.
         self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
@@ -89,10 +98,20 @@ class Residence:
         """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
         return self.on_cpu or self.node.simulated
 
+    def follow_default_dtype(self) -> None:
+        """Look signatures up among those that have run under what is torch's default dtype now."""
+        default = torch.get_default_dtype()
+        # The tuple is a new one each time: whoever holds it sees that the default has changed meanwhile.
+        signatures, unproven, promoted = self._tables.get(default, ({}, {}, {}))
+        self.tables = self._tables[default] = signatures, unproven, promoted
+        self.signatures, self.unproven, self.promoted = self.tables
+        self.cache = self.signatures if self.node.order is None else {}
+
     def clear_signatures(self) -> None:
         """Send every call down the slow path, which does not know it either."""
-        self.signatures.clear()
-        self.unproven.clear()
+        for tables in list(self._tables.values()):
+            for table in tables:
+                table.clear()
 
     def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""

@@ -21,6 +21,7 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
 from .ask_worker import ask
+from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Entry, emit, entry_for, results_pattern, template
@@ -108,17 +109,35 @@ def call(
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
     line = user_line()
+    tables, default = place.tables, torch.get_default_dtype()
+    if signature in place.promoted:
+        args, kwargs = promoted(args, kwargs, place.promoted[signature])
+        return func(*args, **kwargs)
     entry: Any = place.unproven.get(signature) if signature is not None else None
-    if entry is not None:
-        return _issue_new(cls, func, args, kwargs, place, signature, line, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec) if entry is None else entry[3]
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
             outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
             return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
         return ask(cls, func, args, kwargs, place, signature, line)
+    # Another thread has changed the default dtype meanwhile.
+    if place.tables is not tables:
+        signature = None
+    if default is not WORKERS_DEFAULT and depends(func, args, kwargs, outcome):
+        named = with_dtype(func, args, kwargs, outcome)
+        integers = to_promote(func, args, kwargs, outcome) if named is None else frozenset()
+        if integers:
+            if signature is not None:
+                if len(place.promoted) >= _MOST_SIGNATURES:
+                    place.promoted.clear()
+                place.promoted[signature] = integers
+            args, kwargs = promoted(args, kwargs, integers)
+            return func(*args, **kwargs)
+        kwargs = named or kwargs
+    if entry is not None:
+        return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments

@@ -32,6 +32,7 @@ from ..session.spelling import twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .default_dtype import install_default_dtype
+from .determinism import install_determinism
 from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
@@ -101,6 +102,7 @@ def install() -> None:
     torch.load = load
     install_materialize()
     install_default_dtype()
+    install_determinism()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from ..backend.determinism import follow_determinism
 from ..backend.install import install
 from ..collectives.group import Choice, Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
@@ -129,6 +130,7 @@ def init_master_worker(
     opened.start()
     opened.groups.meeting.start()
     active[:] = [opened]
+    follow_determinism(opened)
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)

@@ -46,9 +46,9 @@ class Residence:
     signature to its template and result metadata; it is emptied when the session or the node ends, which
     sends every call down the slow path. On a node with several streams it stays empty, and the slow path
     looks into `signatures`, which elsewhere is the same dictionary. A signature whose metadata the worker has
-    not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the signatures
-    of calls whose integers must be converted to the default dtype first, and the numbers of these operands.
-    Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
+    not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the
+    signatures of calls whose integers must be converted to the default dtype first, and the numbers of these
+    operands. Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
     """
 
     __slots__ = (

@@ -6,6 +6,7 @@ shared cores).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,6 +21,15 @@ from ..wire.unsaid import unsaid_writes
 
 # One of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
+
+
+class _Predicting(threading.local):
+    """Whether this thread runs a meta kernel to find out what a worker's kernel will return."""
+
+    now = False
+
+
+predicting = _Predicting()
 
 
 class NeedsWorker(Exception):
@@ -184,6 +194,7 @@ def _propagate(
     if mkwargs.get("device") is not None:
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]
+    predicting.now = True
     try:
         out = func(*margs, **mkwargs)
     except NotImplementedError:
@@ -197,6 +208,8 @@ def _propagate(
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
         raise of_caller(error) from None
+    finally:
+        predicting.now = False
     return outcome(func, args, kwargs, out, metas, before)
 
 

@@ -153,7 +153,7 @@ class World:
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
         ]
-        self.seed = threading.Lock()  # whoever has it may seed, draw, or change torch's default dtype
+        self.seed = threading.Lock()  # whoever has it may seed, draw, or set what is torch's own
 
 
 @dataclass
@@ -1172,6 +1172,25 @@ class Defaulting(Base):
             self.wanted.append(Wanted(f"{name} of {a} under {default}", remote.cpu, local, poisoned))
 
 
+class Determined(Base):
+    """torch's switch for deterministic algorithms, which is the whole process's and every worker's."""
+
+    @operation(0.2)
+    def deterministic(self) -> None:
+        a, place = self.any(dtype=torch.int64), self.place()
+        with self.world.seed:
+            torch.use_deterministic_algorithms(True)
+            try:
+                with self.where(place):
+                    filled = torch.empty(LENGTH, dtype=torch.float32, device=REMOTE)
+                nan = torch.empty(LENGTH, dtype=torch.float32)
+                self.write(a, lambda x: x.index_fill_(0, torch.tensor([0], device=x.device), 7))
+                a.local.index_fill_(0, torch.tensor([0]), 7)
+            finally:
+                torch.use_deterministic_algorithms(False)
+        self.wanted.append(Wanted(f"new memory on {place}", filled.cpu, nan, False))
+
+
 class Deriving(Base):
     """Gradients, also through a copy between nodes and a collective."""
 
@@ -1273,6 +1292,7 @@ class Program(
     Failing,
     Drawing,
     Defaulting,
+    Determined,
     Deriving,
     Living,
 ):

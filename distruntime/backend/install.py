@@ -37,6 +37,7 @@ from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
+from .storages import install_storages
 from .torch_load import load
 
 _aten = torch.ops.aten
@@ -101,6 +102,7 @@ def install() -> None:
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
     install_materialize()
+    install_storages()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..wire.messages import Failure
+from .line import Call
 from .log import Log
 
 _MOST_FAILURES = 1000
@@ -20,6 +21,8 @@ class Cause:
 
     failure: Failure
     line: str
+    # The call that the line is in, which knows its callers.
+    call: Call | None = None
     # The number of that worker, where it is not the one that told of it.
     where: int | None = None
     # The log that has the failure's position, where that is a mesh's.

@@ -452,11 +452,11 @@ def test_no_text_shows_the_plumbing() -> None:
 # Tracebacks: see also tests/session/test_tracebacks.py
 
 
-def test_control_c_shows_where_it_waits_and_not_how() -> None:
+def test_control_c_shows_the_line_that_waits_and_no_frame_of_ours() -> None:
     x = at(0)
     x.sum().item()
     with stopped(dr.nodes()[0].pid), pytest.raises(KeyboardInterrupt) as caught, StruckWhileWaiting():
         (x + 1).sum().item()
     frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert "tensor.py" in frames and "channel.py" not in frames and len(frames) <= 7, frames
+    assert frames == ["test_golden_errors.py"]
     assert (x + 1).sum().item() == 6

@@ -31,11 +31,14 @@ from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
+from .default_dtype import install_default_dtype
+from .determinism import install_determinism
 from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
 from .random import fork_rng
+from .storages import install_storages
 from .torch_load import load
 
 _aten = torch.ops.aten
@@ -104,6 +107,9 @@ def install() -> None:
     torch.load = load
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
+    install_storages()
+    install_default_dtype()
+    install_determinism()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

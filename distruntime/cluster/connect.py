@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from ..backend.determinism import follow_determinism
 from ..backend.install import install
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
@@ -130,6 +131,7 @@ def init_master_worker(
     opened.start()
     opened.groups.meeting.start()
     active[:] = [opened]
+    follow_determinism(opened)
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)

@@ -22,6 +22,7 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
 from .ask_worker import ask
+from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
@@ -109,17 +110,41 @@ def call(
     signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
+    tables, default = place.tables, torch.get_default_dtype()
+    if signature in place.promoted:
+        args, kwargs = promoted(args, kwargs, place.promoted[signature])
+        return func(*args, **kwargs)
     made = Call(cls, func, args, kwargs, place, signature, user_line())
     entry: Any = place.unproven.get(signature) if signature is not None else None
-    if entry is not None:
-        return _issue_new(made, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
+        outcome = (
+            propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
+            if entry is None
+            else entry[3]
+        )
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
             return _issue_new(made, Outcome([], False, aliases(func, args, kwargs)[1], ()))
         return ask(made)
+    # Another thread has changed the default dtype meanwhile.
+    if place.tables is not tables:
+        made = replace(made, signature=None)
+    if default is not WORKERS_DEFAULT and depends(func, args, kwargs, outcome):
+        named = with_dtype(func, args, kwargs, outcome)
+        integers = (
+            to_promote(func, args, kwargs, outcome, place.has_cpu_kernels) if named is None else frozenset()
+        )
+        if integers:
+            if made.signature is not None:
+                if len(place.promoted) >= _MOST_SIGNATURES:
+                    place.promoted.clear()
+                place.promoted[made.signature] = integers
+            args, kwargs = promoted(args, kwargs, integers)
+            return func(*args, **kwargs)
+        made = replace(made, kwargs=named or kwargs)
+    if entry is not None:
+        return _issue_new(made, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
@@ -144,7 +169,7 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
     relieve(node)
     with node.lock:
         number, words = template(
-            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node
+            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single, outcome.written), node
         )
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)

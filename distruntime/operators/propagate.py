@@ -6,6 +6,7 @@ shared cores).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,6 +22,15 @@ from .rehearsal import refusal, rehearse
 
 # This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
+
+
+class _Predicting(threading.local):
+    """Whether this thread runs a meta kernel to find out what a worker's kernel will return."""
+
+    now = False
+
+
+predicting = _Predicting()
 
 
 class NeedsWorker(Exception):
@@ -189,6 +199,7 @@ def _propagate(
     if mkwargs.get("device") is not None:
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]
+    predicting.now = True
     try:
         out = func(*margs, **mkwargs)
     except NotImplementedError:
@@ -202,6 +213,8 @@ def _propagate(
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
         raise _refusal(func, args, kwargs, before, error, cpu_kernels) from None
+    finally:
+        predicting.now = False
     rehearse(func, args, kwargs, before, cpu_kernels)
     return outcome(func, args, kwargs, out, metas, before)
 

@@ -20,6 +20,7 @@ from ..errors import (
     WaitTimeout,
 )
 from ..log.ledger import Cause
+from ..log.line import callers_text
 from ..log.node import Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
@@ -122,6 +123,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
         text,
         f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else ""),
     ]
+    lines += [f"  {line}" for line in callers_text(cause.call)]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
     if out_of_memory(failure):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 from ..errors import UsageError
-from ..log.line import line_text, user_line
+from ..log.line import code_text, line_text, place_of, user_line
 from .tables import table_html, table_text
 
 
@@ -78,8 +78,7 @@ def before_wait(why: str) -> None:
 def note_wait(why: str, started: float) -> None:
     """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
     seconds = time.perf_counter() - started
-    _, code, offset = user_line()
-    key = code, offset, why
+    key = *place_of(user_line()), why
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1
@@ -94,7 +93,7 @@ def stalls(reset: bool = False) -> Stalls:
             _found.clear()
     sums: dict[tuple[str, str], tuple[int, float]] = {}
     for (code, offset, why), (count, seconds) in found:
-        line = line_text((0, code, offset))
+        line = code_text(code, offset)
         before = sums.get((line, why), (0, 0.0))
         sums[line, why] = before[0] + int(count), before[1] + seconds
     rows = [Stall(line, why, count, seconds) for (line, why), (count, seconds) in sums.items()]

@@ -30,7 +30,7 @@ import torch
 
 import distruntime as dr
 from processes import ListeningWorker
-from random_programs import Program, Reader, Run, Tally, World
+from random_programs import FAILED, Program, Reader, Run, Tally, World
 
 ENDING = 300.0  # seconds for other masters to end, once this one has
 
@@ -96,7 +96,7 @@ def failures_are_known() -> None:
         try:
             dr.synchronize(timeout=ENDING)
             return
-        except IndexError:
+        except FAILED:
             pass
 
 

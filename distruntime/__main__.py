@@ -10,9 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
-
-import distruntime
+from .errors import ConfigurationError, DistruntimeError
+from .version import __version__
 
 _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
@@ -21,7 +20,8 @@ torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="rem
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("demo", help="train a small network on a worker of this machine")
     repl = commands.add_parser(
         "repl", help="an interactive Python with a session (IPython where it is installed)"
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="workers started here offer N GPUs that are CPU tensors",
+        help="workers started here simulate N GPUs with CPU tensors",
     )
     repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     repl.add_argument(
@@ -63,7 +63,7 @@ def _key() -> int:
     try:
         # The module is not imported at the top, because nobody else needs signatures.
         print(importlib.import_module("distruntime.publishing.signing").public_line())
-    except distruntime.ConfigurationError as error:
+    except ConfigurationError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -84,6 +84,8 @@ def _demo() -> int:
 
 
 def _repl(options: argparse.Namespace) -> int:
+    # Both take two seconds, and those who ask for help need neither.
+    torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     try:
         session = distruntime.init_master_worker(
             backend="zmq",
@@ -94,7 +96,7 @@ def _repl(options: argparse.Namespace) -> int:
             key=options.key,
             insecure=options.insecure,
         )
-    except distruntime.DistruntimeError as error:
+    except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     names = {"torch": torch, "dr": distruntime, "session": session}
@@ -127,10 +129,17 @@ def _complete(names: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = _parser().parse_args(arguments)
-    if options.command == "key":
-        return _key()
-    return _demo() if options.command == "demo" else _repl(options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    match options.command:
+        case "demo":
+            return _demo()
+        case "repl":
+            return _repl(options)
+        case "key":
+            return _key()
+    parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from .cluster.nodes import NodeInfo, nodes
     from .cluster.restart import restart
     from .cluster.settings import Settings, config
+    from .cluster.stacks import stacks
     from .collectives import functional, primitives
     from .collectives.group import ProcessGroup, new_group
     from .collectives.in_place import (
@@ -253,6 +254,7 @@ __all__ = [
     "set_sync_debug_mode",
     "shards",
     "shutdown",
+    "stacks",
     "stalls",
     "stream",
     "synchronize",

@@ -1,4 +1,4 @@
-"""The commands `python -m distruntime demo`, `repl` and `key`: things to try, and the key that signs."""
+"""`python -m distruntime`: try it, look at workers and sessions, and show the key that signs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .errors import ConfigurationError, DistruntimeError
 from .version import __version__
+from .wire.deadlines import LOOK
 
 _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
@@ -56,7 +57,45 @@ def _parser() -> argparse.ArgumentParser:
         "key",
         help="print your public signing key, as others put it into their trusted-keys; made if there is none",
     )
+    _add_looks(commands)
     return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that look at workers: see looking.py."""
+    asking = argparse.ArgumentParser(add_help=False)
+    asking.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    asking.add_argument("--insecure", action="store_true", help="use no key")
+    asking.add_argument("--timeout", metavar="S", help="seconds to wait for an answer (5)")
+    of = "workers, such as tcp://gpu1:29400; none: those of your named sessions"
+    for name, text in (
+        ("status", "show what workers do, and their sessions"),
+        ("top", "show the same, and again every second"),
+    ):
+        command = commands.add_parser(name, help=text, parents=[asking])
+        command.add_argument("addresses", nargs="*", metavar="ADDRESS", help=of)
+        if name == "top":
+            command.add_argument(
+                "--times", type=int, metavar="N", help="show it N times; default: until Ctrl-C"
+            )
+    command = commands.add_parser("sessions", help="list your named sessions, or end one", parents=[asking])
+    command.add_argument("--end", metavar="NAME", help="end this session: its workers drop its values")
+    command.add_argument("--force", action="store_true", help="end it although a master uses it")
+    command = commands.add_parser("stacks", help="show where a worker's threads are", parents=[asking])
+    command.add_argument("worker", metavar="NODE", help="an address, or a node's number in a named session")
+    command.add_argument("--session", metavar="NAME", help="the named session that the number is of")
+
+
+def _look(options: argparse.Namespace) -> int:
+    try:
+        options.timeout = LOOK.get(options.timeout, "--timeout")
+        # It imports torch, which takes two seconds.
+        looking = importlib.import_module(".looking", __package__)
+        status: int = getattr(looking, options.command)(options)
+        return status
+    except DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 def _key() -> int:
@@ -138,6 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _repl(options)
         case "key":
             return _key()
+        case "status" | "top" | "sessions" | "stacks":
+            return _look(options)
     parser.print_help()
     return 0
 

@@ -84,7 +84,7 @@ def test_a_local_tensor_among_the_operands() -> None:
         lambda: at(0) + torch.ones(3),
         """
 aten.add.Tensor: `other` (3,) is a local tensor on cpu, the other operands live on node 0 cpu (HOST)
-  send it there: other.to("remote:1")      or read the remote ones: dr.fetch(...)
+  send it there: other.to("remote:2")      or read the remote ones: dr.fetch(...)
 """,
         dr.PlacementError,
     )
@@ -95,7 +95,7 @@ def test_a_local_tensor_that_would_be_written() -> None:
         lambda: torch.zeros(()).add_(at(0).sum()),
         """
 aten.add_.Tensor: `self` () is local and written by this call, the other operands live on node 0 cpu (HOST)
-  send it there: self.to("remote:1")      or read the remote ones: dr.fetch(...)
+  send it there: self.to("remote:2")      or read the remote ones: dr.fetch(...)
 """,
         dr.PlacementError,
     )
@@ -109,7 +109,7 @@ def test_no_such_device() -> None:
     )
     says(
         lambda: dr.on(1, "cuda:2"),
-        "node 1 has no device 'cuda:2': it has cpu, cuda:0, cuda:1",
+        "node 1 (HOST) has no device 'cuda:2': it has cpu, cuda:0, cuda:1",
         dr.PlacementError,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..log.handle import Place, Residence, new_value
+from ..log.handle import Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
@@ -53,7 +53,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     size = _state_bytes(place)
     home = place
     if not place.node.members and "cpu" in session.places.devices(place.place.node):
-        home = session.places.residence(Place(place.place.node, "cpu"))
+        home = session.places.residence(session.places.place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
     handle = new_value(state, home)
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)

@@ -10,7 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..backend.install import install
-from ..collectives.group import Choice, Groups
+from ..collectives.data_channels import Choice
+from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session.launcher import Launcher
 from ..session.session import Session, active, active_session
@@ -134,7 +135,7 @@ def init_master_worker(
     atexit.register(_at_exit)
     opened.ending.on_close.append(lambda: active.remove(opened) if opened in active else None)
     try:
-        opened.groups.require_choice()
+        opened.groups.channels.require_choice()
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise

@@ -18,7 +18,7 @@ from ..wire.units import size_text
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a node. `number` is that of `remote:k`, 0 until a tensor lives there; memory is in bytes.
+    """A device of a node. `number` is that of `remote:k`, if the place has one; memory is in bytes.
 
     Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and
     holds in all. `busy` is how much of the last second a GPU ran kernels, in percent, and None where nobody
@@ -26,7 +26,7 @@ class Device:
     """
 
     name: str
-    number: int
+    number: int | None
     description: str
     total: int
     free: int
@@ -71,7 +71,7 @@ class Nodes(tuple[NodeInfo, ...]):
         rows = [["node", "host", "pid", "state", "devices", "memory free", "torch", "python", "round trip"]]
         for node in self:
             names = ", ".join(
-                f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8]
+                d.name if d.number is None else f"{d.name} (remote:{d.number})" for d in node.devices[:8]
             )
             if len(node.devices) > 8:
                 names += f", … {len(node.devices)} in all"

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar, final
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.replies import require
-from ..version import __version__
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import decode, encode
 from ..wire.deadlines import UNREACHABLE
@@ -120,9 +119,7 @@ class Observer:
         if worker.done and not worker.why:
             return Answer(connection.address, worker.value)  # type: ignore[arg-type]
         why = worker.why or connection.failure or connection.unanswered(timeout)
-        return Answer(
-            connection.address, None, f"{why} This is distruntime {__version__}, protocol {PROTOCOL}."
-        )
+        return Answer(connection.address, None, f"{why} This side speaks protocol {PROTOCOL}.")
 
     def _say(self, worker: _Asked, question: Callable[[int], Question[T]]) -> None:
         """Ask a worker that is connected."""

@@ -126,7 +126,9 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
         return member
     if isinstance(value, (list, tuple)):
         return [_at_member(item, cls, home, k, place, whole) for item in value]
-    return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
+    return (
+        torch.device(place.local_device) if isinstance(value, torch.device) and value == home.lazy else value
+    )
 
 
 def _joined(

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import PlacementError
-from ..log.handle import Residence
+from ..log.handle import REMOTE_TYPES, Residence
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.read_only import require_writable
@@ -95,7 +95,7 @@ def first_time(
     if local:
         args, kwargs = send_along(cls, func, args, kwargs, place)
         return func(*args, **kwargs)
-    remember = target is None or target.index == place.number
+    remember = target is None or target in (place.lazy, place.device)
     return call(cls, func, args, kwargs, place, signature if remember else None)
 
 
@@ -208,9 +208,7 @@ class _Placeholder:
 
 def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().places.numbered(
-        kwargs["device"].index if kwargs.get("device") is not None else None
-    )
+    place = active_session().places.meant(kwargs.get("device"))
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -359,8 +357,8 @@ def _elsewhere(
 
     Only the operand's metadata counts.
     """
-    if target.type in ("remote", "lazy"):
-        there = active_session().places.numbered(target.index)
+    if target.type in REMOTE_TYPES:
+        there = active_session().places.meant(target)
         if there is place:
             if target == place.lazy:
                 return NotImplemented

@@ -10,7 +10,7 @@ import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import REMOTE_TYPES, Handle, Residence, Storage, next_ref
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
@@ -50,9 +50,9 @@ def pattern(value: Any, cls: Any, words: list[object]) -> object:
     if isinstance(value, (list, tuple)):
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
-        if value.type in ("lazy", "remote"):
+        if value.type in REMOTE_TYPES:
             # A mesh's place says "member".
-            return ["device", active_session().places.numbered(value.index).place.device]
+            return ["device", active_session().places.meant(value).place.local_device]
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(

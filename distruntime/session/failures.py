@@ -96,7 +96,7 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     # Simulated GPUs are main memory.
     simulated = node.welcome is not None and node.welcome.simulated
     device = f"cuda:{card[1]}" if card else "cpu"
-    there = [h for h in everyone if h.place.device == device or (simulated and not card)]
+    there = [h for h in everyone if h.place.local_device == device or (simulated and not card)]
     lines = [
         f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
         for h in there[:_MOST_HOLDERS]

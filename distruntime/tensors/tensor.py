@@ -23,7 +23,7 @@ from ..operators.dispatch import dispatch
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
-from ..session.spelling import DeviceIndex, named, twin_on
+from ..session.spelling import DeviceIndex, named, require_alone, twin_on
 from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
 
@@ -87,7 +87,7 @@ class DistributedTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
-        kind, _, index = self.place.device.partition(":")
+        kind, _, index = self.place.local_device.partition(":")
         number = DeviceIndex(index if kind == "cuda" else -1)
         number.place = self.place
         return number
@@ -100,7 +100,7 @@ class DistributedTensor(torch.Tensor):
     def to(
         self,
         *args: object,
-        device: DeviceLike | Place | None = None,
+        device: DeviceLike | None = None,
         node: int | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
@@ -114,7 +114,7 @@ class DistributedTensor(torch.Tensor):
             dtype = args[0].dtype
             kwargs = {"dtype": dtype, **dict(zip(("non_blocking", "copy"), args[1:])), **kwargs}
             target, rest = args[0].device, ()
-        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, Place, int))):
+        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int))):
             target, rest = args[0], args[1:]
         if target is None and node is None:
             return _to(self, *args, **kwargs)
@@ -126,15 +126,16 @@ class DistributedTensor(torch.Tensor):
         # `destination` is held until the copy lives there, so that its number stays its own.
         return _to(self, destination.lazy, *rest, **kwargs)
 
-    def _destination(self, target: DeviceLike | Place | None, node: int | None) -> Residence | torch.device:
+    def _destination(self, target: DeviceLike | None, node: int | None) -> Residence | torch.device:
         """Return the place that a `.to` names, or the device of this process that it names."""
         places = active_session().places
-        if node is not None and not isinstance(target, Place):
-            return places.residence(twin_on(places, node, target, self.place))
         found = named(places, target)
         if found is not None:
+            require_alone(target, "node", node)
             return found
-        assert target is not None and not isinstance(target, Place)
+        if node is not None:
+            return places.residence(twin_on(places, node, target, self.place))
+        assert target is not None
         device = target if isinstance(target, int) else torch.device(target)
         if isinstance(device, int) or device.type == "cuda":
             if self._handle.place.node.members:
@@ -142,7 +143,7 @@ class DistributedTensor(torch.Tensor):
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
                     "x.member(k).cuda()"
                 )
-            return places.residence(Place(self.place.node, device_name(device)))
+            return places.residence(places.place(self.place.node, device_name(device)))
         return device
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:

@@ -137,7 +137,7 @@ class World:
         self.folder = folder
         self.nodes = len(table)
         self.places = [dr.place(node.index, device.name) for node in table for device in node.devices]
-        cpus, gpus = ([p for p in self.places if (p.device == "cpu") is want] for want in (True, False))
+        cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
         # Each mesh has the meshes that are parts of it, and their members' ranks in it.
@@ -236,7 +236,11 @@ class Base:
         streams.
         """
         stream = self.random.choice([None, *self.streams[place]])
-        return dr.on(place.node, place.device) if stream is None else dr.stream(stream)
+        return dr.on(place) if stream is None else dr.stream(stream)
+
+    def device(self, place: dr.Place) -> Any:
+        """Return a spelling of a place, which is current, for whatever takes a device."""
+        return self.random.choice([REMOTE, place, place.device, f"remote:{place.number}"])
 
     def where_mesh(self, number: int) -> AbstractContextManager[object]:
         return dr.stream(self.random.choice([None, *self.mesh_streams[number]]))
@@ -266,7 +270,7 @@ class Base:
             dtype = torch.float32 if self.chance(0.3) else torch.int64
         local = self.numbers(shape, dtype)
         with self.where(place):
-            remote = local.to(REMOTE)
+            remote = local.to(self.device(place))
         return self.keep(place, remote, local)
 
     def keep(
@@ -423,8 +427,20 @@ class Elementwise(Base):
     def factory(self) -> None:
         place, k = self.place(), self.random.randrange(-9, 9)
         with self.where(place):
-            remote = torch.full((LENGTH,), k, dtype=torch.int64, device=REMOTE)
+            remote = torch.full((LENGTH,), k, dtype=torch.int64, device=self.device(place))
         self.keep(place, remote, torch.full((LENGTH,), k, dtype=torch.int64))
+
+    @operation(1)
+    def factory_elsewhere(self) -> None:
+        """Only the operand's shape and dtype count, wherever it is."""
+        a, to, k = self.any(), self.place(), self.random.randrange(-9, 9)
+        self.say(a, to)
+        with self.where(to):
+            if self.chance(0.5):
+                remote = torch.full_like(a.remote, k, device=self.device(to))
+            else:
+                remote = a.remote.new_full(a.local.shape, k, device=self.device(to))
+        self.keep(to, remote, torch.full(a.local.shape, k, dtype=a.local.dtype))
 
     @operation(6)
     def unary(self) -> None:
@@ -528,7 +544,7 @@ class Copying(Base):
         a, to = self.any(), self.place()
         self.say(a)
         with self.where(self.random.choice((a.place, to))):
-            remote = a.remote.to(to)
+            remote = a.remote.to(self.random.choice([to, to.device]))
         # To the same device there is no copy, as in torch itself.
         shared = to == a.place
         self.keep(to, remote, a.local if shared else a.local.clone(), a, view_of=a if shared else None)
@@ -1124,7 +1140,7 @@ class Drawing(Base):
             for _ in range(self.random.randrange(1, 4)):
                 place, kind = self.place(), self.random.choice(kinds)
                 with self.where(place):
-                    remote = kind(device=REMOTE)
+                    remote = kind(device=self.device(place))
                 made.append((place, remote, kind(generator=generators[place.node])))
             # A thread that seeds next must not come before these draws: they are in the order of the program
             # on each node.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib
 import logging
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import NoReturn
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.version import __version__
@@ -29,6 +31,24 @@ log = logging.getLogger("distruntime.worker")
 
 # A log file grows to so many bytes, and so many older ones are kept.
 _LOG_BYTES, _LOG_FILES = 10_000_000, 3
+
+
+def command() -> NoReturn:
+    """Be the program `distruntime-worker`."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, but leave out what Python and C++ do last."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter must not be taken apart while a thread is in a kernel, or while one of gloo's frees a
+    # tensor. Such a thread asks for the GIL next. Python before 3.14 then ends the thread, its stack is
+    # unwound through C++, and the process dies by SIGABRT. A forked worker would also look through all that
+    # was imported, and so copy the memory that workers share.
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ MOST_FILES = 21
 # These are modules of the master's side, with everything below them.
 WORKER_MAY_USE = {
     "distruntime.errors",
+    "distruntime.version",
     "distruntime.wire",
 }
 

@@ -562,6 +562,22 @@ def test_stalls_print_as_a_table(session: object) -> None:
     assert dr.stalls()._repr_html_().count("<tr>") == 2
 
 
+def test_many_reads_at_a_line_bring_advice(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+    dr.stalls(reset=True)
+    for _ in range(25):
+        (x + 1).sum().item()
+    for _ in range(21):
+        (x > 0).nonzero()
+    dr.fetch(x)
+    rows = {row.why.split()[0]: row.count for row in dr.stalls()}
+    texts = sorted(dr.stalls().advice(), key=lambda text: "reads" in text)
+    assert len(texts) == 2 and repr(dr.stalls()).splitlines()[-2:] == dr.stalls().advice()
+    assert texts[1].startswith(f"{rows['item']} reads one by one at ") and "dr.fetch(list) once" in texts[1]
+    assert "times aten.nonzero waited for the shape of its result at " in texts[0]
+    assert dr.stalls()._repr_html_().count("<p>") == 2
+
+
 @pytest.mark.parametrize("wait", [*IMPLICIT, dr.fetch])
 def test_every_implicit_wait_is_a_stall(session: object, wait: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(500, 500, device=REMOTE)

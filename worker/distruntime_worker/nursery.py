@@ -37,6 +37,7 @@ import torch  # noqa: E402
 from .cli import leave  # noqa: E402
 from .cli import main as run_worker  # noqa: E402
 from .publishing import published  # noqa: E402
+from .session import daemon as _daemon  # noqa: E402, F401
 from .values import draws  # noqa: E402
 
 # What was imported stays for ever. A collection in a worker would write into all of it, and so copy its

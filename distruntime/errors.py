@@ -65,7 +65,7 @@ class RemoteError(DistruntimeError):
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
-    """The work was dropped by `stream.cancel()` before it ran."""
+    """The work was dropped by `dr.cancel` or `stream.cancel` before it ran."""
 
 
 class WaitTimeout(DistruntimeError, TimeoutError):

@@ -149,7 +149,7 @@ def test_a_numpy_array_of_it() -> None:
     says(
         at(0).numpy,
         """
-a tensor on node 0 cpu has no memory in this process for numpy: use x.detach().cpu().numpy(), or x.numpy(force=True)
+can't convert a tensor on node 0 cpu to numpy; fetch it first: x.detach().cpu().numpy(), or x.numpy(force=True)
 """,
         TypeError,
     )
@@ -322,17 +322,31 @@ def test_a_forked_child() -> None:
         child.finish()
 
 
-def test_initialising_twice() -> None:
+def test_initialising_twice_with_other_arguments() -> None:
     says(
         dr.init_master_worker,
         """
-init_master_worker was called before: a session with 2 nodes is open. Use it, or call distruntime.shutdown() first
+a session that was begun with other arguments is open: simulate_cuda: got 0, expected 2. Give the same arguments to get that session, or end it first: distruntime.shutdown()
 """,
         dr.UsageError,
     )
 
 
 # Starting one: what is wrong is said before anything is started, within the deadline
+
+
+def test_a_misspelt_argument() -> None:
+    for code, text in (
+        (
+            lambda: dr.init_master_worker(sesion="day"),
+            "init_master_worker() got an unexpected keyword argument 'sesion'. Did you mean 'session'?",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: dr.config(num_thread=2),
+            "config() got an unexpected keyword argument 'num_thread'. Did you mean 'num_threads'?",
+        ),  # type: ignore[call-arg]
+    ):
+        says(code, text, TypeError)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "tcp+tls", "mpi", "gloo", "nccl"])
@@ -415,7 +429,10 @@ def test_nobody_answers(tmp_path: Path) -> None:
             assert child.expect("error") == (
                 "nothing answers at tcp://127.0.0.1:PORT within 1 s: is the worker running there (distruntime-worker --listen tcp://127.0.0.1:PORT), and the port open?"
             )
-        assert child.expect("error") == "2 of 2 workers did not dial tcp://127.0.0.1:PORT within 1 s"
+        assert child.expect("error") == (
+            "2 of 2 workers did not dial tcp://127.0.0.1:PORT within 1 s: node 0 and node 1 are missing. "
+            "Start each with distruntime-worker --master tcp://127.0.0.1:PORT"
+        )
         child.finish()
 
 

@@ -237,7 +237,8 @@ class Node(Log):
         """Return the error of whatever lived on this lost worker."""
         if self.presence.taken:
             return NodeFailed(
-                f"{self} {self.failed}. It has this session's values no more; what it had published is there"
+                f"{self} {self.failed}. This session's tensors there are gone; published ones are still "
+                "available"
             )
         if not self._losses:
             self._losses = self.session.losses(self)

@@ -64,7 +64,7 @@ class Announcer:
             if node.presence.absence is not None:
                 what = f"{node.presence.absence.text}; it goes on when there is a connection again"
             if node.presence.connecting:
-                what = "another worker is to take its place"
+                what = node.presence.sought
         text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:

@@ -106,7 +106,7 @@ def before_wait(why: str) -> None:
     if _mode == "default" or why.startswith("explicit"):
         return
     line = line_text(user_line())
-    text = f"{why} makes the master wait for a worker\n  at {line}\n  dr.fetch_async gives a future instead"
+    text = f"{why} blocks until a worker answers\n  at {line}\n  `await dr.fetch_async(x)` does not block"
     if _mode == "error":
         raise UsageError(text)
     warnings.warn(text, stacklevel=2)

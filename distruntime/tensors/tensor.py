@@ -221,8 +221,8 @@ class DistributedTensor(torch.Tensor):
         if not force:
             raise of_caller(
                 TypeError(
-                    f"a tensor on {self.place} has no memory in this process for numpy: "
-                    "use x.detach().cpu().numpy(), or x.numpy(force=True)"
+                    f"can't convert a tensor on {self.place} to numpy; fetch it first: "
+                    "x.detach().cpu().numpy(), or x.numpy(force=True)"
                 )
             )
         return self.detach().cpu().numpy()

@@ -211,7 +211,7 @@ def _cost(work: Work, count: int, busy: Any = None) -> float:
 def _hot_path(operators: int, rounds: int) -> Figure:
     mesh = dr.init_device_mesh("cpu", (2,))
     sides = []
-    for device in (mesh.device, torch.device("remote", dr.nodes()[0].devices[0].number)):
+    for device in (mesh.device, dr.place(0).device):
         x, y, busy = (
             torch.ones(20, 20, device=device),
             torch.ones(20, 20, device=device),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, seed
 from distruntime.session.session import active_session
 from processes import STARTING
 
@@ -79,7 +79,7 @@ def fresh_session() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Equal random numbers in every test, and no test leaves process-wide settings behind."""
-    torch.manual_seed(0)
+    seed(0)
     grad, default = torch.is_grad_enabled(), torch.get_default_device()
     yield
     assert torch.is_grad_enabled() == grad

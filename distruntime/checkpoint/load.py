@@ -230,7 +230,7 @@ class _Target:
             and self._session.nodes[node].failed is None
             and device in places.devices(node)
         ):
-            return places.residence(Place(node, device))
+            return places.residence(places.place(node, device))
         return places.current()
 
 
@@ -353,7 +353,7 @@ class _Reading:
         issue_function(
             reader.worker,
             "checkpoint_read",
-            [plan, torch.device(reader.place.device)],
+            [plan, torch.device(reader.place.local_device)],
             fresh=[report, *handles],
         )
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}

@@ -322,7 +322,7 @@ def _require_plain(tensor: torch.Tensor, path: str) -> None:
 def _about(of: Spec, place: Place | None) -> dict[str, Json]:
     about: dict[str, Json] = {"dtype": dtype_name(of.dtype), "shape": [*of.size]}
     if place is not None:
-        about["place"] = [place.node, place.device]
+        about["place"] = [place.node, place.local_device]
     # A copy of it has these strides.
     stride = torch.empty_like(of.meta()).stride()
     if stride != torch.empty(of.size, device="meta").stride():

@@ -82,7 +82,7 @@ class Checkpoint:
 
 def _places(session: Session) -> list[Place]:
     there = [node.index for node in session.nodes if node.failed is None]
-    return [Place(node, device) for node in there for device in session.places.devices(node)]
+    return [session.places.place(node, device) for node in there for device in session.places.devices(node)]
 
 
 def run_with_restarts(

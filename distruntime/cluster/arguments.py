@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..collectives.group import Choice
+from ..collectives.data_channels import Choice
 from ..errors import ConfigurationError
 from ..session.launcher import Launcher
 

@@ -12,8 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from ..backend.determinism import follow_determinism
 from ..backend.install import install
-from ..collectives.group import Choice, Groups
+from ..collectives.data_channels import Choice
+from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
@@ -153,6 +155,7 @@ def init_master_worker(
     opened.start()
     opened.groups.meeting.start()
     active[:] = [opened]
+    follow_determinism(opened)
     held = Session(opened)
     _begun[:] = [_Begun(held, arguments)]
     # Registering once is enough, as it stays as long as the process.
@@ -161,7 +164,7 @@ def init_master_worker(
     watch_prompt()
     opened.ending.on_close.append(lambda: _forget(opened))
     try:
-        opened.groups.require_choice()
+        opened.groups.channels.require_choice()
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise

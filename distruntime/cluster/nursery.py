@@ -100,9 +100,16 @@ class Nursery:
     Args:
         fixed: the part of its environment that its workers must have, too.
         output: where it writes, which is nothing unless it cannot start.
+        module: its program.
     """
 
-    def __init__(self, fixed: Mapping[str, str], environment: Mapping[str, str], output: IO[bytes]) -> None:
+    def __init__(
+        self,
+        fixed: Mapping[str, str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        module: str = "distruntime_worker.nursery",
+    ) -> None:
         self.fixed = fixed
         self._master = os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,16 +121,7 @@ class Nursery:
         self._workers: dict[int, ForkedWorker] = {}
         self._numbers = count(1)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "distruntime_worker.nursery", str(self._master)],
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # With more threads than one, numpy starts threads when it is imported, and a process with
-                # threads cannot be forked.
-                env={**environment, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            self._process = start_process(module, theirs, environment, output)
         atexit.register(self.close)
 
     @property
@@ -247,6 +245,22 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def start_process(
+    module: str, control: socket.socket, environment: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a nursery with this program, and with this end of a socket for its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid())],
+        stdin=control.fileno(),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        # With more threads than one, numpy starts threads when it is imported, and a process with threads
+        # cannot be forked.
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
 
 
 @final

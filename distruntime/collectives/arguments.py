@@ -146,7 +146,7 @@ def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> Distr
         raise PlacementError(
             f"{what} is on {place}, which {where}, where {group!r} has {wanted}: "
             "give the tensors in the order of the ranks, or move it: "
-            f"x.to(dr.place({wanted.node}, {wanted.device!r}))"
+            f"x.to(dr.place({wanted.node}, {wanted.local_device!r}))"
         )
     return t
 

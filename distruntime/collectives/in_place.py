@@ -384,14 +384,16 @@ def barrier(
     session, timeout = session_of(group), checked(timeout)
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
-    before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}
+    before = {
+        rank: current_stream(p.node, p.local_device).record_event() for rank, p in enumerate(found.places)
+    }
     nothing: Remote = [[]] * found.size()
     work = _issue(found, "barrier", nothing, nothing, list, [], async_op, everything=True)
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout
     deadline = deadline_in(limit)
-    events = [current_stream(p.node, p.device).record_event() for p in found.places]
+    events = [current_stream(p.node, p.local_device).record_event() for p in found.places]
     for event in events:
         try:
             event.synchronize(left_until(deadline))

@@ -63,7 +63,7 @@ def issue_operation(
         factor,
         splits,
         *[(tuple([h.spec for h in ins]), tuple([h.spec for h in outs])) for ins, outs in parts],
-        *([home.place.device for home in homes] if operation == "copy" else ()),
+        *([home.place.local_device for home in homes] if operation == "copy" else ()),
     )
     compiled = group.templates.get(key)
     if compiled is None:
@@ -143,7 +143,7 @@ def _compile(
         members = [
             [
                 rank,
-                homes[rank].place.device,
+                homes[rank].place.local_device,
                 [operand_fields(h.spec) for h in parts[rank][0]],
                 [operand_fields(h.spec) for h in parts[rank][1]],
             ]

@@ -361,7 +361,7 @@ def _exchange(
     if sum(from_places[p.source] != to_places[p.target] for p in pieces) <= len(used):
         return None
     # The group is one, whatever the order and the direction are.
-    places = sorted(used, key=lambda place: (place.node, place.device))
+    places = sorted(used, key=lambda place: (place.node, place.local_device))
     rank = {place: k for k, place in enumerate(places)}
     splits = [[0] * len(places) for _ in places]
     leaving: list[list[Piece]] = [[] for _ in places]

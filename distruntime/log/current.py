@@ -188,8 +188,8 @@ def enter_stream(stream: StreamOfPlace) -> None:
     place, whole = stream.place, bool(stream.residence.node.members)
     mesh = current_mesh.set(stream.residence if whole else None)
     node = None if whole else current_node.set(place.node)
-    device = None if whole else current_device.set(place.device)
-    token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
+    device = None if whole else current_device.set(place.local_device)
+    token = current_streams.set({**current_streams.get(), (place.node, place.local_device): stream})
     _entered.set((*_entered.get(), Entered(stream, None, node, device, mesh, token)))
 
 

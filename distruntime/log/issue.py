@@ -33,7 +33,7 @@ class Tagged(Protocol):
 
 def stream_at(place: Residence) -> int:
     """Return the number of the current stream of a place."""
-    entered = current_streams.get().get((place.place.node, place.place.device))
+    entered = current_streams.get().get((place.place.node, place.place.local_device))
     return entered.number if entered is not None and entered.residence.node is place.node else 0
 
 

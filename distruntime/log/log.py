@@ -60,8 +60,8 @@ class Member(Protocol):
         """The number of its node."""
 
     @property
-    def device(self) -> str:
-        """The name of its device there."""
+    def local_device(self) -> str:
+        """What its node calls the device."""
 
 
 class Signatures(Protocol):

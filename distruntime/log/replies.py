@@ -23,6 +23,7 @@ from ..wire.messages import (
     Question,
     StoredTensor,
     Versions,
+    WorkerReport,
 )
 
 # A tensor has at most so many elements: no memory holds more, and torch's own arithmetic overflows beyond.
@@ -136,6 +137,8 @@ def _fits(row: object) -> bool:
             return spec is None or is_spec(spec)
         case Versions(versions=versions):
             return all(map(_is_version, versions))
+        case WorkerReport(devices=devices, busy=busy):
+            return 0 < len(devices) == len(busy) == len({row.name for row in devices})
     return True
 
 

@@ -360,7 +360,7 @@ def init_device_mesh(
         )
     else:
         have = [
-            Place(node.index, name)
+            session.places.place(node.index, name)
             for node in session.nodes
             if node.failed is None
             for name in session.places.devices(node.index)

@@ -79,7 +79,7 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
             move = (
                 f"t.member({k})"
                 if t._handle.place.node.members
-                else f"t.to(dr.place({place.node}, {place.device!r}))"
+                else f"t.to(dr.place({place.node}, {place.local_device!r}))"
             )
             raise PlacementError(
                 f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}"

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import PlacementError
-from ..log.handle import Residence
+from ..log.handle import REMOTE_TYPES, Residence
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.read_only import require_writable
@@ -22,6 +22,8 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
 from .ask_worker import ask
+from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
+from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Call, emit, entry_for, results_pattern, template
@@ -95,7 +97,7 @@ def first_time(
     if local:
         args, kwargs = send_along(cls, func, args, kwargs, place)
         return func(*args, **kwargs)
-    remember = target is None or target.index == place.number
+    remember = target is None or target in (place.lazy, place.device)
     return call(cls, func, args, kwargs, place, signature if remember else None)
 
 
@@ -108,17 +110,41 @@ def call(
     signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
+    tables, default = place.tables, torch.get_default_dtype()
+    if signature in place.promoted:
+        args, kwargs = promoted(args, kwargs, place.promoted[signature])
+        return func(*args, **kwargs)
     made = Call(cls, func, args, kwargs, place, signature, user_line())
     entry: Any = place.unproven.get(signature) if signature is not None else None
-    if entry is not None:
-        return _issue_new(made, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+        outcome = (
+            propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
+            if entry is None
+            else entry[3]
+        )
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
             return _issue_new(made, Outcome([], False, aliases(func, args, kwargs)[1], ()))
         return ask(made)
+    # Another thread has changed the default dtype meanwhile.
+    if place.tables is not tables:
+        made = replace(made, signature=None)
+    if default is not WORKERS_DEFAULT and depends(func, args, kwargs, outcome):
+        named = with_dtype(func, args, kwargs, outcome)
+        integers = (
+            to_promote(func, args, kwargs, outcome, place.has_cpu_kernels) if named is None else frozenset()
+        )
+        if integers:
+            if made.signature is not None:
+                if len(place.promoted) >= _MOST_SIGNATURES:
+                    place.promoted.clear()
+                place.promoted[made.signature] = integers
+            args, kwargs = promoted(args, kwargs, integers)
+            return func(*args, **kwargs)
+        made = replace(made, kwargs=named or kwargs)
+    if entry is not None:
+        return _issue_new(made, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
@@ -143,7 +169,7 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
     relieve(node)
     with node.lock:
         number, words = template(
-            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node
+            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single, outcome.written), node
         )
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
@@ -208,9 +234,7 @@ class _Placeholder:
 
 def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().places.numbered(
-        kwargs["device"].index if kwargs.get("device") is not None else None
-    )
+    place = active_session().places.meant(kwargs.get("device"))
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -333,18 +357,38 @@ def send_along(
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
-            host = "" if place.node.members else f" ({place.node.host})"
-            raise PlacementError(
-                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place}{host}\n"
-                f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
-            )
+            raise PlacementError(f"{func}: {_local(name, t, k in written, place)}")
     sent: tuple[Any, Any] = tree_map_only(
         torch.Tensor,
         lambda t: t if type(t) is cls else wrap(cls, upload(t, place)),
         (list(args), dict(kwargs)),
     )
     return sent
+
+
+def _local(name: str, t: torch.Tensor, written: bool, place: Residence) -> str:
+    """Say of a local operand what it is, and how it comes to where the others are."""
+    others = f"the other operands live on {place.place}" + (
+        "" if place.node.members else f" ({place.node.host})"
+    )
+    read = "or read the remote ones: dr.fetch(...)"
+    owned = owner(t)
+    if owned is not None:
+        whose, module = owned
+        return (
+            f"`{name}` is {whose}: the module is still local, {others}\n"
+            f'  send it there: {module}.to("{place.device}")      {read}'
+        )
+    if isinstance(t, torch.nn.Parameter):
+        return (
+            f"`{name}` {tuple(t.shape)} is a parameter of a module that is still local, {others}\n"
+            f'  send the module there: module.to("{place.device}")      {read}'
+        )
+    what = "is local and written by this call" if written else f"is a local tensor on {t.device}"
+    return (
+        f"`{name}` {tuple(t.shape)} {what}, {others}\n"
+        f'  send it there: {name}.to("{place.device}")      {read}'
+    )
 
 
 def _elsewhere(
@@ -359,8 +403,8 @@ def _elsewhere(
 
     Only the operand's metadata counts.
     """
-    if target.type in ("remote", "lazy"):
-        there = active_session().places.numbered(target.index)
+    if target.type in REMOTE_TYPES:
+        there = active_session().places.meant(target)
         if there is place:
             if target == place.lazy:
                 return NotImplemented

@@ -69,7 +69,7 @@ def upload(
     head = [
         UPLOAD,
         handle.ref,
-        "cpu" if stay_on_cpu else place.place.device,
+        "cpu" if stay_on_cpu else place.place.local_device,
         dtype_name(contiguous.dtype),
         list(contiguous.shape),
     ]
@@ -141,7 +141,7 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
         handle = member_of(handle, 0)
     node, nbytes = handle.place.worker, handle.spec.nbytes
     session = session_of_log(node)
-    if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
+    if node.asynchronous and form != "text" and handle.place.place.local_device != "cpu":
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
-from ..log.handle import Place
 from ..log.ledger import Cause
 from ..log.line import user_line
 from ..log.log import Log
@@ -136,8 +135,7 @@ class Session:
         self.pump.start()
 
     def _set_up(self, node: Node) -> None:
-        for name, *_ in node.welcome.devices:
-            self.places.pin(Place(node.index, name))
+        self.places.enter(node)
 
     @property
     def logs(self) -> Sequence[Log]:

@@ -91,7 +91,7 @@ class _Check:
             )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
-        if groups_of(active_session()).backend_for(homes, None) != name:
+        if groups_of(active_session()).channels.name_for(homes, None) != name:
             raise dr.UsageError(
                 f"copies in this session use another data channel: open it with data_channel={name!r}"
             )
@@ -146,7 +146,7 @@ class _Check:
 
     def at(self, rank: int, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of that member."""
-        with dr.on(self.places[rank].node, self.places[rank].device):
+        with dr.on(self.places[rank].node, self.places[rank].local_device):
             return value.to("remote")
 
     def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
@@ -193,7 +193,10 @@ class _Check:
     def streams(self) -> None:
         """Copies side by side: four pairs of streams, both ways, and all arrive where they should."""
         here, there = self.places[:2]
-        pairs = [(dr.Stream(here.node, here.device), dr.Stream(there.node, there.device)) for _ in range(4)]
+        pairs = [
+            (dr.Stream(here.node, here.local_device), dr.Stream(there.node, there.local_device))
+            for _ in range(4)
+        ]
         values = [self.draw(torch.int32, 1 << 16) + 10 * k for k in range(len(pairs))]
         forth, back = self.there_at(0, values), self.there_at(1, [-v for v in values])
         with self.trying(

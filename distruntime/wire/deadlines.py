@@ -103,6 +103,9 @@ DETACH = Deadline(
 ASK = Deadline(
     "ask", 1.0, "DISTRUNTIME_ASK_TIMEOUT", "", "dr.nodes() and dr.memory() for one worker's figures"
 )
+LOOK = Deadline(
+    "look", 5.0, "DISTRUNTIME_LOOK_TIMEOUT", "", "a worker to answer `python -m distruntime status`"
+)
 REPR = Deadline(
     "repr",
     2.0,
@@ -128,4 +131,4 @@ ORPHAN = Deadline(
     "a worker whose master has died to stop by itself, before it is ended",
 )
 
-DEADLINES = (CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, REPR, MEET, GROUP, ORPHAN)
+DEADLINES = (CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, LOOK, REPR, MEET, GROUP, ORPHAN)

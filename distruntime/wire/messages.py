@@ -332,6 +332,46 @@ class TurnsTaken(NamedTuple):
     seconds: float
 
 
+class SessionRow(NamedTuple):
+    """A session on a worker: whose it is, and what it does there. Times are in seconds.
+
+    `away` counts since the master has gone, and is None while the master is there. About `queued`
+    instructions have not begun.
+    """
+
+    name: str
+    host: str
+    pid: int
+    lasting: bool
+    away: float | None
+    age: float
+    values: int
+    queued: int
+    running: str | None
+    seconds: float
+
+
+class WorkerReport(NamedTuple):
+    """A worker as it describes itself.
+
+    `address` is where it listens, or which master it dials. `processor` is in percent of one core, and
+    `busy` in percent for each of `devices`: None where nobody knows.
+    """
+
+    host: str
+    pid: int
+    address: str
+    version: str
+    torch: str
+    python: str
+    age: float
+    simulated: bool
+    processor: float
+    devices: list[DeviceRow]
+    busy: list[float | None]
+    sessions: list[SessionRow]
+
+
 class ChannelOffer(NamedTuple):
     """Why a worker cannot offer a data channel, or nothing.
 
@@ -462,6 +502,16 @@ class AskStatus(Question[Status]):
 @dataclass(frozen=True, slots=True)
 class AskTurns(Question[list[TurnsTaken]]):
     """Master to worker: say how the sessions have shared this worker's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskWorker(Question[WorkerReport]):
+    """Master to worker: describe yourself. Whoever holds the key may ask it, without a session too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStacks(Question[str]):
+    """Master to worker: say where your threads are. Whoever holds the key may ask it, as with `AskWorker`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -782,6 +832,8 @@ Message = (
     | AskMemory
     | AskStatus
     | AskTurns
+    | AskWorker
+    | AskStacks
     | AskPassed
     | AskChannel
     | ListenForPeers

@@ -9,8 +9,7 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import choose
 from distruntime.wire.messages import AskDevices, AskMemory, Goodbye, Reply, Welcome
+from forked_masters import start_master
 from greeting_samples import HELLO
 from network import Network
 from processes import PATH, ListeningWorker, until, waits_less
@@ -56,15 +56,17 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def master(code: str, *, status: int = 0) -> str:
     """Run a master in a process of its own; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH)}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os, signal, torch\nimport distruntime as dr\n{code}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout
+    with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
+        source = (
+            f"import os, signal, torch\nos.dup2(os.open({errors.name!r}, os.O_WRONLY), 2)\n"
+            f"import distruntime as dr\n{code}"
+        )
+        process = start_master(source, environment, output)
+        ended = process.wait(110)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert ended == status, Path(errors.name).read_text()
+        return Path(output.name).read_text()
 
 
 KILLED = -signal.SIGKILL

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,8 +36,10 @@ from distruntime.wire.messages import (
     AskDevices,
     AskMemory,
     AskPassed,
+    AskStacks,
     AskStatus,
     AskTurns,
+    AskWorker,
     Bury,
     Hello,
     ListenForPeers,
@@ -318,6 +321,7 @@ def _calm(value: Any) -> Any:
         return "the worker's words\n  of an error"
     # A relative folder is one of the fuzzed worker's own.
     if isinstance(value, str):
+        value = value.replace(socket.gethostname(), "here")
         value = re.sub(r"(/[\w.-]+)+/checkpoint\b", "checkpoint", value)
     return re.sub(r"(/[\w.-]+){3,}", "/a/path", value) if isinstance(value, str) else value
 
@@ -543,6 +547,8 @@ def _questions() -> None:
     session = active_session()
     for question, *details in (
         (AskTurns,),
+        (AskWorker,),
+        (AskStacks,),
         (AskStatus,),
         (AskMemory,),
         (AskDevices,),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, some
+from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, seed, some
 
 # The module warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
 
 
 def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
-    torch.manual_seed(0)
+    seed(0)
     grad = differentiable(op, dtype)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
     had_result = 0
@@ -78,7 +78,7 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
     def run(device: str) -> Any:
         copy = Copier(device)
         inputs, args, kwargs = copy((sample.input, sample.args, sample.kwargs))
-        torch.manual_seed(2)
+        seed(2)
         result = function(inputs, *args, **kwargs)
         if not grad:
             return result, []

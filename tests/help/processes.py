@@ -24,6 +24,7 @@ from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.log.line import user_line
 from distruntime.session.session import active_session
 from distruntime.wire.messages import AWAIT, AskMemory, MemoryHeld, Signal
+from forked_masters import start_master
 
 T = TypeVar("T")
 
@@ -337,18 +338,14 @@ class Child:
         source = f"import {module}\n{module}.{function.__name__}(*{args!r})\n"
         paths = [*PATH, str(Path(function.__code__.co_filename).parent)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        reading, writing = os.pipe()
+        self._output = open(reading, encoding="utf-8", errors="replace")
+        with open(writing, "wb") as output:
+            self._process = start_master(source, environment, output, strict=True)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.printed: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def __enter__(self) -> Child:
         return self
@@ -357,14 +354,14 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._listening.join()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.rstrip("\n"))
+        with self._output:
+            for line in self._output:
+                self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
     @property
@@ -397,7 +394,7 @@ class Child:
     def tell(self, line: str = "") -> None:
         """Write a line to the function's standard input."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
 
     def waiting(self) -> bool:

@@ -15,7 +15,7 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 ROOMS = {
     "distruntime": (
         "errors wire log session operators tensors streams publishing collectives backend mesh cluster "
-        "checkpoint face testing"
+        "checkpoint face"
     ).split(),
     "distruntime_worker": "machine values log checkpoint collectives publishing session face".split(),
 }
@@ -23,6 +23,9 @@ ROOMS = {
 SINGLE = {
     "distruntime.errors",
 }
+
+# Folders that stand with the face, above all rooms: the suites for plug points.
+FACING = {"testing"}
 
 # It has the module, the line, and whether it stands inside a function.
 Import = tuple[str, int, bool]
@@ -44,6 +47,8 @@ def room(module: str) -> str:
     """Return the room of a module: the first folder that it is in."""
     package, _, rest = module.partition(".")
     first = rest.partition(".")[0]
+    if first in FACING:
+        return "face"
     return first if ((SOURCES[package] / first).is_dir() and first) or module in SINGLE else "face"
 
 

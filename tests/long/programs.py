@@ -31,7 +31,7 @@ import torch
 import distruntime as dr
 from distruntime.session.session import active_session
 from processes import ListeningWorker
-from random_programs import Program, Reader, Run, Tally, World
+from random_programs import FAILED, Program, Reader, Run, Tally, World
 
 ENDING = 300.0  # seconds for other masters to end, once this one has
 
@@ -97,7 +97,7 @@ def failures_are_known() -> None:
         try:
             dr.synchronize(timeout=ENDING)
             return
-        except IndexError:
+        except FAILED:
             pass
 
 

@@ -215,4 +215,4 @@ def test_the_repl_completes_names_without_ipython(repl: Terminal) -> None:
     repl.send("tensor.pla\t")
     repl.expect(r"tensor\.place")
     repl.send("\n")
-    repl.expect(r"Place\(node=0, device='cpu'\)\n>>> ")
+    repl.expect(r"dr\.place\(0, 'cpu'\)\n>>> ")

@@ -16,7 +16,6 @@ import gc
 # Importing torch makes objects that stay, and a collection would look through them again and again.
 gc.disable()
 
-import atexit  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import select  # noqa: E402
@@ -24,7 +23,6 @@ import signal  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-import threading  # noqa: E402
 import time  # noqa: E402
 from collections import deque  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
@@ -36,8 +34,10 @@ from typing import final  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
+from .cli import leave  # noqa: E402
 from .cli import main as run_worker  # noqa: E402
 from .publishing import published  # noqa: E402
+from .session import daemon as _daemon  # noqa: E402, F401
 from .values import draws  # noqa: E402
 
 # What was imported stays for ever. A collection in a worker would write into all of it, and so copy its
@@ -233,14 +233,7 @@ def main(arguments: Sequence[str]) -> int:
     request = Nursery(control, int(arguments[0])).serve()
     if request is None:
         return 0
-    code = run_worker(request.arguments)
-    # What Python and C++ do last looks through all that was imported. That would copy the memory that workers
-    # share.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(run_worker(request.arguments))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def keep_pages() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        # These are M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
+        # malloc.h calls these M_MMAP_MAX, M_TRIM_THRESHOLD and M_ARENA_MAX.
         for option, setting in ((-4, 0), (-1, (1 << 31) - 1), (-8, 1)):
             libc.mallopt(option, setting)
 

@@ -31,6 +31,8 @@ from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
+    AskStacks,
+    AskWorker,
     BreakGroup,
     Bury,
     Cancel,
@@ -73,6 +75,7 @@ from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
 from .questions import Questions
+from .report import Reporter
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")
@@ -112,7 +115,8 @@ class Daemon:
         # Those of them that have ended are here. Their greetings may still lie unread.
         self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
-        self._questions = Questions(config, self._devices, self._turns)
+        self._reporter = Reporter(self._devices, self._sessions, config.master or self._channel.address)
+        self._questions = Questions(config, self._devices, self._turns, self._reporter)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
@@ -224,6 +228,7 @@ class Daemon:
             self._drop(session, str(session.broken))
         if now > self._looked + _LOOK:
             self._looked = now
+            self._reporter.look()
             for session in [session for session in self._sessions.values() if session.spent]:
                 dead = not session.lasting and has_died(session.process)
                 self._end(
@@ -369,6 +374,8 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
+        elif isinstance(message, (AskWorker, AskStacks)):
+            self._greet(peer, self._questions.of_stranger(message))
         elif not isinstance(message, Goodbye) and peer not in self._retired:
             # A message may come of a master that is no longer ours.
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")

@@ -9,8 +9,10 @@ from distruntime.wire.messages import (
     AskDevices,
     AskMemory,
     AskPassed,
+    AskStacks,
     AskStatus,
     AskTurns,
+    AskWorker,
     DropOlder,
     DropPublished,
     Failed,
@@ -29,14 +31,20 @@ from ..machine.devices import Devices
 from ..values.objects import failure
 from .address import peer_address, unusable_for_workers
 from .config import WorkerConfig
+from .report import Reporter
 from .session import Session
 
 
 class Questions:
     """Answers the questions of all sessions of a worker."""
 
-    def __init__(self, config: WorkerConfig, devices: Devices, turns: Turns) -> None:
-        self._config, self._devices, self._turns = config, devices, turns
+    def __init__(self, config: WorkerConfig, devices: Devices, turns: Turns, reporter: Reporter) -> None:
+        self._config, self._devices, self._turns, self._reporter = config, devices, turns, reporter
+
+    def of_stranger(self, question: AskWorker | AskStacks) -> Reply:
+        """Return the reply to a question that needs no session."""
+        stacks = isinstance(question, AskStacks)
+        return Reply(question.request, self._reporter.stacks() if stacks else self._reporter.report())
 
     def answer(self, session: Session, question: Question[object]) -> None:
         """Reply, or say why not."""
@@ -58,6 +66,10 @@ class Questions:
                 return executor.status()
             case AskTurns():
                 return self._turns.report()
+            case AskWorker():
+                return self._reporter.report()
+            case AskStacks():
+                return self._reporter.stacks()
             case AskPassed(after=after):
                 return executor.passed(after)
             case AskChannel(channel=channel):

@@ -13,6 +13,7 @@ import torch
 
 from distruntime.errors import UsageError
 
+from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
 from ..machine.settings import configure, settings
 from .step import Operator
 from .streams import elapsed_time
@@ -121,7 +122,11 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 FUNCTIONS: dict[str, Operator] = {
     "distruntime::config": configure,
+    "distruntime::device_properties": device_properties,
     "distruntime::elapsed_time": elapsed_time,
+    "distruntime::empty_cache": empty_cache,
+    "distruntime::memory_figures": memory_figures,
+    "distruntime::reset_peak": reset_peak,
     "distruntime::settings": settings,
     "distruntime::manual_seed": manual_seed,
     "distruntime::seed_member": seed_member,

@@ -7,6 +7,7 @@ another thread end it. What was begun and never done keeps its memory for ever: 
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -28,6 +29,9 @@ from distruntime.wire.data_channel import (
     Reduction,
     numbers,
 )
+
+# The module mpi4py would do so when the interpreter is taken apart, but a worker leaves that out.
+atexit.register(mpi.Finalize)
 
 
 class _Request(Protocol):

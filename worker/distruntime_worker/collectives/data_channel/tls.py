@@ -102,6 +102,11 @@ class _Encryption:
             sock.do_handshake()
         except ssl.SSLCertVerificationError as error:
             raise Unproven(f"its certificate is no member's: {error.verify_message}") from error
+        except ssl.SSLError as error:
+            # A member that has no place left just hangs up, and another try may mend that.
+            if error.reason != "WRONG_VERSION_NUMBER":
+                raise
+            raise Unproven(f"it does not speak TLS: {error}") from error
 
     def check(self, sock: socket.socket, rank: int) -> None:
         assert isinstance(sock, ssl.SSLSocket)

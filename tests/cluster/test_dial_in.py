@@ -75,7 +75,7 @@ def test_who_is_missing_is_named(address: str, dial: Dialler) -> None:
 
     until(one_has_come)
     assert texts[-1].startswith(
-        f"2 of 3 workers did not dial {address} within 1 s: node 1 and node 2 are missing; "
+        f"2 of 3 workers did not dial {address} within 1 s: nodes 1, 2 are missing; "
         f"node 0 ({socket.gethostname()}) has come (pid "
     )
     assert f"Start each with distruntime-worker --master {address}" in texts[-1]

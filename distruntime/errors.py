@@ -65,7 +65,7 @@ class RemoteError(DistruntimeError):
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
-    """The work was dropped by `stream.cancel()` before it ran."""
+    """The work was dropped by `dr.cancel` or `stream.cancel` before it ran."""
 
 
 class WaitTimeout(DistruntimeError, TimeoutError):
@@ -111,8 +111,7 @@ def drop_frames(error: BaseException) -> None:
     Only the outermost function of this package can do so: each one that an error passes on its way out adds
     its own frame.
     """
-    # Where Ctrl-C struck, the user wants to know what was waited for.
-    if is_of_caller(error) and not isinstance(error, KeyboardInterrupt):
+    if is_of_caller(error):
         error.__traceback__ = None
 
 

@@ -69,6 +69,7 @@ CONTENTS = """
 docs/sessions
 docs/publishing
 docs/checkpoints
+docs/places
 docs/streams
 docs/meshes
 docs/primitives

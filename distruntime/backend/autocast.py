@@ -187,9 +187,9 @@ def _call(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> ob
 
 # -- casts ---------------------------------------------------------------------------------------------------
 
-# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch.
-# Unlike torch's cache it knows the dtype: there an inner region with another one gets the outer region's
-# casts.
+# Each parameter (by id) and dtype has the parameter and its cast, until the outermost region of any thread
+# ends, as in torch. Unlike torch's cache, this one knows the dtype: in torch's, an inner region with another
+# dtype gets the outer region's casts.
 _casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 # The proxies' own method looks for places first, which takes 2.6 us.
 _to = torch.Tensor.to

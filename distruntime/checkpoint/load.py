@@ -177,7 +177,7 @@ def _await(session: Session, requests: Sequence[Request[object]]) -> None:
 class _Mesh(Protocol):
     """What a load needs of a mesh. Its class is imported late, with torch.distributed.tensor."""
 
-    _team: MeshLog
+    _mesh_log: MeshLog
     _home: Residence
 
     @property
@@ -185,7 +185,7 @@ class _Mesh(Protocol):
 
 
 def _is_mesh(place: object) -> TypeGuard[_Mesh]:
-    return hasattr(place, "_team")
+    return hasattr(place, "_mesh_log")
 
 
 class _Target:
@@ -193,7 +193,7 @@ class _Target:
 
     def __init__(self, session: Session, place: object) -> None:
         self._session = session
-        # Whether they come into this process.
+        # It is True if they come into this process.
         self.here = False
         self.mesh: _Mesh | None = None
         self._node: int | None = None
@@ -230,7 +230,7 @@ class _Target:
             and self._session.nodes[node].failed is None
             and device in places.devices(node)
         ):
-            return places.residence(Place(node, device))
+            return places.residence(places.place(node, device))
         return places.current()
 
 
@@ -353,7 +353,7 @@ class _Reading:
         issue_function(
             reader.worker,
             "checkpoint_read",
-            [plan, torch.device(reader.place.device)],
+            [plan, torch.device(reader.place.local_device)],
             fresh=[report, *handles],
         )
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
@@ -399,7 +399,7 @@ class _Reading:
         assert mesh is not None
         shards = [values[f"{key}.member{k}"] for k in range(members)]
         handles = [shard._handle for shard in shards if isinstance(shard, DistributedTensor)]
-        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, handles))
         return made
 
 

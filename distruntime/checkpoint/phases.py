@@ -29,9 +29,10 @@ from .tree import Json
 
 log = logging.getLogger("distruntime")
 
-# The form of what is in a checkpoint's folder.
+# What is in a checkpoint's folder has a form, and this is the form's number.
 VERSION = 1
-_LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
+# So many seconds lie between looks whether the workers of a save can be reached.
+_LOOK = 0.5
 # Failures that no instruction has are filed under negative numbers: see Ledger.unread.
 _keys = count(-1, -1).__next__
 
@@ -116,8 +117,8 @@ class Saving:
 
         `on_end` is called when all is over.
         """
-        # Ctrl-C in the midst of it would leave a save that never ends, and the end of the session would wait
-        # for it.
+        # Ctrl-C in the midst of it would leave a save that never ends. The end of the session would wait for
+        # it.
         with shield:
             self._writes, self._looks = writes, looks
             self._on_end.append(on_end)

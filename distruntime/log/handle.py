@@ -6,9 +6,9 @@ Proxies own handles.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import final
 
 import torch
 
@@ -23,15 +23,105 @@ from .spec import Spec
 next_ref = count(1).__next__
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lives: the number of a node and the name of one of its devices ("cpu", "cuda:0")."""
+Signature = tuple[object, ...]
+Known = dict[Signature, object]
+Tables = tuple[Known, Known, dict[Signature, frozenset[int]]]
+
+# A place that has no number of its own says this one. No tensor's place has it.
+UNNUMBERED = 127
+# The device types of torch that mean a place. Users write "remote", and proxies claim "lazy". `BARE` is what
+# torch's C++ makes of a "remote" without an index before it copies: see backend/install.py.
+BARE = "ve"
+REMOTE_TYPES = ("remote", "lazy", BARE)
+
+
+@final
+class Place(str):
+    """Where a tensor lives: the number of a node and what that node calls the device ("cpu", "cuda:0").
+
+    torch takes a place wherever it takes a device: `torch.ones(2, device=place)`, `model.to(place)`. Its
+    argument parser accepts a `torch.device` or a text there and asks nothing else. So a place is the text
+    "remote:k", which prints as "node 0 cuda:0". `device` is the same as a `torch.device`.
+
+    Places are equal if node and device are, whatever their numbers: `dr.place` and `x.place` return places
+    with a number. A mesh's place has its `members`.
+    """
+
+    __slots__ = ("local_device", "members", "node", "number")
 
     node: int
-    device: str
+    local_device: str
+    number: int
+    members: tuple[Place, ...]
+
+    def __new__(
+        cls, node: int, local_device: str, number: int = UNNUMBERED, members: Sequence[Place] = ()
+    ) -> Place:
+        made = super().__new__(cls, f"remote:{number}")
+        made.node, made.local_device, made.number, made.members = node, local_device, number, tuple(members)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """The place as a torch device, `device("remote", k)`: what `x.device` is of a tensor there."""
+        return torch.device("remote", self.number)
+
+    @property
+    def type(self) -> str:
+        """ "remote", as of its device."""
+        return "remote"
+
+    @property
+    def index(self) -> int:  # type: ignore[override]
+        """Its number k, as of its device "remote:k"."""
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Place)
+            and (self.node, self.local_device) == (other.node, other.local_device)
+            and self.members == other.members
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.node, self.local_device))
 
     def __str__(self) -> str:
-        return f"node {self.node} {self.device}"
+        if not self.members:
+            return f"node {self.node} {self.local_device}"
+        nodes = list(dict.fromkeys(place.node for place in self.members))
+        members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
+        return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __repr__(self) -> str:
+        return f"<{self}>" if self.members else f"dr.place({self.node}, {self.local_device!r})"
+
+    def __copy__(self) -> Place:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Place:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another session may give its number to another place.
+        return Place, (self.node, self.local_device, UNNUMBERED, self.members)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return "0 to 3, 7" of [0, 1, 2, 3, 7]."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
 
 
 class Residence:
@@ -41,12 +131,15 @@ class Residence:
     signature to its template and result metadata; it is emptied when the session or the node ends, which
     sends every call down the slow path. On a node with several streams it stays empty, and the slow path
     looks into `signatures`, which elsewhere is the same dictionary. A signature whose metadata the worker has
-    not confirmed yet is in `unproven`: the slow path has each such call checked.
+    not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the
+    signatures of calls whose integers must be converted to the default dtype first, and the numbers of these
+    operands. Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
     """
 
     __slots__ = (
         "__weakref__",
         "_released",
+        "_tables",
         "cache",
         "device",
         "free",
@@ -55,7 +148,9 @@ class Residence:
         "number",
         "numbers",
         "place",
+        "promoted",
         "signatures",
+        "tables",
         "unproven",
     )
 
@@ -65,10 +160,9 @@ class Residence:
         self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.signatures: dict[tuple[object, ...], object] = {}
-        self.cache = self.signatures if node.order is None else {}
-        self.unproven: dict[tuple[object, ...], object] = {}
-        # A mesh keeps tensors here of a number for each member: see lines.py.
+        self._tables: dict[torch.dtype, Tables] = {}
+        self.follow_default_dtype()
+        # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
 
@@ -82,17 +176,27 @@ class Residence:
     @property
     def on_cpu(self) -> bool:
         """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
-        return (self.node.members or (self.place,))[0].device == "cpu"
+        return (self.node.members or (self.place,))[0].local_device == "cpu"
 
     @property
     def has_cpu_kernels(self) -> bool:
         """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
         return self.on_cpu or self.node.simulated
 
+    def follow_default_dtype(self) -> None:
+        """Look signatures up among those that have run under what is torch's default dtype now."""
+        default = torch.get_default_dtype()
+        # The tuple is a new one each time: whoever holds it sees that the default has changed meanwhile.
+        signatures, unproven, promoted = self._tables.get(default, ({}, {}, {}))
+        self.tables = self._tables[default] = signatures, unproven, promoted
+        self.signatures, self.unproven, self.promoted = self.tables
+        self.cache = self.signatures if self.node.order is None else {}
+
     def clear_signatures(self) -> None:
         """Send every call down the slow path, which does not know it either."""
-        self.signatures.clear()
-        self.unproven.clear()
+        for tables in list(self._tables.values()):
+            for table in tables:
+                table.clear()
 
     def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""
@@ -113,7 +217,12 @@ class Storage:
     there are several: see order.py.
     """
 
-    __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
+    __slots__ = ("__weakref__", "given", "kin", "order", "parts", "resized", "spec", "whole", "written")
+
+    # The values that one instruction made together with this memory, and the memory of each. Set only where
+    # it made several, so that an operation with one result pays nothing: see `relate`. The references are
+    # weak because kin name each other.
+    kin: Sequence[tuple[int, weakref.ref[Storage]]]
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -125,7 +234,7 @@ class Storage:
         self.whole: dict[Log, weakref.ref[Storage]] | None = None
         # A mesh's storage that was put together has here what keeps its names' order on each worker.
         self.given: dict[Node, Storage] | None = None
-        # Bytes, once somebody has changed them: see mesh_storage.py.
+        # These are bytes, once somebody has changed them: see mesh_storage.py.
         self.resized: int | None = None
 
 
@@ -138,7 +247,8 @@ class Handle:
 
     __slots__ = ("born", "place", "ref", "spec", "storage")
 
-    # The position in the log after the instruction that creates the value, and the line that issued it.
+    # These are the position in the log after the instruction that creates the value, and the line that issued
+    # it.
     born: Line
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
@@ -151,6 +261,29 @@ class Handle:
 
     def __del__(self) -> None:
         self.place.free(self.ref)
+
+
+def relate(made: Sequence[Handle]) -> None:
+    """Note which values one instruction made together, each with a memory of its own."""
+    kin = [(handle.ref, weakref.ref(handle.storage)) for handle in made]
+    for handle in made:
+        handle.storage.kin = kin
+
+
+def kin_of(operands: Sequence[Handle]) -> tuple[list[int] | None, list[Storage]]:
+    """Return the refs of the values that were made together with `operands`, and their memories.
+
+    The refs are None where nothing was. A value is not its own kin: what checks it leaves it as it is.
+    """
+    own = [handle.storage for handle in operands]
+    found: dict[int, Storage] = {}
+    for storage in own:
+        for ref, weak in getattr(storage, "kin", ()):
+            memory = weak()
+            if memory is not None and memory not in own:
+                found[ref] = memory
+    related = any(hasattr(storage, "kin") for storage in own)
+    return list(found) if related else None, list(found.values())
 
 
 def new_value(spec: Spec, place: Residence) -> Handle:

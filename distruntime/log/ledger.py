@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..wire.messages import Failure
+from .line import Call
 from .log import Log
 
 _MOST_FAILURES = 1000
 _CANCELLED = "distruntime.errors.StreamCancelled"
 
-# The segment and the position of a failed instruction.
+# A failed instruction has its segment and its position.
 Key = tuple[int, int]
 
 
@@ -20,9 +21,11 @@ class Cause:
 
     failure: Failure
     line: str
-    # The number of that worker, where it is not the one that told of it.
+    # The line is in this call, which knows its callers.
+    call: Call | None = None
+    # This is the number of that worker, where it is not the one that told of it.
     where: int | None = None
-    # The log that has the failure's position, where that is a mesh's.
+    # The failure's position is in this log, where that is a mesh's.
     log: Log | None = None
 
 

@@ -111,8 +111,11 @@ def spec_from_wire(fields: list[object]) -> Spec:
 NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 
 
-def layout(spec: Spec) -> list[object]:
-    """Return a spec as templates of groups say it: dtype, sizes, and strides where it is not contiguous."""
+def operand_fields(spec: Spec) -> list[object]:
+    """Return what the templates of groups say of an operand.
+
+    That is its dtype, its sizes, and its strides where it is not contiguous.
+    """
     strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
     return [dtype_name(spec.dtype), list(spec.size), strides]
 

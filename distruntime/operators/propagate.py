@@ -6,6 +6,7 @@ shared cores).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,8 +20,17 @@ from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
 from .rehearsal import refusal, rehearse
 
-# One of torch's operators. Each takes arguments of its own, which its schema says and no type.
+# This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
+
+
+class _Predicting(threading.local):
+    """Whether this thread runs a meta kernel to find out what a worker's kernel will return."""
+
+    now = False
+
+
+predicting = _Predicting()
 
 
 class NeedsWorker(Exception):
@@ -86,12 +96,12 @@ LIARS = {
 # On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.
 LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
 
-# Operators without a meta kernel whose result is a list; its length follows from the arguments.
+# These operators have no meta kernel, and their result is a list. Its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
     "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
 }
 
-# Views that their schemas do not own up to.
+# The schemas of these views do not own up to them.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
 
 
@@ -189,6 +199,7 @@ def _propagate(
     if mkwargs.get("device") is not None:
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]
+    predicting.now = True
     try:
         out = func(*margs, **mkwargs)
     except NotImplementedError:
@@ -202,6 +213,8 @@ def _propagate(
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
         raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
+    finally:
+        predicting.now = False
     rehearse(func, args, kwargs, before, cpu_kernels)
     return outcome(func, args, kwargs, out, metas, before)
 

@@ -13,8 +13,10 @@ import time
 from ..log.log import Log
 from ..log.node import Node
 
-_FIRST = 0.5  # seconds of silence
-_COUNTING = 5.0  # seconds from which the line counts
+# The first line comes after so many seconds of silence.
+_FIRST = 0.5
+# From so many seconds on, the line counts.
+_COUNTING = 5.0
 
 
 class Announcer:
@@ -62,7 +64,7 @@ class Announcer:
             if node.presence.absence is not None:
                 what = f"{node.presence.absence.text}; it goes on when there is a connection again"
             if node.presence.connecting:
-                what = "another worker is to take its place"
+                what = node.presence.sought
         text = f"waiting for {node}{count}: {what} ({leave})"
         with self._lock:
             if text != self._shown and self._waits:

@@ -20,6 +20,7 @@ from ..errors import (
     WaitTimeout,
 )
 from ..log.ledger import Cause
+from ..log.line import callers_text
 from ..log.node import Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
@@ -42,7 +43,7 @@ _OF_MORE_THAN_A_TEXT = (
     "UnicodeTranslateError",
     "ExceptionGroup",
 )
-# What a reply may become: nothing else is looked up, and nothing is unpickled.
+# A reply may become one of these: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
     for name, cls in vars(builtins).items()
@@ -96,7 +97,7 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     # Simulated GPUs are main memory.
     simulated = node.welcome is not None and node.welcome.simulated
     device = f"cuda:{card[1]}" if card else "cpu"
-    there = [h for h in everyone if h.place.device == device or (simulated and not card)]
+    there = [h for h in everyone if h.place.local_device == device or (simulated and not card)]
     lines = [
         f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
         for h in there[:_MOST_HOLDERS]
@@ -122,6 +123,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
         text,
         f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else ""),
     ]
+    lines += [f"  {line}" for line in callers_text(cause.call)]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
     if out_of_memory(failure):

@@ -124,7 +124,7 @@ class Receiver:
                 try:
                     peer, frames = self._arrived.popleft()
                 except IndexError:
-                    # Such a reader has taken it: a signal's handler, between these two lines.
+                    # A reader within this one has taken it: a signal's handler, between these two lines.
                     break
                 self.take(peer, frames)
 

@@ -168,7 +168,7 @@ class Requests:
                 read(limit)
             return True
         finally:
-            # No call until the mark is gone: Ctrl-C strikes between calls.
+            # No call may come until the mark is gone, because Ctrl-C strikes between calls.
             if not again and _READER in self._reader and self._reader[_READER] == me:
                 del self._reader[_READER]
                 if self._followers:

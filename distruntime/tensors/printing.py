@@ -29,9 +29,10 @@ def _printable(text: str) -> str:
 
 def _where(handle: Handle) -> str:
     place = handle.place
+    """Return the place as the device that torch takes, and in parentheses what it stands for."""
     if place.node.members:
-        return f"device='remote:{place.number}', member 0 of {len(place.node.members)}"
-    return f"device='remote:{place.number}', place=({place.place.node}, '{place.place.device}')"
+        return f"device='remote:{place.number}' (member 0 of {len(place.node.members)})"
+    return f"device='remote:{place.number}' ({place.place})"
 
 
 def summary(spec: Spec, where: str, state: str) -> str:

@@ -23,7 +23,7 @@ from ..operators.dispatch import dispatch
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
-from ..session.spelling import DeviceIndex, named, twin_on
+from ..session.spelling import DeviceIndex, named, require_alone, twin_on
 from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
 
@@ -88,7 +88,7 @@ class DistributedTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
-        kind, _, index = self.place.device.partition(":")
+        kind, _, index = self.place.local_device.partition(":")
         number = DeviceIndex(index if kind == "cuda" else -1)
         number.place = self.place
         return number
@@ -102,7 +102,7 @@ class DistributedTensor(torch.Tensor):
     def to(
         self,
         *args: object,
-        device: DeviceLike | Place | None = None,
+        device: DeviceLike | None = None,
         node: int | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
@@ -116,7 +116,7 @@ class DistributedTensor(torch.Tensor):
             dtype = args[0].dtype
             kwargs = {"dtype": dtype, **dict(zip(("non_blocking", "copy"), args[1:])), **kwargs}
             target, rest = args[0].device, ()
-        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, Place, int))):
+        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int))):
             target, rest = args[0], args[1:]
         if target is None and node is None:
             return _to(self, *args, **kwargs)
@@ -128,15 +128,16 @@ class DistributedTensor(torch.Tensor):
         # `destination` is held until the copy lives there, so that its number stays its own.
         return _to(self, destination.lazy, *rest, **kwargs)
 
-    def _destination(self, target: DeviceLike | Place | None, node: int | None) -> Residence | torch.device:
+    def _destination(self, target: DeviceLike | None, node: int | None) -> Residence | torch.device:
         """Return the place that a `.to` names, or the device of this process that it names."""
         places = active_session().places
-        if node is not None and not isinstance(target, Place):
-            return places.residence(twin_on(places, node, target, self.place))
         found = named(places, target)
         if found is not None:
+            require_alone(target, "node", node)
             return found
-        assert target is not None and not isinstance(target, Place)
+        if node is not None:
+            return places.residence(twin_on(places, node, target, self.place))
+        assert target is not None
         device = target if isinstance(target, int) else torch.device(target)
         if isinstance(device, int) or device.type == "cuda":
             if self._handle.place.node.members:
@@ -144,7 +145,7 @@ class DistributedTensor(torch.Tensor):
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
                     "x.member(k).cuda()"
                 )
-            return places.residence(Place(self.place.node, device_name(device)))
+            return places.residence(places.place(self.place.node, device_name(device)))
         return device
 
     @without_our_frames
@@ -220,8 +221,8 @@ class DistributedTensor(torch.Tensor):
         if not force:
             raise of_caller(
                 TypeError(
-                    f"a tensor on {self.place} has no memory in this process for numpy: "
-                    "use x.detach().cpu().numpy(), or x.numpy(force=True)"
+                    f"can't convert a tensor on {self.place} to numpy; fetch it first: "
+                    "x.detach().cpu().numpy(), or x.numpy(force=True)"
                 )
             )
         return self.detach().cpu().numpy()
@@ -235,7 +236,8 @@ class DistributedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same value without history; assigning makes this tensor the other one's value."""
-        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        # This runs below autograd, as torch's own does: what is written through it does not count in this
+        # tensor's version.
         found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
         return found
 
@@ -379,11 +381,11 @@ class _Member(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        team = ctx.home.node
+        mesh_log = ctx.home.node
         zeros = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
         own = grad.contiguous()
-        assert isinstance(team, MeshLog)
+        assert isinstance(mesh_log, MeshLog)
         assert isinstance(zeros, DistributedTensor) and isinstance(own, DistributedTensor)
-        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles = [member_of(zeros._handle, k) for k in range(len(mesh_log.members))]
         handles[ctx.k] = own._handle
-        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None
+        return wrap(DistributedTensor, mesh_of(mesh_log, ctx.home, handles)), None

@@ -5,6 +5,7 @@ anything is sent.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -132,6 +133,40 @@ def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
             check_data_channel("gloo", sizes=(2,))
         with pytest.raises(dr.UsageError, match="at least 2 each"):
             check_data_channel("gloo", sizes=(1,))
+
+
+class Recorded(Liar):
+    """gloo, and a reduction tells how many operations torch's flight recorder has of this process."""
+
+    capabilities = Gloo.capabilities
+
+    def __init__(self, membership: dr.Membership) -> None:
+        super().__init__(membership)
+        self._gloo = Gloo(membership)
+
+    def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> None:
+        self._gloo.all_reduce(data, op)
+        recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+        data.fill_(len(recorded.get("entries", [])))
+
+    def abort(self) -> None:
+        self._gloo.abort()
+
+
+def test_torchs_flight_recorder_is_off_unless_it_is_asked_for(
+    fresh_session: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch 2.11 it ends a process in which groups run their first operations side by side."""
+    dr.register_data_channel("Recorded", Recorded)
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+    for size, wanted in (("", [0.0]), ("1", [1.0])):
+        if size:
+            monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
+        with fresh_session(data_channel="Recorded", world_size=2, simulate_cuda=2):
+            mesh = dr.init_device_mesh("cuda", (4,))
+            found = dr.lines.all_reduce(mesh.lines(), torch.ones(1, device=mesh.device))
+            assert [shard.tolist() for shard in dr.shards(found)] == [wanted] * 4
 
 
 # How one is found

@@ -16,11 +16,11 @@ from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Plain
 
 from .functions import seedings
 from .objects import Poisoned, memory_of
-from .step import Run, Slots, Step, Words
+from .step import Run, Slots, Step, Words, list_word
 from .streams import Stream
 from .template import Template
 
-# Stands in a template for the device of whichever member runs it.
+# It stands in a template for the device of whichever member runs it.
 MEMBER: Plain = ["device", "member"]
 
 
@@ -28,21 +28,20 @@ class Shards(list[object]):
     """What stands in the slot of a mesh's value: those of its members here, in their order."""
 
 
-class Team:
+class MeshState:
     """One mesh as this worker sees it."""
 
     def __init__(self, number: int, devices: list[str]) -> None:
         self.number, self.devices = number, devices
-        self.received = 0  # words
+        # So many words have come.
+        self.received = 0
         # These are as in a worker's own log: see State.
         self.templates, self.info = dict[Plain, Run](), dict[Plain, Step]()
         self.next_template = FIRST_TEMPLATE
-        self.lines: dict[
-            int, list[list[int]]
-            # The key is the number of a dimension; the value has each member's [group, rank] along it.
-        ] = {}
+        # The key is the number of a dimension; the value has each member's [group, rank] along it.
+        self.lines: dict[int, list[list[int]]] = {}
         self.generators = Generators(len(devices))
-        # Run by the thread of the worker's own, in turns.
+        # The thread of the worker's own default stream runs it, in turns.
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
 
@@ -116,7 +115,7 @@ class Lanes(Step):
             first.mutates,
         )
         self.unsaid, self.views, self.length = first.unsaid, first.views, first.length
-        self.pattern = first.pattern
+        self.pattern, self.kin = first.pattern, first.kin
 
     def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""
@@ -133,7 +132,8 @@ class Lanes(Step):
 
     def _each(self, slots: Slots, p: Words, i: int, runs: list[Run]) -> int:
         """Let each of `runs` act on its member's values."""
-        refs = [p[i + k] for k in self.reads]
+        kin = [] if self.kin is None else list_word(p[i + self.kin] or [])
+        refs = [*(p[i + k] for k in self.reads), *kin]
         operands = [slots.get(ref) for ref in refs]
         made = [Shards() for _ in self.writes]
         for lane, run in enumerate(runs):
@@ -143,6 +143,8 @@ class Lanes(Step):
                 results.append(own.get(p[i + k]))
             for k in self.mutates:
                 self._note(slots, p[i + k], lane, own[p[i + k]])
+            for ref in kin:
+                self._note(slots, ref, lane, own[ref])
         for k, results in zip(self.writes, made):
             slots[p[i + k]] = results
         return i + self.length

@@ -14,10 +14,10 @@ from distruntime.errors import DistruntimeError, InternalError, NotSupportedErro
 from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure, Plain
 
-# Up to here a tensor rides inside the message; above, in a payload frame of its own.
+# A tensor of up to so many bytes rides inside the message. A larger one has a payload frame of its own.
 INLINE_BYTES = 1 << 14
-# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its
-# allocator uses the pages again.
+# A still larger tensor comes in messages of this size, which fit into a frame. The master frees each before
+# the next, and its allocator uses the pages again.
 PART_BYTES = 1 << 19
 
 _OURS = tuple(str(Path(file).parents[1]) + os.sep for file in (__file__, tensor_bytes.__code__.co_filename))

@@ -430,7 +430,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
                 "nothing answers at tcp://127.0.0.1:PORT within 1 s: is the worker running there (distruntime-worker --listen tcp://127.0.0.1:PORT), and the port open?"
             )
         assert child.expect("error") == (
-            "2 of 2 workers did not dial tcp://127.0.0.1:PORT within 1 s: node 0 and node 1 are missing. "
+            "2 of 2 workers did not dial tcp://127.0.0.1:PORT within 1 s: nodes 0, 1 are missing. "
             "Start each with distruntime-worker --master tcp://127.0.0.1:PORT"
         )
         child.finish()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..log.handle import ranges
 from ..log.node import Node
 from ..publishing.listing import published
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
@@ -32,6 +33,9 @@ from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
+
+# An error names so many workers that have come.
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -329,17 +333,19 @@ def _too_late(options: SessionOptions, connector: Connector, late: list[Connecti
         return "\n".join(
             _unresolved(connection.address) or connection.unanswered(options.timeout) for connection in late
         )
-    missing = " and ".join(f"node {connection.number}" for connection in late)
+    missing, come = ranges([connection.number for connection in late]), list(connector.nodes.values())
     text = (
         f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
-        f"{missing} {'is' if len(late) == 1 else 'are'} missing"
+        + (f"node {missing} is missing" if len(late) == 1 else f"nodes {missing} are missing")
     )
-    for node in connector.nodes.values():
+    for node in come[:_MOST_NAMED]:
         text += f"; {node} has come (pid {node.welcome.pid})"
+    if len(come) > _MOST_NAMED:
+        text += f"; {len(come) - _MOST_NAMED} more have come"
     if verb != "start":
         text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
     if connector.refused:
-        text += f". {len(connector.refused)} refused, the last of them: {connector.refused[-1]}"
+        text += f". This process {connector.refused[-1]}"
     return text + _last_words(connector.session.workers)
 
 

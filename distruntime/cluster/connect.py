@@ -188,7 +188,7 @@ def _again(arguments: Arguments) -> Session:
     begun = _begun[0]
     different = differing(arguments, begun.arguments)
     if different:
-        named = begun.session.name is not None
+        named = begun.arguments["session"] is not None
         raise UsageError(
             "a session that was begun with other arguments is open: "
             + "; ".join(different)

@@ -29,9 +29,9 @@ class Session:
         self._session = session
 
     @property
-    def name(self) -> str | None:
-        """The name that the user has given it, or None."""
-        return self._session.name if self._session.lasting else None
+    def name(self) -> str:
+        """The name that you gave it, or else one of its own: other sessions know what it shares by it."""
+        return self._session.name
 
     @property
     def nodes(self) -> Nodes:
@@ -64,7 +64,7 @@ class Session:
 
     def __repr__(self) -> str:
         # It asks no worker, as a debugger may call it at any time.
-        session, name = self._session, "" if self.name is None else f' "{self.name}"'
+        session, name = self._session, f' "{self.name}"' if self._session.lasting else ""
         head = f"<distruntime session{name}, {session.closed or 'open'}>"
         if session.closed is not None:
             return head

@@ -94,7 +94,7 @@ class Place(str):
             return f"node {self.node} {self.local_device}"
         nodes = list(dict.fromkeys(place.node for place in self.members))
         members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
-        return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+        return f"{members} on node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
 
     def __format__(self, spec: str) -> str:
         return format(str(self), spec)
@@ -113,7 +113,7 @@ class Place(str):
         return Place, (self.node, self.local_device, UNNUMBERED, self.members)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Return "0 to 3, 7" of [0, 1, 2, 3, 7]."""
     found: list[list[int]] = []
     for n in numbers:

@@ -89,7 +89,8 @@ def _tell() -> None:
 
 def watch_prompt() -> None:
     """Have the prompts of this process say what is queued after Ctrl-C: Python's own, IPython and Jupyter."""
-    if sys.excepthook is not _hook:
+    # A hook that somebody has set since then calls this one, or is meant to stand alone.
+    if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _hook
     ipython = sys.modules.get("IPython")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 8
+PROTOCOL = 9
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.

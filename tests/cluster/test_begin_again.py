@@ -198,5 +198,6 @@ def test_a_session_is_shown_as_a_card() -> None:
 
 def test_a_with_block_ends_the_session() -> None:
     with dr.init_master_worker(world_size=1, timeout=STARTING) as session:
-        assert active_session().nodes and session.name is None
+        assert session.name == active_session().name
+        assert repr(session).startswith("<distruntime session, open>")
     assert not dr.is_initialized()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -9,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import distruntime as dr
+from agree import REMOTE
 from distruntime.cluster.commands import worker_command
 from distruntime.cluster.connector import Connector
 from distruntime.cluster.local_workers import worker_environment
 from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.session.session import active_session
-from processes import STARTING, free_port, until
+from processes import STARTING, Child, free_port, until
 
 Dialler = Callable[[], None]
 
@@ -75,7 +79,7 @@ def test_who_is_missing_is_named(address: str, dial: Dialler) -> None:
 
     until(one_has_come)
     assert texts[-1].startswith(
-        f"2 of 3 workers did not dial {address} within 1 s: node 1 and node 2 are missing; "
+        f"2 of 3 workers did not dial {address} within 1 s: nodes 1, 2 are missing; "
         f"node 0 ({socket.gethostname()}) has come (pid "
     )
     assert f"Start each with distruntime-worker --master {address}" in texts[-1]
@@ -116,3 +120,22 @@ def test_a_worker_that_gives_a_connection_up_and_dials_again_is_no_news(
     connector._joined_at = 0.0
     hang_up(address)
     until(lambda: f"rejected a connection to {address}: " in caplog.text)
+
+
+def publishes(address: str) -> None:
+    """Child: a kernel whose workers dial in; it publishes a value, and dies."""
+    begin(address, 1, session="day", resume="auto")
+    dr.publish("x", torch.full((3,), 2.0, device=REMOTE))
+    print("published", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_same_line_begins_and_attaches_where_workers_dial(
+    address: str, dial: Dialler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
+    dial()
+    with Child(publishes, address) as child:
+        child.expect("published")
+    begin(address, 1, session="day", resume="auto")
+    assert dr.lookup("x").tolist() == [2, 2, 2]

@@ -273,7 +273,11 @@ def common_place(
         if other is not place:
             place.node.require_alive()
             other.node.require_alive()
-            raise PlacementError(_different(func, first_name, place, name, other, t._handle.spec))
+            whose = [(word, owner(operand)) for word, operand in ((first_name, first), (name, t))]
+            raise PlacementError(
+                _different(func, first_name, place, name, other, t._handle.spec)
+                + "".join(f"\n  `{word}` is {owned[0]}" for word, owned in whose if owned is not None)
+            )
     place.node.require_alive()
     return place
 

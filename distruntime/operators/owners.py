@@ -1,4 +1,4 @@
-"""Which module a local tensor belongs to, by the name that the user has given it: for the text of an error.
+"""Which module a tensor belongs to, by the name that the user has given it: for the text of an error.
 
 It looks through torch's own frames and through globals. The locals of a user's frame would be copied by a
 look at them, and the copy would keep what they hold on workers until the function returns.
@@ -23,7 +23,7 @@ _LONGEST = 60
 
 
 def owner(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Return the name of a module's local parameter or buffer, as "`model.0.bias`", and that of the module.
+    """Return the name of a module's parameter or buffer, as "`model.0.bias`", and that of the module.
 
     The tensor may be a view of it. Return None if no such module is found.
     """
@@ -59,16 +59,24 @@ def _path(module: torch.nn.Module, tensor: torch.Tensor) -> str | None:
     for path, held in chain(module.named_parameters(), module.named_buffers()):
         if held is tensor:
             return path
-        memory = _memory(held)
-        if memory and memory == _memory(tensor):
+        if _shared(held, tensor):
             return path
     return None
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    # A proxy has no memory here, and asking it for some raises.
-    plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else 0
+def _shared(held: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of what a module holds."""
+    handles = [t._handle for t in (held, tensor) if hasattr(t, "_handle")]
+    if handles:
+        return len(handles) == 2 and handles[0].storage is handles[1].storage
+    # Other subclasses may have no memory here, and asking them for some raises.
+    if any(
+        type(t) not in (torch.nn.Parameter, torch.Tensor) or t.layout is not torch.strided
+        for t in (held, tensor)
+    ):
+        return False
+    memory = held.untyped_storage().data_ptr()
+    return memory != 0 and memory == tensor.untyped_storage().data_ptr()
 
 
 def _name_at(call: FrameType, module: torch.nn.Module) -> str | None:

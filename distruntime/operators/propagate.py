@@ -209,26 +209,14 @@ def _propagate(
             word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
         ):
             raise NeedsWorker from None
-        raise _refusal(func, args, kwargs, before, error, cpu_kernels) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
-        raise _refusal(func, args, kwargs, before, error, cpu_kernels) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     finally:
         predicting.now = False
     rehearse(func, args, kwargs, before, cpu_kernels)
     return outcome(func, args, kwargs, out, metas, before)
-
-
-def _refusal(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    specs: list[Spec],
-    said: Exception,
-    cpu_kernels: bool,
-) -> Exception:
-    written = aliases(func, args, kwargs)[1]
-    return refusal(func, args, kwargs, specs, written, said, cpu_kernels) or NeedsWorker()
 
 
 def outcome(

@@ -19,7 +19,7 @@ from ..errors import of_caller
 from ..log.spec import Spec
 
 # Operands up to so many elements are filled with zeros, since kernels of indices read them. Larger ones are
-# pages that nobody has touched, and cost nothing.
+# pages that nobody has touched, and cost next to nothing.
 _FILLED = 1 << 16
 # No rehearsal has more elements: a kernel that takes what its meta kernel has refused computes.
 _MOST = 1 << 28
@@ -101,7 +101,6 @@ def refusal(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     specs: Sequence[Spec],
-    written: Sequence[int],
     said: Exception,
     cpu_kernels: bool,
 ) -> Exception | None:
@@ -115,8 +114,7 @@ def refusal(
     if func in _doubted or _elements(specs) > _MOST:
         return None
     try:
-        twins = [_stand_in(spec, k in written) for k, spec in enumerate(specs)]
-        _call(func, args, kwargs, twins)
+        _call(func, args, kwargs, [_stand_in(spec) for spec in specs])
     except Exception as error:
         # A kernel says by any exception what is wrong with its arguments. These words say nothing of them:
         # there is no kernel, there is no memory for the rehearsal, or a GPU may have a kernel.
@@ -138,7 +136,7 @@ def rehearse(
     """Raise what the CPU's kernel says of a call whose operands have the wrong dtypes.
 
     Only dtypes count here, since no stand-in has values. `cpu_kernels` says whether the call will run kernels
-    of a CPU. The suspicious operators below are a mistake on a GPU too.
+    of a CPU. What the table calls suspicious is a mistake on a GPU too, with few exceptions.
     """
     if cpu_kernels and torch.Tag.pointwise in func.tags:
         key = func, *((spec.dtype, len(spec.size) > 0) for spec in specs)
@@ -153,9 +151,11 @@ def rehearse(
         _taken.add(key)
         return
     suspicious = _SUSPICIOUS.get(func._schema.name)
-    if suspicious is not None and suspicious(specs) and _elements(specs) <= _MOST:
-        written = range(len(specs)) if func._schema.is_mutable else ()
-        _raise_of_dtypes(func, args, kwargs, [_stand_in(spec, k in written) for k, spec in enumerate(specs)])
+    # A GPU may take truth values for numbers.
+    if suspicious is None or (suspicious is _of_truth_values and not cpu_kernels):
+        return
+    if suspicious(specs) and _elements(specs) <= _MOST:
+        _raise_of_dtypes(func, args, kwargs, [_stand_in(spec) for spec in specs])
 
 
 def _raise_of_dtypes(
@@ -190,10 +190,8 @@ def _elements(specs: Sequence[Spec]) -> int:
     return sum(spec.size.numel() for spec in specs)
 
 
-def _stand_in(spec: Spec, written: bool) -> torch.Tensor:
+def _stand_in(spec: Spec) -> torch.Tensor:
     """Return a CPU tensor of this metadata, without values where it is large."""
-    if spec.size.numel() > _FILLED and not written:
-        return torch.empty((), dtype=spec.dtype, device="cpu").expand(spec.size)
     made = spec.empty("cpu")
     if spec.size.numel() <= _FILLED:
         # Some dtypes have no kernel that fills.

@@ -91,6 +91,9 @@ def test_what_kind_of_device_it_is(remote: Any) -> None:
         assert found.total_memory == total() and found.multi_processor_count >= 1
         assert (found.major, found.minor) == remote.get_device_capability(k) == (0, 0)
         assert remote.get_device_name(k) == found.name != ""
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            named = [line for line in lines if line.startswith("model name")]
+        assert not named or found.name in named[0]
 
 
 def test_figures_come_after_what_was_issued_before(remote: Any) -> None:

@@ -434,7 +434,7 @@ class Elementwise(Base):
 
     @operation(1)
     def factory_elsewhere(self) -> None:
-        """Only the operand's shape and dtype count, wherever it is."""
+        """Only the operand's shape and dtype count. Where it lives itself, its worker is asked for them."""
         a, to, k = self.any(), self.place(), self.random.randrange(-9, 9)
         self.say(a, to)
         with self.where(to):
@@ -442,7 +442,8 @@ class Elementwise(Base):
                 remote = torch.full_like(a.remote, k, device=self.device(to))
             else:
                 remote = a.remote.new_full(a.local.shape, k, device=self.device(to))
-        self.keep(to, remote, torch.full(a.local.shape, k, dtype=a.local.dtype))
+        local = torch.full(a.local.shape, k, dtype=a.local.dtype)
+        self.keep(to, remote, local, *([a] if to == a.place else []))
 
     @operation(6)
     def unary(self) -> None:

@@ -110,6 +110,19 @@ def test_a_module_that_torch_calls(x: torch.Tensor) -> None:
     assert told(caught.value)[0] == "`self` is `0.bias` of a module Sequential: the module is still local"
 
 
+@by_source
+def test_a_model_on_another_node(x: torch.Tensor) -> None:
+    with dr.on(1):
+        model = nn.Sequential(nn.Linear(4, 4, device=REMOTE))
+    with pytest.raises(dr.PlacementError) as caught:
+        model(x)
+    assert str(caught.value).splitlines()[2:] == ["  `self` is `model.0.bias`"]
+    model[0].bias = None
+    with pytest.raises(dr.PlacementError) as caught:
+        model(x)
+    assert str(caught.value).splitlines()[2:] == ["  `mat2` is `model.0.weight`"]
+
+
 def test_a_tensor_of_no_module(x: torch.Tensor) -> None:
     with pytest.raises(dr.PlacementError) as caught:
         x + torch.ones(3, 4)

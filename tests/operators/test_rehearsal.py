@@ -156,6 +156,7 @@ WORDS: dict[str, Callable[[str], object]] = {
     "a factory": lambda d: torch.eye(-1, device=d),
     "in place": lambda d: _x(d).add_(torch.ones(3, 4, 4, device=d)),
     "large": lambda d: torch.empty(1 << 13, 1 << 13, device=d) @ torch.empty(1 << 12, 1 << 13, device=d),
+    "a large view": lambda d: torch.empty(1 << 10, 1 << 9, device=d).t().view(-1),
     "more than memory": lambda d: _x(d)[:1, :1].expand(1 << 14, 1 << 13) @ _x(d)[:1, :1].expand(4, 1 << 10),
 }
 

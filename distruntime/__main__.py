@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from .errors import ConfigurationError, DistruntimeError
-from .session.interrupts import watch_shell
 from .version import __version__
 from .wire.deadlines import LOOK
 
@@ -149,7 +148,7 @@ def _repl(options: argparse.Namespace) -> int:
             app = importlib.import_module("IPython.terminal.ipapp").TerminalIPythonApp.instance(user_ns=names)
             app.initialize(["--no-banner", "--no-confirm-exit"])
             # The session began before there was a shell.
-            watch_shell(app.shell)
+            importlib.import_module(".session.interrupts", __package__).watch_shell(app.shell)
             app.start()
     finally:
         # Who leaves has had the chance to read what failed, and need not wait for what runs.

@@ -95,8 +95,8 @@ def unusable(address: str, error: Exception | str) -> ConfigurationError:
     """Return the error of an address that cannot be listened at or dialled."""
     if getattr(error, "errno", None) == errno.EADDRINUSE:
         return ConfigurationError(
-            f"got address {address!r}: it is in use, as another program listens there. Choose another port, "
-            "or end that program"
+            f"got address {address!r}: it is in use: another program listens there already. Choose another "
+            "port, or end that program"
         )
     return ConfigurationError(
         f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters "

@@ -45,8 +45,8 @@ def test_an_address_that_is_taken() -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         refused(
             lambda: dr.init_master_worker(listen=address, world_size=2, insecure=True),
-            f"got address '{address}': it is in use, as another program listens there. Choose another port, "
-            "or end that program",
+            f"got address '{address}': it is in use: another program listens there already. Choose another "
+            "port, or end that program",
             dr.ConfigurationError,
         )
 

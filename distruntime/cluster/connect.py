@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from ..backend.install import install
@@ -14,11 +14,13 @@ from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
 from ..session.launcher import Launcher
+from ..session.screen import voice
 from ..session.session import Session, active, active_session
 from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
 from .assemble import SessionOptions, attach, attached, gather_at, resume_entry, start
+from .card import card_html
 from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
 
@@ -46,7 +48,7 @@ def init_master_worker(
 ) -> Session:
     """Open the session of this process. Block until every worker is there.
 
-    At a terminal, print the nodes and where new tensors go.
+    Print the nodes and where new tensors go.
 
     Args:
         backend: the command channel; "zmq" is the one there is.
@@ -71,7 +73,8 @@ def init_master_worker(
         timeout: seconds to wait for workers (30).
         unreachable: seconds of silence after which a worker is called unreachable (10).
         grace: seconds that an unreachable worker is waited for before it is lost (600).
-        quiet: print nothing; the default is quiet unless standard output is a terminal.
+        quiet: print nothing. Otherwise a terminal and a notebook get it on standard output, and a file or a
+            pipe gets it on standard error, unless False is given.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: there is a session already.
@@ -100,7 +103,7 @@ def init_master_worker(
         restart_workers,
         simulate_cuda,
         launcher,
-        _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
+        voice(quiet),
     )
     if active and active[0].closed is None and not active[0].foreign:
         raise UsageError(
@@ -129,6 +132,7 @@ def init_master_worker(
     opened.groups = Groups(opened, data_channel)
     opened.start()
     opened.groups.meeting.start()
+    opened.card = partial(card_html, opened)
     active[:] = [opened]
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
@@ -232,14 +236,6 @@ def _check(
             "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
             "themselves"
         )
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _silent(text: str) -> None:
-    """Say nothing: the output is not a terminal."""
 
 
 def shutdown(timeout: float | None = None) -> None:

@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from .cluster.restart import restart
     from .cluster.settings import Settings, config
     from .cluster.stacks import stacks
+    from .cluster.user_session import Session
     from .collectives import functional, primitives
     from .collectives.group import ProcessGroup, new_group
     from .collectives.in_place import (
@@ -72,8 +73,8 @@ if typing.TYPE_CHECKING:
     from .publishing.publish import lookup, names, publish, unpublish
     from .session.launcher import Launcher, LaunchSpec, WorkerProcess
     from .session.placing import device, node, on, place, set_place
-    from .session.session import Session
     from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+    from .streams.cancel import cancel
     from .streams.stream import (
         Event,
         Stream,
@@ -198,6 +199,7 @@ __all__ = [
     "arange",
     "barrier",
     "broadcast",
+    "cancel",
     "config",
     "current_stream",
     "default_stream",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from .errors import ConfigurationError, DistruntimeError
+from .session.interrupts import watch_shell
 from .version import __version__
 from .wire.deadlines import LOOK
 
@@ -145,9 +146,11 @@ def _repl(options: argparse.Namespace) -> int:
             code.interact(_HELLO, local=names, exitmsg="")
         else:
             print(_HELLO, end="")
-            importlib.import_module("IPython").start_ipython(
-                argv=["--no-banner", "--no-confirm-exit"], user_ns=names
-            )
+            app = importlib.import_module("IPython.terminal.ipapp").TerminalIPythonApp.instance(user_ns=names)
+            app.initialize(["--no-banner", "--no-confirm-exit"])
+            # The session began before there was a shell.
+            watch_shell(app.shell)
+            app.start()
     finally:
         # Who leaves has had the chance to read what failed, and need not wait for what runs.
         session.shutdown(raise_unread=False)

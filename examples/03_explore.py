@@ -80,8 +80,8 @@ What cannot work says what can:
 >>> x.numpy()
 Traceback (most recent call last):
     ...
-TypeError: a tensor on node 0 cuda:0 has no memory in this process for numpy: \
-use x.cpu().numpy(), or dr.fetch(x).numpy()
+TypeError: can't convert a tensor on node 0 cuda:0 to numpy; fetch it first: x.detach().cpu().numpy(), \
+or x.numpy(force=True)
 
 And a training loop that should not wait can be held to that:
 
@@ -90,9 +90,9 @@ And a training loop that should not wait can be held to that:
 ...     print("positive")
 Traceback (most recent call last):
     ...
-distruntime.errors.UsageError: item makes the master wait for a worker
+distruntime.errors.UsageError: item blocks until a worker answers
   at <...>:1   if x.mean() > 0:
-  dr.fetch_async gives a future instead
+  `await dr.fetch_async(x)` does not block
 >>> dr.set_sync_debug_mode("default")
 >>> dr.shutdown()
 >>> x

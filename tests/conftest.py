@@ -15,6 +15,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, seed
+from distruntime.session.session import active_session
 from processes import STARTING
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
@@ -45,13 +46,14 @@ def _usable() -> bool:
 
 @pytest.fixture
 def session() -> Iterator[object]:
-    """Two workers on this machine, each with its CPU.
+    """Two workers on this machine, each with its CPU. It is the inner session, as tests look inside.
 
     Shared: a test leaves it as it found it, with no failure unread.
     """
     if not _usable():
         dr.shutdown()
-        _shared[:] = [dr.init_master_worker(timeout=STARTING)]
+        dr.init_master_worker(timeout=STARTING)
+        _shared[:] = [active_session()]
     yield _shared[0]
     if dr.is_initialized():
         dr.synchronize()
@@ -59,10 +61,18 @@ def session() -> Iterator[object]:
 
 @pytest.fixture
 def fresh_session() -> Iterator[Callable[..., Any]]:
-    """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test."""
+    """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test.
+
+    It returns the inner session.
+    """
     _shared.clear()
     dr.shutdown()
-    yield lambda **options: dr.init_master_worker(**{"timeout": STARTING, **options})
+
+    def begin(**options: Any) -> object:
+        dr.init_master_worker(**{"timeout": STARTING, **options})
+        return active_session()
+
+    yield begin
     dr.shutdown()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ..errors import drop_frames
 from ..log.handle import Residence
 from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
@@ -264,10 +265,14 @@ def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kerne
     def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         place = _place(args)
         apply = None if place is None else on_cpu if place.on_cpu else on_gpu
-        if apply is None:
-            # It is not listed for this device. Its parts may be.
-            return op.redispatch(keys & _BELOW, *args, **kwargs)
-        return apply(args, kwargs)
+        try:
+            if apply is None:
+                # It is not listed for this device. Its parts may be.
+                return op.redispatch(keys & _BELOW, *args, **kwargs)
+            return apply(args, kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     return run
 

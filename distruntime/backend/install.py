@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..collectives.copies import COPIES
-from ..errors import NotSupportedError
+from ..errors import NotSupportedError, drop_frames, without_our_frames
 from ..log.handle import BARE, Place
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import create
@@ -31,10 +31,14 @@ from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
+from .default_dtype import install_default_dtype
+from .determinism import install_determinism
 from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
+from .random import fork_rng
+from .storages import install_storages
 from .torch_load import load
 
 _aten = torch.ops.aten
@@ -83,7 +87,7 @@ def install() -> None:
         for op in _WHOLE:
             _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
-        _implement(op, kernel, "AutogradLazy")
+        _implement(op, without_our_frames(kernel), "AutogradLazy")
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
@@ -101,7 +105,11 @@ def install() -> None:
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
+    torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
+    install_storages()
+    install_default_dtype()
+    install_determinism()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
@@ -143,7 +151,11 @@ def _factory(op: Operator) -> Kernel:
     def make(*args: object, **kwargs: object) -> object:
         if target is _aten.zeros.default:
             return target(*args, **kwargs)
-        return create(DistributedTensor, target, args, kwargs)
+        try:
+            return create(DistributedTensor, target, args, kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     return make
 
@@ -153,9 +165,13 @@ def _fallback(op: Operator, *args: object, **kwargs: object) -> object:
 
     It is a factory without tensors, or C++ code calls it with Python dispatch off.
     """
-    if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
-        return dispatch(DistributedTensor, op, (), args, kwargs)
-    return create(DistributedTensor, op, args, kwargs)
+    try:
+        if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
+            return dispatch(DistributedTensor, op, (), args, kwargs)
+        return create(DistributedTensor, op, args, kwargs)
+    except BaseException as error:
+        drop_frames(error)
+        raise
 
 
 _foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
@@ -174,14 +190,17 @@ def _fused_devices() -> list[str]:
     return [*_fused_devices_here(), "lazy"]
 
 
+@without_our_frames
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> object:
     return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
 
 
+@without_our_frames
 def _read(proxy: torch.Tensor) -> object:
     return dispatch(DistributedTensor, _aten._local_scalar_dense.default, (), (proxy,), {})
 
 
+@without_our_frames
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device.
 
@@ -211,6 +230,7 @@ _apply: _Apply = torch.nn.Module._apply
 _to: _To = torch.nn.Module.to  # type: ignore[assignment]
 
 
+@without_our_frames
 def _apply_across(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn.Module:
     future = torch.__future__
     if not active or future.get_swap_module_params_on_conversion():
@@ -251,6 +271,7 @@ def _crosses(module: torch.nn.Module, fn: Convert) -> bool:
         )
 
 
+@without_our_frames
 def _to_place(
     self: torch.nn.Module, *args: object, node: int | None = None, **kwargs: object
 ) -> torch.nn.Module:

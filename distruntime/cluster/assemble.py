@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..log.handle import ranges
+from ..log.node import Node
 from ..publishing.listing import published
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..session.session import Session
-from ..wire.address import host_of
+from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
@@ -32,6 +34,9 @@ from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
+
+# An error names so many workers that have come.
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -90,20 +95,25 @@ def start(options: SessionOptions, count: int) -> Session:
             raise ConnectionFailed(
                 f"there is a session {options.name!r} already, with {len(there)} "
                 f"worker{'s' if len(there) > 1 else ''} on this machine: "
-                "resume=True attaches to it, force=True begins it anew"
+                'resume="auto" attaches to it, force=True begins it anew'
             )
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
-            raise ConfigurationError(
-                f"the session {options.name!r} has {len(before.workers)} workers with {before.simulate_cuda} "
-                "simulated GPUs: give the same "
-                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, "
-                "then shutdown()"
-            )
+            raise _of_other_size(before, count, simulate_cuda)
         return _attach_local(options, before, [k for k in range(count) if k not in there])
     directory = scratch_folder()
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
     entry = Entry(options.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
     return _attach_local(options, entry, range(count))
+
+
+def _of_other_size(entry: Entry, count: int | None, simulate_cuda: int) -> ConfigurationError:
+    """Return the error of numbers that are not those of a session that is there."""
+    workers = len(entry.workers)
+    return ConfigurationError(
+        f"the session {entry.name!r} has {workers} worker{'s' if workers != 1 else ''} with "
+        f"{entry.simulate_cuda} simulated GPUs: got world_size={count}, simulate_cuda={simulate_cuda}. "
+        "Give the same numbers, or end that session first: resume=True, then shutdown()"
+    )
 
 
 def _start_and_wait(
@@ -115,7 +125,7 @@ def _start_and_wait(
     session = connector.session
     session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
-    master, launcher = _dialled_at(channel.address), options.launcher or LocalLauncher()
+    master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
@@ -180,12 +190,6 @@ def _spec(
     )
 
 
-def _dialled_at(address: str) -> str:
-    """Return where others dial what listens at an address: a wildcard stands for this machine's name."""
-    port = address.rpartition(":")[2]
-    return f"tcp://{socket.gethostname()}:{port}" if host_of(address) in ("*", "0.0.0.0", "::") else address
-
-
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
     session.ending.on_end.append(lambda: delete(entry.name))
@@ -203,14 +207,19 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     if options.insecure:
         warn_of_strangers([address])
     keys = choose(address, path=options.key, insecure=options.insecure)
+    noted = read(options.name) if options.name is not None and options.mode.endswith("auto") else None
     # Those of a session that is resumed have been started, and dial in again.
-    if options.launcher is not None and "resume" not in options.mode:
+    started = options.mode.endswith("resume") or (noted is not None and noted.listen)
+    if options.launcher is not None and not started:
         return _start_and_wait(options, address, keys, count, scratch_folder())
     channel = Channel(listen=address, keys=keys, silence=options.unreachable)
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
     listening = session.channel.address
-    options.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
+    options.say(
+        f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
+        f"{worker_command(listening, dials=True)}\n"
+    )
     with _all_or_nothing(session):
         _meet(options, connector, f"dial {listening}")
         if options.name is not None:
@@ -238,16 +247,18 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
     return session
 
 
-def resume_entry(options: SessionOptions, entry: Entry) -> Session:
+def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Session:
     """Attach to the workers of a session that was noted here.
 
-    Workers of this machine that have died are started again.
+    Workers of this machine that have died are started again. If all of them have, the mode "auto" begins the
+    session, with `count` workers if the user has said how many.
     """
     options = replace(
         options,
         key=options.key or (Path(entry.key) if entry.key else None),
         insecure=options.insecure or entry.insecure,
     )
+    may_begin = options.mode.endswith("auto")
     if entry.listen:
         return gather_at(options, entry.listen, len(entry.workers))
     if not entry.directory:
@@ -258,11 +269,16 @@ def resume_entry(options: SessionOptions, entry: Entry) -> Session:
         if len(dead) == len(entry.workers):
             delete(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
+            if may_begin:
+                return start(options, count or len(dead))
             raise ConnectionFailed(
-                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "
-                "without a master was over, "
-                "or they died). Begin it anew, without resume=True"
+                f"the session {entry.name!r} has ended: its workers on this machine expired or died. Start "
+                'a new one with resume="auto", or without resume='
             )
+        if may_begin and (
+            count not in (None, len(entry.workers)) or options.simulate_cuda not in (0, entry.simulate_cuda)
+        ):
+            raise _of_other_size(entry, count, options.simulate_cuda)
         for k in dead:
             if k not in before:
                 log.warning(
@@ -305,20 +321,51 @@ def _meet(options: SessionOptions, connector: Connector, verb: str = "") -> None
             options.say(".")
             tick += 0.25
         session.receiver.read(0.02)
-        for node in [] if verb or session.workers else list(connector.nodes.values()):
+        for node in [] if session.workers else list(connector.nodes.values()):
             if node.index not in said:
                 said.add(node.index)
-                options.say(f"{node.host} ({time.monotonic() - started:.1f} s) ")
+                options.say(
+                    _arrival(
+                        node, time.monotonic() - started, bool(verb), len(said), len(connector.connections)
+                    )
+                )
     connector.all_met()
     session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
 
 
 def _too_late(options: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
     if not verb:
-        return "\n".join(connection.unanswered(options.timeout) for connection in late)
+        return "\n".join(
+            _unresolved(connection.address) or connection.unanswered(options.timeout) for connection in late
+        )
+    missing, come = ranges([connection.number for connection in late]), list(connector.nodes.values())
+    text = (
+        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
+        + (f"node {missing} is missing" if len(late) == 1 else f"nodes {missing} are missing")
+    )
+    for node in come[:_MOST_NAMED]:
+        text += f"; {node} has come (pid {node.welcome.pid})"
+    if len(come) > _MOST_NAMED:
+        text += f"; {len(come) - _MOST_NAMED} more have come"
+    if verb != "start":
+        text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
+    if connector.refused:
+        text += f". This process {connector.refused[-1]}"
+    return text + _last_words(connector.session.workers)
+
+
+def _unresolved(address: str) -> str:
+    """Return what is wrong with an address whose host's name stands for nothing; "" for another one."""
+    host = host_of(address)
+    if not host or resolve(address):
+        return ""
+    return f"the name {host!r} in {address!r} does not resolve on this machine: check its spelling"
+
+
+def _arrival(node: Node, seconds: float, dials: bool, come: int, count: int) -> str:
+    """Return what is said when a worker has come."""
     return (
-        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s"
-        f"{_last_words(connector.session.workers)}"
+        f"\n {node} after {seconds:.1f} s, {come} of {count} " if dials else f"{node.host} ({seconds:.1f} s) "
     )
 
 
@@ -352,6 +399,11 @@ def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def is_older(session: Session, seconds: float) -> bool:
+    """Whether a worker has had this session for longer than so many seconds."""
+    return any(node.welcome.age > seconds for node in session.nodes)
 
 
 def attached(session: Session) -> str:

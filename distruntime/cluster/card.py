@@ -10,19 +10,13 @@ import html
 from ..errors import DistruntimeError
 from ..publishing.listing import published
 from ..session.session import Session
-from ..session.tables import Rows, table_html, table_text
+from ..session.tables import Rows, table_html
 from ..wire.units import size_text
 from .connector import span
 from .nodes import Nodes, node_info
 
 # A card shows so many names.
 _NAMES = 8
-
-
-def card_text(session: Session) -> str:
-    """Return the card as text. Block for one round trip to each node, at most 1 s."""
-    head, tables, notes = _parts(session)
-    return "\n".join([head, *(table_text(rows) for rows in tables), *notes])
 
 
 def card_html(session: Session) -> str:

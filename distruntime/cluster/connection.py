@@ -174,11 +174,9 @@ class Connection:
         """Return why no worker has answered at the address within so many seconds."""
         if self._seen & {"auth_failed", "handshake_failed"}:
             return (
-                f"{self.address} closed the connection during the handshake: it has another key, or needs "
-                "one where none was given "
-                "(or needs none where one was), or has no descriptors left. Expected: the same key file on "
-                "both sides "
-                "(distruntime-worker keygen; key=...)"
+                f"{self.address} closed the connection during the handshake: the keys do not match. One side "
+                "has a different key file, or only one side uses a key (or it has no descriptors left). "
+                "Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
             )
         if "connected" in self._seen:
             return (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.node import Node
+from ..session.misspelt import suggests
 from ..session.session import active_session
 from ..tensors.worker_functions import issue_function, read_function
 
@@ -29,10 +30,12 @@ class Settings:
     cudnn_benchmark: bool
     cudnn_deterministic: bool
     mkldnn_enabled: bool
+    fill_uninitialized_memory: bool
     use_deterministic_algorithms: bool
     warn_only: bool
 
 
+@suggests
 def config(
     *,
     node: int | None = None,
@@ -46,6 +49,7 @@ def config(
     cudnn_benchmark: bool | None = None,
     cudnn_deterministic: bool | None = None,
     mkldnn_enabled: bool | None = None,
+    fill_uninitialized_memory: bool | None = None,
     use_deterministic_algorithms: bool | None = None,
     warn_only: bool | None = None,
 ) -> dict[int, Settings] | None:
@@ -67,6 +71,7 @@ def config(
             `cuda_matmul`.
         cudnn_allow_tf32: as `torch.backends.cudnn.allow_tf32`; so on for `benchmark` and `deterministic`.
         mkldnn_enabled: as `torch.backends.mkldnn.enabled`.
+        fill_uninitialized_memory: as `torch.utils.deterministic.fill_uninitialized_memory`.
         use_deterministic_algorithms: as the function of that name. On a GPU some of them need
             CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment that the worker is started with; torch's error
             says so.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import PlacementError
+from ..errors import PlacementError, of_caller
 from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
@@ -118,7 +118,12 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     assert isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor)
     if type(target) is not cls:
         assert isinstance(source, DistributedTensor)
-        return target.copy_(download(source._handle))
+        local = download(source._handle)
+        try:
+            return target.copy_(local)
+        except RuntimeError as error:
+            # Their shapes do not fit.
+            raise of_caller(error) from None
     assert isinstance(target, DistributedTensor)
     place = target._handle.place
     place.node.session.require_open()

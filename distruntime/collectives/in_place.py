@@ -23,13 +23,13 @@ from ..wire.deadlines import ASK
 from ..wire.messages import AskStatus
 from . import functional
 from .arguments import (
+    alike_each,
     at,
     expect,
     lists_each,
     one_each,
     root_of,
     rows_of,
-    same,
     session_of,
     tensor,
 )
@@ -110,9 +110,9 @@ def all_reduce(
     tensors: Tensors, op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Make every member's tensor the reduction of all."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
-    by = reduction_for(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, spec.dtype)
     rows = _each(given)
     return _issue(
         found,
@@ -134,9 +134,8 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Make every member's tensor the root's."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, _ = alike_each(group, tensors, "tensors")
     require_operation(found, "broadcast")
-    same(given, "tensors")
     root = root_of(found, src, group_src, ("src", "group_src"))
 
     def values() -> Tensors:
@@ -158,9 +157,9 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Make the root's tensor the reduction of all; the others stay as they are."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "reduce")
-    by = reduction_for(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, spec.dtype)
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
     return _issue(
         found,
@@ -179,9 +178,8 @@ def all_gather(
     tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill each member's list with all members' tensors, in the order of ranks."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_gather")
-    spec = same(given, "tensors")
     lists = lists_each(found, tensor_lists, "tensor_lists", given)
     _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
 
@@ -196,9 +194,8 @@ def all_gather_into_tensor(
     output_tensors: Tensors, input_tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill each member's output with all members' inputs, joined along the first or a new dimension."""
-    found, given = one_each(group, input_tensors, "input_tensors")
+    found, given, spec = alike_each(group, input_tensors, "input_tensors")
     require_operation(found, "all_gather")
-    spec = same(given, "input_tensors")
     _, outs = one_each(found, output_tensors, "output_tensors")
     _expect_whole(outs, spec, found.size(), "output_tensors")
 
@@ -218,9 +215,8 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Fill `gather_list`, tensors of the root, with all members' tensors, in the order of ranks."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "gather")
-    spec = same(given, "tensors")
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
     outs = _at_root(found, root, gather_list, "gather_list")
     _all_expect([outs], spec.size, spec.dtype, "gather_list")
@@ -245,9 +241,8 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Fill each member's tensor with its own of `scatter_list`, tensors of the root."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "scatter")
-    spec = same(given, "tensors")
     root = root_of(found, src, group_src, ("src", "group_src"))
     parts = _at_root(found, root, scatter_list, "scatter_list")
     _all_expect([parts], spec.size, spec.dtype, "scatter_list")
@@ -271,9 +266,8 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' lists place by place, and give member k the k-th result."""
-    found, outs = one_each(group, outputs, "outputs")
+    found, outs, spec = alike_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
-    spec = same(outs, "outputs")
     by = reduction_for(found, op, spec.dtype)
     lists = lists_each(found, input_lists, "input_lists", outs)
     _all_expect(lists, spec.size, spec.dtype, "input_lists")
@@ -293,12 +287,10 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' inputs, and give each member its part, along the first or a new dimension."""
-    found, outs = one_each(group, outputs, "outputs")
+    found, outs, spec = alike_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
-    spec = same(outs, "outputs")
     by = reduction_for(found, op, spec.dtype)
-    _, given = one_each(found, inputs, "inputs")
-    same(given, "inputs")
+    _, given, _ = alike_each(found, inputs, "inputs")
     _expect_whole(given, spec, found.size(), "inputs")
 
     def values() -> Tensors:

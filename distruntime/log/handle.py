@@ -23,6 +23,10 @@ from .spec import Spec
 next_ref = count(1).__next__
 
 
+Signature = tuple[object, ...]
+Known = dict[Signature, object]
+Tables = tuple[Known, Known, dict[Signature, frozenset[int]]]
+
 # A place that has no number of its own says this one. No tensor's place has it.
 UNNUMBERED = 127
 # The device types of torch that mean a place. Users write "remote", and proxies claim "lazy". `BARE` is what
@@ -90,7 +94,7 @@ class Place(str):
             return f"node {self.node} {self.local_device}"
         nodes = list(dict.fromkeys(place.node for place in self.members))
         members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
-        return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
+        return f"{members} on node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
 
     def __format__(self, spec: str) -> str:
         return format(str(self), spec)
@@ -109,7 +113,7 @@ class Place(str):
         return Place, (self.node, self.local_device, UNNUMBERED, self.members)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Return "0 to 3, 7" of [0, 1, 2, 3, 7]."""
     found: list[list[int]] = []
     for n in numbers:
@@ -127,12 +131,15 @@ class Residence:
     signature to its template and result metadata; it is emptied when the session or the node ends, which
     sends every call down the slow path. On a node with several streams it stays empty, and the slow path
     looks into `signatures`, which elsewhere is the same dictionary. A signature whose metadata the worker has
-    not confirmed yet is in `unproven`: the slow path has each such call checked.
+    not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the
+    signatures of calls whose integers must be converted to the default dtype first, and the numbers of these
+    operands. Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
     """
 
     __slots__ = (
         "__weakref__",
         "_released",
+        "_tables",
         "cache",
         "device",
         "free",
@@ -141,7 +148,9 @@ class Residence:
         "number",
         "numbers",
         "place",
+        "promoted",
         "signatures",
+        "tables",
         "unproven",
     )
 
@@ -151,9 +160,8 @@ class Residence:
         self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
         self.free = node.freed.append
-        self.signatures: dict[tuple[object, ...], object] = {}
-        self.cache = self.signatures if node.order is None else {}
-        self.unproven: dict[tuple[object, ...], object] = {}
+        self._tables: dict[torch.dtype, Tables] = {}
+        self.follow_default_dtype()
         # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
@@ -175,10 +183,20 @@ class Residence:
         """Whether what runs here is a CPU's kernels, as on simulated GPUs."""
         return self.on_cpu or self.node.simulated
 
+    def follow_default_dtype(self) -> None:
+        """Look signatures up among those that have run under what is torch's default dtype now."""
+        default = torch.get_default_dtype()
+        # The tuple is a new one each time: whoever holds it sees that the default has changed meanwhile.
+        signatures, unproven, promoted = self._tables.get(default, ({}, {}, {}))
+        self.tables = self._tables[default] = signatures, unproven, promoted
+        self.signatures, self.unproven, self.promoted = self.tables
+        self.cache = self.signatures if self.node.order is None else {}
+
     def clear_signatures(self) -> None:
         """Send every call down the slow path, which does not know it either."""
-        self.signatures.clear()
-        self.unproven.clear()
+        for tables in list(self._tables.values()):
+            for table in tables:
+                table.clear()
 
     def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""
@@ -199,7 +217,12 @@ class Storage:
     there are several: see order.py.
     """
 
-    __slots__ = ("__weakref__", "given", "order", "parts", "resized", "spec", "whole", "written")
+    __slots__ = ("__weakref__", "given", "kin", "order", "parts", "resized", "spec", "whole", "written")
+
+    # The values that one instruction made together with this memory, and the memory of each. Set only where
+    # it made several, so that an operation with one result pays nothing: see `relate`. The references are
+    # weak because kin name each other.
+    kin: Sequence[tuple[int, weakref.ref[Storage]]]
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -238,6 +261,29 @@ class Handle:
 
     def __del__(self) -> None:
         self.place.free(self.ref)
+
+
+def relate(made: Sequence[Handle]) -> None:
+    """Note which values one instruction made together, each with a memory of its own."""
+    kin = [(handle.ref, weakref.ref(handle.storage)) for handle in made]
+    for handle in made:
+        handle.storage.kin = kin
+
+
+def kin_of(operands: Sequence[Handle]) -> tuple[list[int] | None, list[Storage]]:
+    """Return the refs of the values that were made together with `operands`, and their memories.
+
+    The refs are None where nothing was. A value is not its own kin: what checks it leaves it as it is.
+    """
+    own = [handle.storage for handle in operands]
+    found: dict[int, Storage] = {}
+    for storage in own:
+        for ref, weak in getattr(storage, "kin", ()):
+            memory = weak()
+            if memory is not None and memory not in own:
+                found[ref] = memory
+    related = any(hasattr(storage, "kin") for storage in own)
+    return list(found) if related else None, list(found.values())
 
 
 def new_value(spec: Spec, place: Residence) -> Handle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..wire.messages import Failure
+from .line import Call
 from .log import Log
 
 _MOST_FAILURES = 1000
@@ -20,6 +21,8 @@ class Cause:
 
     failure: Failure
     line: str
+    # The line is in this call, which knows its callers.
+    call: Call | None = None
     # This is the number of that worker, where it is not the one that told of it.
     where: int | None = None
     # The failure's position is in this log, where that is a mesh's.

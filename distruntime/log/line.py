@@ -1,56 +1,192 @@
-"""Which line of the user's issued an instruction.
+"""Which line of the user's issued an instruction, and who called it.
 
-It is a code object and an offset in it, resolved to text only when a failure names it.
+It is a `Call` and an offset in its code, resolved to text only when a failure names it.
 """
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
+import site
 import sys
-from types import CodeType
+import sysconfig
+from types import CodeType, FrameType
+from typing import final
 
 import torch
 
-# A line has a position after an instruction, and the code that issued it with an offset in it.
-Line = tuple[int, "CodeType | None", int]
 
+@final
+class Call:
+    """One call of a function of the user's: its code, and the call and the offset that it was called from.
+
+    A frame keeps its own as `f_trace`. That is what a debugger would have Python call for the frame, so no
+    frame is marked that one traces, and a call of it does nothing. The callers of a frame stay the same for
+    as long as it runs. So the stack is walked once for each call of a function, up to the first frame that is
+    marked, and an instruction costs one look at its frame: 0.09 us, against 0.16 us for looking its code up
+    in a set, and 5 us for walking 20 frames. A frame that was kept instead would keep the user's tensors.
+    """
+
+    __slots__ = ("at", "code", "outer")
+
+    def __init__(self, code: CodeType, outer: Call | None, at: int) -> None:
+        self.code, self.outer, self.at = code, outer, at
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Trace nothing."""
+
+
+# A line has a position after an instruction, and the call that issued it with an offset in its code.
+Line = tuple[int, "Call | None", int]
+
+# A generator goes on in another caller's frame each time, so nothing is kept in its frame.
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# So many calls of a recursion are noted.
+_MOST_CALLS = 64
 _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-# This code was seen to be neither torch's nor this package's.
-USERS: set[CodeType] = set()
-_skipped: set[CodeType] = set()
+# It says whether a frame with this code is one of the user's, as far as it has been seen.
+_users: dict[CodeType, bool] = {}
+_gettrace = sys.gettrace
+
+
+def inside(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_INSIDE)
 
 
 def user_line() -> Line:
-    """Return the code and offset of the first frame outside torch and this package.
+    """Return the call and offset of the first frame outside torch and this package."""
+    return line_from(sys._getframe(1))
 
-    It takes 0.2 us, against 20 us for `extract_stack`.
-    """
-    frame = sys._getframe(1)
+
+def line_from(frame: FrameType | None) -> Line:
+    """Return the call and offset of a frame, or of the first around it, outside torch and this package."""
     while frame is not None:
+        call = frame.f_trace
+        if type(call) is Call:
+            return 0, call, frame.f_lasti
         code = frame.f_code
-        if code in USERS:
-            return 0, code, frame.f_lasti
-        if code not in _skipped:
-            if not code.co_filename.startswith(_INSIDE):
-                USERS.add(code)
-                return 0, code, frame.f_lasti
-            _skipped.add(code)
-        frame = frame.f_back  # type: ignore[assignment]
+        users = _users.get(code)
+        if users or (users is None and _is_users(code)):
+            return 0, _entered(frame, code), frame.f_lasti
+        frame = frame.f_back
     return 0, None, 0
+
+
+def _is_users(code: CodeType) -> bool:
+    found = _users[code] = not inside(code)
+    return found
+
+
+def _entered(frame: FrameType, code: CodeType) -> Call:
+    """Return the call of a user's frame that has no mark yet, and mark it and its callers."""
+    outer = frame.f_back
+    if outer is not None and type(known := outer.f_trace) is Call:
+        return _marked(frame, code, known, outer.f_lasti)
+    _, caller, at = _called_from(outer)
+    return _marked(frame, code, caller, at)
+
+
+def _marked(frame: FrameType, code: CodeType, outer: Call | None, at: int) -> Call:
+    call = Call(code, outer, at)
+    # A tracer would have Python call the mark for each line of the frame.
+    if not code.co_flags & _RESUMED and frame.f_trace is None and _gettrace() is None:
+        frame.f_trace = call
+    return call
+
+
+def _called_from(frame: FrameType | None) -> Line:
+    """Return what `line_from` returns, without a recursion for each of the callers."""
+    unknown: list[FrameType] = []
+    line: Line = 0, None, 0
+    while frame is not None and len(unknown) < _MOST_CALLS:
+        known, code = frame.f_trace, frame.f_code
+        if type(known) is Call:
+            line = 0, known, frame.f_lasti
+            break
+        if _users.get(code) or _is_users(code):
+            unknown.append(frame)
+        frame = frame.f_back
+    while unknown:
+        frame = unknown.pop()
+        line = 0, _marked(frame, frame.f_code, line[1], line[2]), frame.f_lasti
+    return line
+
+
+# -- as text -----------------------------------------------------------------------------------------------
+
+# So many callers are shown: the outermost ones, and the innermost ones.
+_OUTERMOST, _INNERMOST = 3, 12
+_LIBRARIES = tuple(
+    folder + os.sep
+    for folder in {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+)
+
+
+def place_of(line: Line) -> tuple[CodeType | None, int]:
+    """Return what tells a line from others, whoever has called it."""
+    return (None if line[1] is None else line[1].code), line[2]
 
 
 def line_text(line: Line | None) -> str:
     """Return "train.py:41   z = x + y" of an instruction's line."""
-    if line is None or line[1] is None:
+    return "an unknown line" if line is None or line[1] is None else code_text(line[1].code, line[2])
+
+
+def code_text(code: CodeType | None, offset: int) -> str:
+    """Return what `line_text` returns of an offset in a code."""
+    if code is None:
         return "an unknown line"
-    code, offset = line[1], line[2]
     number = code.co_firstlineno
     for start, end, found in code.co_lines():
         if start <= offset < end and found is not None:
             number = found
     source = linecache.getline(code.co_filename, number).strip()
-    return f"{code.co_filename}:{number}" + (f"   {source}" if source else "")
+    return f"{_file_name(code.co_filename)}:{number}" + (f"   {source}" if source else "")
+
+
+def _file_name(name: str) -> str:
+    """Return a file's name; of a cell of IPython or Jupyter, "In[3]"."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(name)
+    return name if cell is None else str(cell[1])
+
+
+def callers_text(call: Call | None) -> list[str]:
+    """Return the lines that led to a call, the outermost first. Libraries' frames are folded."""
+    found: list[tuple[CodeType, int]] = []
+    while call is not None and call.outer is not None:
+        found.append((call.outer.code, call.at))
+        call = call.outer
+    lines: list[str] = []
+    folded = 0
+    for code, offset in reversed(found):
+        if code.co_filename.startswith((*_LIBRARIES, "<frozen ")):
+            folded += 1
+            continue
+        # What has called the user's outermost function says nothing.
+        if folded and lines:
+            lines.append(_folded(folded))
+        folded = 0
+        lines.append(f"called from {code_text(code, offset)}")
+    if folded and lines:
+        lines.append(_folded(folded))
+    hidden = len(lines) - _OUTERMOST - _INNERMOST
+    if hidden > 1:
+        lines[_OUTERMOST:-_INNERMOST] = [f"({hidden} more calls)"]
+    return lines
+
+
+def _folded(calls: int) -> str:
+    return f"({calls} call{'s' if calls > 1 else ''} in libraries)"

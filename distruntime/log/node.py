@@ -178,8 +178,10 @@ class Node(Log):
         key = failure.seq, failure.position
         # A reply may have named it before its segment was done.
         if key not in self.ledger:
-            line = line_text(flight.line_at(failure.position))
-            self.ledger.file(key, Cause(failure, line, log=None if flight.log is self else flight.log))
+            line = flight.line_at(failure.position)
+            call = None if line is None else line[1]
+            log = None if flight.log is self else flight.log
+            self.ledger.file(key, Cause(failure, line_text(line), call, log=log))
 
     def _file_running(self, failure: Failure) -> None:
         """File a failure of a segment that is not done."""
@@ -235,7 +237,8 @@ class Node(Log):
         """Return the error of whatever lived on this lost worker."""
         if self.presence.taken:
             return NodeFailed(
-                f"{self} {self.failed}. It has this session's values no more; what it had published is there"
+                f"{self} {self.failed}. This session's tensors there are gone; published ones are still "
+                "available"
             )
         if not self._losses:
             self._losses = self.session.losses(self)

@@ -29,8 +29,9 @@ class Presence:
         self.absence: Absence | None = None
         # It is True if the worker said farewell before it was lost.
         self.has_left = False
-        # It is True if another worker has been asked for in its place.
+        # It is True if another worker has been asked for in its place. The text says what is waited for.
         self.connecting = False
+        self.sought = "another worker is started in its place"
         # It is True if another master has the session now.
         self.taken = False
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InternalError, NotSupportedError
-from ..log.handle import Handle, Place, Residence, Storage, new_value
+from ..log.handle import Handle, Place, Residence, Storage, new_value, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
@@ -71,6 +71,7 @@ def ask(call: Call) -> Any:
     )
     out: list[Any] = []
     results: list[Result] = []
+    own: list[Handle] = []
     for handle, fields, argument, alias in zip(handles, described, returns, shared):
         if not _is_tensor(fields):
             out.append(unpack_constant(fields))
@@ -88,14 +89,17 @@ def ask(call: Call) -> Any:
             handle.storage = operands[alias]._handle.storage
         else:
             handle.storage.spec = handle.spec
+            own.append(handle)
         out.append(wrap(cls, handle))
         results.append(New(handle.spec, alias))
+    if len(own) > 1:
+        relate(own)
     # These are deterministic: only the meta kernel was wrong.
     deterministic = schema.name in LIARS or schema.name in LOW_PRECISION_LIARS
     if call.signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
-            number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1), node)
+            number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1, written), node)
             place.signatures[call.signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out

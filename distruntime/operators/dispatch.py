@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..errors import is_of_caller
+from ..errors import drop_frames
 from ..log.handle import Handle, Storage, next_ref
-from ..log.line import USERS, user_line
+from ..log.line import Call, line_from, user_line
 from ..log.log import relieve
 from .new_calls import first_time
 from .proxies import AUTOCAST, HUGE
@@ -118,8 +118,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         except BaseException as error:
             # Otherwise a mistyped shape would show a dozen frames of this package and of torch's meta
             # kernels.
-            if is_of_caller(error):
-                raise error.with_traceback(None) from error.__cause__
+            drop_frames(error)
             raise
     template, spec, alias, _, _ = entry
     if spec is None or (alias is not None and _inference()):
@@ -149,8 +148,8 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     )
     out._handle = handle
     frame = _getframe(1)
-    code = frame.f_code
-    line = (0, code, frame.f_lasti) if code in USERS else user_line()
+    call = frame.f_trace
+    line = (0, call, frame.f_lasti) if type(call) is Call else line_from(frame)
     node = place.node
     with node.lock:
         freed = node.freed

@@ -22,6 +22,8 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK
 from .ask_worker import ask
+from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
+from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
 from .signatures import Call, emit, entry_for, results_pattern, template
@@ -108,17 +110,41 @@ def call(
     signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
+    tables, default = place.tables, torch.get_default_dtype()
+    if signature in place.promoted:
+        args, kwargs = promoted(args, kwargs, place.promoted[signature])
+        return func(*args, **kwargs)
     made = Call(cls, func, args, kwargs, place, signature, user_line())
     entry: Any = place.unproven.get(signature) if signature is not None else None
-    if entry is not None:
-        return _issue_new(made, entry[3])
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec)
+        outcome = (
+            propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
+            if entry is None
+            else entry[3]
+        )
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
             return _issue_new(made, Outcome([], False, aliases(func, args, kwargs)[1], ()))
         return ask(made)
+    # Another thread has changed the default dtype meanwhile.
+    if place.tables is not tables:
+        made = replace(made, signature=None)
+    if default is not WORKERS_DEFAULT and depends(func, args, kwargs, outcome):
+        named = with_dtype(func, args, kwargs, outcome)
+        integers = (
+            to_promote(func, args, kwargs, outcome, place.has_cpu_kernels) if named is None else frozenset()
+        )
+        if integers:
+            if made.signature is not None:
+                if len(place.promoted) >= _MOST_SIGNATURES:
+                    place.promoted.clear()
+                place.promoted[made.signature] = integers
+            args, kwargs = promoted(args, kwargs, integers)
+            return func(*args, **kwargs)
+        made = replace(made, kwargs=named or kwargs)
+    if entry is not None:
+        return _issue_new(made, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
@@ -143,7 +169,7 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
     relieve(node)
     with node.lock:
         number, words = template(
-            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single), node
+            func, cls, args, kwargs, results_pattern(outcome.results, outcome.single, outcome.written), node
         )
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
@@ -247,7 +273,11 @@ def common_place(
         if other is not place:
             place.node.require_alive()
             other.node.require_alive()
-            raise PlacementError(_different(func, first_name, place, name, other, t._handle.spec))
+            whose = [(word, owner(operand)) for word, operand in ((first_name, first), (name, t))]
+            raise PlacementError(
+                _different(func, first_name, place, name, other, t._handle.spec)
+                + "".join(f"\n  `{word}` is {owned[0]}" for word, owned in whose if owned is not None)
+            )
     place.node.require_alive()
     return place
 
@@ -331,18 +361,38 @@ def send_along(
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
-            host = "" if place.node.members else f" ({place.node.host})"
-            raise PlacementError(
-                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place}{host}\n"
-                f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
-            )
+            raise PlacementError(f"{func}: {_local(name, t, k in written, place)}")
     sent: tuple[Any, Any] = tree_map_only(
         torch.Tensor,
         lambda t: t if type(t) is cls else wrap(cls, upload(t, place)),
         (list(args), dict(kwargs)),
     )
     return sent
+
+
+def _local(name: str, t: torch.Tensor, written: bool, place: Residence) -> str:
+    """Say of a local operand what it is, and how it comes to where the others are."""
+    others = f"the other operands live on {place.place}" + (
+        "" if place.node.members else f" ({place.node.host})"
+    )
+    read = "or read the remote ones: dr.fetch(...)"
+    owned = owner(t)
+    if owned is not None:
+        whose, module = owned
+        return (
+            f"`{name}` is {whose}: the module is still local, {others}\n"
+            f'  send it there: {module}.to("{place.device}")      {read}'
+        )
+    if isinstance(t, torch.nn.Parameter):
+        return (
+            f"`{name}` {tuple(t.shape)} is a parameter of a module that is still local, {others}\n"
+            f'  send the module there: module.to("{place.device}")      {read}'
+        )
+    what = "is local and written by this call" if written else f"is a local tensor on {t.device}"
+    return (
+        f"`{name}` {tuple(t.shape)} {what}, {others}\n"
+        f'  send it there: {name}.to("{place.device}")      {read}'
+    )
 
 
 def _elsewhere(

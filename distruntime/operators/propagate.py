@@ -6,6 +6,7 @@ shared cores).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,12 +15,22 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import NotSupportedError, of_caller
+from ..errors import NotSupportedError
 from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
+from .rehearsal import refusal, rehearse
 
 # This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
+
+
+class _Predicting(threading.local):
+    """Whether this thread runs a meta kernel to find out what a worker's kernel will return."""
+
+    now = False
+
+
+predicting = _Predicting()
 
 
 class NeedsWorker(Exception):
@@ -151,9 +162,12 @@ def propagate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
 ) -> Outcome:
     """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker`
     where meta cannot tell.
+
+    `cpu_kernels` says whether the call will run kernels of a CPU.
     """
     if func._schema.name in LIARS:
         raise NeedsWorker
@@ -164,7 +178,7 @@ def propagate(
         )
     # A mode that records operators must not see these.
     with _disable_current_modes():
-        return _propagate(func, args, kwargs, spec_of_operand)
+        return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
 
 
 def _propagate(
@@ -172,6 +186,7 @@ def _propagate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
 ) -> Outcome:
     operands = tensors_of(args, kwargs)
     if func._schema.name in LOW_PRECISION_LIARS and any(
@@ -184,6 +199,7 @@ def _propagate(
     if mkwargs.get("device") is not None:
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]
+    predicting.now = True
     try:
         out = func(*margs, **mkwargs)
     except NotImplementedError:
@@ -193,10 +209,13 @@ def _propagate(
             word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
         ):
             raise NeedsWorker from None
-        raise of_caller(error) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
-        raise of_caller(error) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
+    finally:
+        predicting.now = False
+    rehearse(func, args, kwargs, before, cpu_kernels)
     return outcome(func, args, kwargs, out, metas, before)
 
 

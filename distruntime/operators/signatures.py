@@ -10,13 +10,13 @@ import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import REMOTE_TYPES, Handle, Residence, Storage, next_ref
+from ..log.handle import REMOTE_TYPES, Handle, Residence, Storage, kin_of, next_ref, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
 from ..log.spec import Spec
 from ..session.session import active_session
-from ..wire.codec import OPERAND, pack_constant
+from ..wire.codec import KIN, OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
 
@@ -68,11 +68,14 @@ def pattern(value: Any, cls: Any, words: list[object]) -> object:
         ) from None
 
 
-def results_pattern(results: list[Result], single: bool) -> object:
+def results_pattern(results: list[Result], single: bool, written: Sequence[int] = ()) -> object:
     """Return the results' part of a template.
 
-    It has 1 for what gets a ref, 0 for what does not, and lists as they are.
+    It has 1 for what gets a ref, 0 for what does not, and lists as they are. It is `KIN` for an operator that
+    only checks: one that returns nothing and writes none of its operands.
     """
+    if not results and not written:
+        return KIN
     shape = [
         results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results
     ]
@@ -145,12 +148,21 @@ def emit(
     words[0] = number
     fresh: list[Handle] = []
 
-    built = [_build(cls, result, operands, words, fresh, place) for result in outcome.results]
+    own: list[Handle] = []
+    built = [_build(cls, result, operands, words, fresh, own, place) for result in outcome.results]
+    if len(own) > 1:
+        relate(own)
+    handles = [t._handle for t in operands]
+    written = [operands[k]._handle.storage for k in outcome.written]
+    if not fresh and not written and not outcome.results:
+        # If the check fails, it changes these: so whoever reads them comes after it.
+        kin, written = kin_of(handles)
+        words.append(kin)
     issue(
         words,
         fresh,
-        [t._handle for t in operands],
-        [operands[k]._handle.storage for k in outcome.written],
+        handles,
+        written,
         place,
         line,
         entry[4],
@@ -168,16 +180,25 @@ def emit(
 # This is a module's function, not a closure: a closure that calls itself is a reference cycle, which would
 # hold its operands until a collection.
 def _build(
-    cls: type, result: Result, operands: list[Any], words: list[object], fresh: list[Handle], place: Residence
+    cls: type,
+    result: Result,
+    operands: list[Any],
+    words: list[object],
+    fresh: list[Handle],
+    own: list[Handle],
+    place: Residence,
 ) -> Any:
+    """Return a result's proxy. Its handle is added to `fresh`, and to `own` unless it is a view."""
     if isinstance(result, New):
         storage = Storage(result.spec) if result.alias is None else operands[result.alias]._handle.storage
         handle = Handle(next_ref(), result.spec, place, storage)
         words.append(handle.ref)
         fresh.append(handle)
+        if result.alias is None:
+            own.append(handle)
         return wrap(cls, handle) if result.alias is None else wrap_view(cls, handle, operands[result.alias])
     if isinstance(result, Same):
         return operands[result.operand]
     if isinstance(result, list):
-        return [_build(cls, item, operands, words, fresh, place) for item in result]
+        return [_build(cls, item, operands, words, fresh, own, place) for item in result]
     return None

@@ -241,7 +241,7 @@ class Announcer:
             if node.presence.absence is not None:
                 what = f"{node.presence.absence.text}; it goes on when there is a connection again"
             elif node.presence.connecting:
-                what = "another worker is to take its place"
+                what = node.presence.sought
             else:
                 what += self._runs(node, on, seconds, now)
                 what += _estimate(wait.first, left, seconds, now)

@@ -115,7 +115,7 @@ class Ending:
             late = self._part(Detach("the master leaves"), deadline)
         finally:
             with shield:
-                self._close("it was detached; resume=True attaches to it again")
+                self._close('it was detached; resume="auto" attaches to it again')
                 session.workers.leave()
                 for callback in self.on_close:
                     callback()

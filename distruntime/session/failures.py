@@ -20,6 +20,7 @@ from ..errors import (
     WaitTimeout,
 )
 from ..log.ledger import Cause
+from ..log.line import callers_text
 from ..log.node import Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
@@ -122,10 +123,13 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
         text,
         f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else ""),
     ]
+    lines += [f"  {line}" for line in callers_text(cause.call)]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
     if out_of_memory(failure):
         lines += _holders(node, cause, poisoned)
     error = _class(failure.kind)("\n".join(lines))
-    error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
+    # An ordinary operator's failure has none: it would show torch's frames and ours.
+    if failure.traceback:
+        error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
     return error

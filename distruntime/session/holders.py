@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 from ..log.handle import Handle, Place
-from ..log.line import line_text
+from ..log.line import code_text, place_of
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
@@ -84,10 +84,12 @@ def held(
                 nbytes = max(handle.spec.extent, storage.spec.extent) if resized is None else resized
                 # Positions of another log do not compare.
                 position = born[0] if storage is handle.storage else _LAST
-                mine = storages.setdefault((id(storage), place), _Held(nbytes, position, place, born[1:]))
+                mine = storages.setdefault(
+                    (id(storage), place), _Held(nbytes, position, place, place_of(born))
+                )
                 mine.nbytes = max(mine.nbytes, nbytes)
                 if position < mine.position:
-                    mine.position, mine.line = position, born[1:]
+                    mine.position, mine.line = position, place_of(born)
     finally:
         # After Ctrl-C the traceback would keep this frame, and so these.
         del handle, found, storage
@@ -118,7 +120,7 @@ def _places(
 
 
 def _by_line(storages: Collection[_Held]) -> list[Holder]:
-    texts = {line: line_text((0, *line)) for line in {storage.line for storage in storages}}
+    texts = {line: code_text(*line) for line in {storage.line for storage in storages}}
     nbytes: Counter[tuple[Place, str]] = Counter()
     tensors: Counter[tuple[Place, str]] = Counter()
     for storage in storages:

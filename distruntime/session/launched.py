@@ -70,7 +70,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         worker = self.of(node)
         if worker is None:
             dead = has_died(node.welcome.process)
-            return f"(pid {node.welcome.pid}) died: there is no such process any more" if dead else None
+            return f"(pid {node.welcome.pid}) died: the process is gone" if dead else None
         deadline = time.monotonic() + wait
         ended = worker.poll()
         while ended is None and time.monotonic() < deadline:

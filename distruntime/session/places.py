@@ -226,6 +226,12 @@ class Places:
             if node is None or residence.node is node:
                 residence.clear_signatures()
 
+    def follow_default_dtype(self) -> None:
+        """Look all signatures up among those that have run under what is torch's default dtype now."""
+        with self._numbering:
+            for residence in [*self._residences.values(), *self._nameless.values()]:
+                residence.follow_default_dtype()
+
     def hide(self, node: Log) -> None:
         """Send every call to `node` down the slow path, which knows streams."""
         for residence in [*self._residences.values(), *self._nameless.values()]:

@@ -67,7 +67,10 @@ class Signals(Protocol):
 
 
 class Session:
-    """What `init_master_worker` returns. A context manager: leaving it shuts the session down."""
+    """One master's session; users hold the `Session` of `cluster/user_session.py`, which shows less.
+
+    A context manager: leaving it shuts the session down.
+    """
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
@@ -82,8 +85,6 @@ class Session:
         # These are the logs of meshes.
         self.meshes: list[MeshLog] = []
         self.places = Places(nodes, self.require_open)
-        # A notebook shows this HTML of it.
-        self.card: Callable[[], str] = self.__repr__
         # It tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
@@ -118,11 +119,7 @@ class Session:
         self.stir, self.parked = self.pump.stir, self.pump.parked
 
     def __repr__(self) -> str:
-        count = len(self.nodes)
-        return f"<distruntime session, {count} node{'s' if count != 1 else ''}, {self.closed or 'open'}>"
-
-    def _repr_html_(self) -> str:
-        return self.card()
+        return f"<session {self.name!r} of {len(self.nodes)}, {self.closed or 'open'}>"
 
     def __enter__(self) -> Session:
         return self
@@ -294,6 +291,13 @@ class Session:
 
         Return False past the timeout (seconds).
         """
+        if not self.drain(node, timeout):
+            return False
+        self.raise_unread(node)
+        return True
+
+    def drain(self, node: Node, timeout: float | None = None) -> bool:
+        """Block until a worker has run everything issued so far. Return False past the timeout (seconds)."""
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
@@ -306,7 +310,6 @@ class Session:
             self.requests.discard(request)
             return False
         self.raise_for(request)
-        self.raise_unread(node)
         return True
 
     def raise_unread(self, node: Node) -> None:
@@ -321,7 +324,8 @@ class Session:
             node.ledger.unread.clear()
             if more:
                 log.warning(
-                    "%s: %s%d more failed operation%s",
+                    "%s: besides the operation whose error is raised now, %s%d other%s failed; each of their "
+                    "results raises its own cause",
                     node,
                     "at least " if more >= 999 else "",
                     more,

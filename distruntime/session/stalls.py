@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 from ..errors import UsageError
-from ..log.line import line_text, user_line
+from ..log.line import code_text, line_text, place_of, user_line
 from .tables import table_html, table_text
 
 # Fewer waits than so many at one line are no matter, and so many sentences of advice are enough.
@@ -106,7 +106,7 @@ def before_wait(why: str) -> None:
     if _mode == "default" or why.startswith("explicit"):
         return
     line = line_text(user_line())
-    text = f"{why} makes the master wait for a worker\n  at {line}\n  dr.fetch_async gives a future instead"
+    text = f"{why} blocks until a worker answers\n  at {line}\n  `await dr.fetch_async(x)` does not block"
     if _mode == "error":
         raise UsageError(text)
     warnings.warn(text, stacklevel=2)
@@ -115,8 +115,7 @@ def before_wait(why: str) -> None:
 def note_wait(why: str, started: float) -> None:
     """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
     seconds = time.perf_counter() - started
-    _, code, offset = user_line()
-    key = code, offset, why
+    key = *place_of(user_line()), why
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1
@@ -131,7 +130,7 @@ def stalls(reset: bool = False) -> Stalls:
             _found.clear()
     sums: dict[tuple[str, str], tuple[int, float]] = {}
     for (code, offset, why), (count, seconds) in found:
-        line = line_text((0, code, offset))
+        line = code_text(code, offset)
         before = sums.get((line, why), (0, 0.0))
         sums[line, why] = before[0] + int(count), before[1] + seconds
     rows = [Stall(line, why, count, seconds) for (line, why), (count, seconds) in sums.items()]

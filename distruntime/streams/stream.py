@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout
+from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout, without_our_frames
 from ..log.current import DeviceLike, current_streams, enter_stream, leave_stream
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.issue import issue
@@ -32,7 +32,8 @@ from ..session.spelling import named, on_node, require_alone
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import AWAIT, STAMP, AskPassed, Cancel, Notify, OpenStream, Signal
+from ..wire.messages import AWAIT, STAMP, AskPassed, Notify, OpenStream, Signal
+from .cancel import drop
 
 # Each device has at most so many streams of one priority, as on CUDA. More Stream objects share them.
 _MOST = 32
@@ -257,12 +258,7 @@ class Stream:
         Reading a dropped result raises `StreamCancelled`. What runs, ends; what is issued afterwards runs.
         Waits that it stands in are dropped too.
         """
-        log = self.check()
-        with log.lock:
-            log.flush()
-            position = log.base if log.order is None else log.order.cancelled(self.number)
-        for worker in workers_of(log):
-            session_of_log(log).post(worker, Cancel(log.stream_on_wire(self.number), position))
+        drop(self.check(), [self.number])
 
 
 class Event:
@@ -565,6 +561,7 @@ def set_implicit_waits(enabled: bool) -> None:
             _order_of(node).implicit = enabled
 
 
+@without_our_frames
 def synchronize(
     node: int | None = None, device: DeviceLike | None = None, timeout: float | None = None
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, drop_frames, without_our_frames
 from ..log.current import DeviceLike, device_name
 from ..log.handle import Residence
 from ..session.session import active_session
@@ -47,8 +47,12 @@ def _remote(function: _TorchFactory) -> Factory:
 
     @functools.wraps(function)
     def make(*args: object, device: DeviceLike | None = None, **kwargs: object) -> DistributedTensor:
-        # What torch makes at a place of the session is a proxy.
-        return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
+        try:
+            # What torch makes at a place of the session is a proxy.
+            return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
     del make.__wrapped__
@@ -86,6 +90,7 @@ tensor = _remote(torch.tensor)
 
 
 def _class(name: str, dtype: torch.dtype) -> TensorClass:
+    @without_our_frames
     def make(*args: object, device: DeviceLike | None = None) -> DistributedTensor:
         place = _target(device, like_torch=False)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):

@@ -13,7 +13,7 @@ from typing import TypeVar, overload
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import DistruntimeError, WaitTimeout
+from ..errors import DistruntimeError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
 from ..log.spec import Spec
 from ..operators.transfer import request, tensor_from
@@ -35,6 +35,7 @@ class Fetched(concurrent.futures.Future[T]):
         super().__init__()
         self._pending: list[Request[object]] = []
 
+    @without_our_frames
     def result(self, timeout: float | None = None) -> T:
         """Block for the values, at most `timeout` seconds; raise what poisoned them, or `WaitTimeout`."""
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip
@@ -194,6 +195,7 @@ def fetch(tree: torch.Tensor, timeout: float | None = None) -> torch.Tensor: ...
 def fetch(tree: T, timeout: float | None = None) -> T: ...
 
 
+@without_our_frames
 def fetch(tree: T, timeout: float | None = None) -> T:
     """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
 

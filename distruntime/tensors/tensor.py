@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.types import Number
 
-from ..errors import NotSupportedError, PlacementError, UsageError
+from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import DeviceLike, current_gpu, device_name
 from ..log.handle import Handle, Place, Residence
 from ..log.mesh_log import MeshLog
@@ -64,6 +64,7 @@ class DistributedTensor(torch.Tensor):
         """Where the tensor lives: its node's number and the device there."""
         return self._handle.place.place
 
+    @without_our_frames
     def member(self, k: int) -> DistributedTensor:
         """Return a proxy of the `k`-th member's shard of a tensor on a mesh. Return at once.
 
@@ -73,8 +74,8 @@ class DistributedTensor(torch.Tensor):
         if not members:
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
         if not isinstance(k, int) or not -len(members) <= k < len(members):
-            raise IndexError(
-                f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}"
+            raise of_caller(
+                IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
             )
         if self.requires_grad and torch.is_grad_enabled():
             return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
@@ -97,6 +98,7 @@ class DistributedTensor(torch.Tensor):
         """False, as `device.type` is "remote"; the device on the node is in `place`."""
         return False
 
+    @without_our_frames
     def to(
         self,
         *args: object,
@@ -146,10 +148,12 @@ class DistributedTensor(torch.Tensor):
             return places.residence(places.place(self.place.node, device_name(device)))
         return device
 
+    @without_our_frames
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Return a local copy. Block until it is here."""
         return super().to(torch.device("cpu"), memory_format=memory_format)
 
+    @without_our_frames
     def cuda(
         self,
         device: DeviceLike | None = None,
@@ -172,6 +176,7 @@ class DistributedTensor(torch.Tensor):
         text = render(self, self._handle, suffixes_of(self))
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
+    @without_our_frames
     def __format__(self, spec: str) -> str:
         return (
             format(self.item(), spec)
@@ -179,13 +184,17 @@ class DistributedTensor(torch.Tensor):
             else object.__format__(self, spec)
         )
 
+    @without_our_frames
     def item(self) -> Number:
         """Return the one element as a Python number. Block until it is here."""
         if self.numel() != 1:
-            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+            raise of_caller(
+                RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+            )
         value: Number = item(self._handle)
         return value
 
+    @without_our_frames
     def __round__(self, ndigits: int | None = None) -> Number:
         return round(self.item(), ndigits)
 
@@ -201,19 +210,24 @@ class DistributedTensor(torch.Tensor):
             return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
         return super().type(dtype, non_blocking)
 
+    @without_our_frames
     def tolist(self) -> Numbers:
         """Return the values as nested lists of numbers. Block until they are here."""
         return download(self._handle, "tolist").tolist()
 
+    @without_our_frames
     def numpy(self, *, force: bool = False) -> Array:
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
-            raise TypeError(
-                f"a tensor on {self.place} has no memory in this process for numpy: "
-                "use x.cpu().numpy(), or dr.fetch(x).numpy()"
+            raise of_caller(
+                TypeError(
+                    f"can't convert a tensor on {self.place} to numpy; fetch it first: "
+                    "x.detach().cpu().numpy(), or x.numpy(force=True)"
+                )
             )
         return self.detach().cpu().numpy()
 
+    @without_our_frames
     def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.numpy()
 
@@ -228,6 +242,7 @@ class DistributedTensor(torch.Tensor):
         return found
 
     @data.setter
+    @without_our_frames
     def data(self, other: torch.Tensor) -> None:
         # torch's own setter changes the wrapper's sizes, dtype and device, and would silently
         # keep the old value.
@@ -240,13 +255,18 @@ class DistributedTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
         self._handle = alias._handle
 
+    @without_our_frames
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) "
-                "support the deepcopy protocol at the moment"
+            raise of_caller(
+                RuntimeError(
+                    "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                    "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
+                    "because of a torch.nn.utils.weight_norm usage, see "
+                    "https://github.com/pytorch/pytorch/pull/103001"
+                )
             )
         with torch.no_grad():
             twin = self.clone()
@@ -263,6 +283,7 @@ class DistributedTensor(torch.Tensor):
     def __copy__(self) -> torch.Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
+    @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
@@ -270,12 +291,14 @@ class DistributedTensor(torch.Tensor):
             "or pass fetched tensors to the function"
         )
 
+    @without_our_frames
     def data_ptr(self) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} has no address in this process; "
             "compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
+    @without_our_frames
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it:
         its size.
@@ -288,6 +311,7 @@ class DistributedTensor(torch.Tensor):
             "dr.fetch(x) gives a local tensor that has one"
         )
 
+    @without_our_frames
     def storage(self) -> NoReturn:
         if self._handle.place.node.members:
             raise NotSupportedError(
@@ -300,9 +324,11 @@ class DistributedTensor(torch.Tensor):
             "dr.fetch(x) gives a local tensor that has one"
         )
 
+    @without_our_frames
     def _typed_storage(self) -> NoReturn:
         self.storage()
 
+    @without_our_frames
     def share_memory_(self) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} is not in this machine's memory; "
@@ -313,14 +339,17 @@ class DistributedTensor(torch.Tensor):
         """False: the memory is a worker's."""
         return False
 
+    @without_our_frames
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()"
         )
 
+    @without_our_frames
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
+    @without_our_frames
     def record_stream(self, stream: object) -> None:
         """Let the memory be used again only after what `stream` has been given until this tensor dies.
 

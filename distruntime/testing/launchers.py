@@ -12,6 +12,8 @@ import torch
 
 import distruntime as dr
 
+from ..session.session import active_session
+
 
 def check_launcher(
     launcher: dr.Launcher, *, listen: str | None = None, timeout: float = 60.0, insecure: bool = False
@@ -51,8 +53,8 @@ class _Options:
     timeout: float
     insecure: bool
 
-    def open(self, name: str | None = None, *, resume: bool = False) -> dr.Session:
-        return dr.init_master_worker(
+    def open(self, name: str | None = None, *, resume: bool = False) -> None:
+        dr.init_master_worker(
             world_size=2,
             launcher=self.launcher,
             session=name,
@@ -71,8 +73,8 @@ class _Options:
             time.sleep(0.02)
 
 
-def _started(session: dr.Session) -> list[dr.WorkerProcess]:
-    workers = [worker for worker in session.workers if worker is not None]
+def _started() -> list[dr.WorkerProcess]:
+    workers = [worker for worker in active_session().workers if worker is not None]
     for worker in workers:
         assert isinstance(worker, dr.WorkerProcess), f"start() returns a dr.WorkerProcess, got {worker!r}"
         assert isinstance(worker.pid, int), f"pid is an int, got {worker.pid!r}"
@@ -89,8 +91,8 @@ def _computes(node: int) -> bool:
 
 
 def _check_one_session(options: _Options) -> None:
-    session = options.open()
-    first = _started(session)
+    options.open()
+    first = _started()
     assert len({worker.pid for worker in first}) == 2, "two workers have one pid"
     assert _computes(0) and _computes(1)
     first[1].stop(0.0)
@@ -105,10 +107,10 @@ def _check_one_session(options: _Options) -> None:
     )
     assert _computes(0), "the end of one worker has taken another with it"
     dr.restart(1)
-    second = _started(session)
+    second = _started()
     assert second[1] is not first[1] and _computes(1)
-    dr.restart(1)
-    third = _started(session)
+    dr.restart(1, force=True)
+    third = _started()
     assert second[1].poll() is not None, "a worker that was replaced runs on"
     assert third[1] is not second[1] and _computes(0) and _computes(1)
     dr.shutdown()
@@ -120,7 +122,8 @@ def _check_one_session(options: _Options) -> None:
 
 def _check_named_session(options: _Options) -> None:
     name = f"check-{os.getpid()}"
-    left = _started(options.open(name))
+    options.open(name)
+    left = _started()
     dr.publish("kept", torch.full((3,), 2.0, device="remote"))
     dr.detach()
     options.open(name, resume=True)

@@ -20,6 +20,8 @@ def resolve(address: str) -> list[str]:
     port = rest.rpartition(":")[2]
     if transport != "tcp":
         return []
+    if ":" not in rest.rpartition("]")[2]:
+        raise unusable(address, "the port is missing")
     if port != "*" and not (port.isdecimal() and int(port) < 65536):
         raise unusable(address, f"{port!r} is no port")
     try:
@@ -91,6 +93,11 @@ def wants_ipv6(address: str, resolved: list[str]) -> bool:
 
 def unusable(address: str, error: Exception | str) -> ConfigurationError:
     """Return the error of an address that cannot be listened at or dialled."""
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return ConfigurationError(
+            f"got address {address!r}: it is in use, as another program listens there. Choose another port, "
+            "or end that program"
+        )
     return ConfigurationError(
         f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters "
         "of path)."

@@ -128,6 +128,9 @@ def daemons_from(rows: Sequence[object]) -> list[DaemonRecord] | None:
 
 # It stands where an operand word of the instruction goes.
 OPERAND: list[Plain] = ["operand"]
+# Stands in a template for the results of an instruction that returns nothing and only checks: its last word
+# lists the refs of its operands' kin, or is None.
+KIN: list[Plain] = ["kin"]
 
 # Lists may be nested so deep. A thousand levels would end in a RecursionError.
 _DEEPEST = 64

@@ -261,7 +261,7 @@ class Connections:
             return None
         keys = "another key, or none" if self._has_key else "a key, where none is held here"
         return PeerEvent(
-            "handshake_failed", peer, endpoint, f"the other side has {keys}; or it does not speak ZeroMQ"
+            "handshake_failed", peer, endpoint, f"the other side has {keys}; or it is no distruntime peer"
         )
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
@@ -278,8 +278,8 @@ class Connections:
                     "handshake_failed", None, endpoint, "too many others had not said who they are either"
                 )
             )
-        keys = "another key, or none" if self._has_key else "a key, where none is held here"
-        why = f"it has {keys}; or does not speak ZeroMQ; or it hung up before it said who it is"
+        keys = "wrong or missing key" if self._has_key else "it has a key, where none is held here"
+        why = f"{keys}, or it is no distruntime peer, or it hung up during the handshake"
         return None if reported else PeerEvent("handshake_failed", None, endpoint, why)
 
     def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:

@@ -54,7 +54,16 @@ CONNECT = Deadline(
     30.0,
     "DISTRUNTIME_TIMEOUT",
     "init_master_worker(timeout=), restart(timeout=)",
-    "workers to start, answer or dial in",
+    "workers to start or answer",
+)
+# A cluster's scheduler may start the workers that dial in. Its machines may have to boot, and to read torch
+# over a network. torchrun waits as long for its members.
+DIAL = Deadline(
+    "dial",
+    600.0,
+    "DISTRUNTIME_DIAL_TIMEOUT",
+    "init_master_worker(timeout=), restart(timeout=)",
+    "workers to dial in, where `listen=` is given",
 )
 UNREACHABLE = Deadline(
     "unreachable",
@@ -122,4 +131,4 @@ ORPHAN = Deadline(
     "a worker whose master has died to stop by itself, before it is ended",
 )
 
-DEADLINES = (CONNECT, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, LOOK, REPR, MEET, GROUP, ORPHAN)
+DEADLINES = (CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, LOOK, REPR, MEET, GROUP, ORPHAN)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 8
+PROTOCOL = 9
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -108,10 +108,11 @@ class Hello:
     """Master to worker: open a session, or go on with one.
 
     `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it
-    had given; "resume", of another master, which gets what was published; or "force new" and "force resume",
-    in spite of a master that is there. `received` counts the messages that have come on earlier connections.
-    When the master is gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`,
-    until it knows that the master has died. `process` is the master's: see identity.py.
+    had given; "resume", of another master, which gets what was published; "auto", which is "resume" if the
+    session is there and "new" if not; or "force new", "force resume" and "force auto", in spite of a master
+    that is there. `received` counts the messages that have come on earlier connections. When the master is
+    gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`, until it knows that
+    the master has died. `process` is the master's: see identity.py.
     """
 
     protocol: int

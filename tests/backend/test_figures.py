@@ -91,6 +91,9 @@ def test_what_kind_of_device_it_is(remote: Any) -> None:
         assert found.total_memory == total() and found.multi_processor_count >= 1
         assert (found.major, found.minor) == remote.get_device_capability(k) == (0, 0)
         assert remote.get_device_name(k) == found.name != ""
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            named = [line for line in lines if line.startswith("model name")]
+        assert not named or found.name in named[0]
 
 
 def test_figures_come_after_what_was_issued_before(remote: Any) -> None:
@@ -101,6 +104,22 @@ def test_figures_come_after_what_was_issued_before(remote: Any) -> None:
     assert remote.memory_allocated(1) == MIB + 400 * 400 * 4
     until(lambda: dr.nodes()[0].state == "ready")
     assert x.sum().item() == 400 * 400 and y.sum().item() == MIB // 4
+
+
+def test_a_fork_of_the_generators_takes_every_place_and_no_warning(remote: Any) -> None:
+    def draw() -> list[list[float]]:
+        return [torch.rand(3, device=f"remote:{k}").tolist() for k in range(remote.device_count())]
+
+    torch.manual_seed(3)
+    expected = [torch.rand(2).tolist(), draw()]
+    torch.manual_seed(3)
+    # Warnings are errors here.
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        draw()
+    with torch.random.fork_rng(devices=[3], device_type="remote"):
+        torch.rand(5, device="remote:3")
+    assert [torch.rand(2).tolist(), draw()] == expected
 
 
 FIGURES = [
@@ -128,6 +147,8 @@ def test_figures_of_a_lost_node_are_an_error(fresh_session: Callable[..., Any], 
             getattr(remote, name)(1)
     assert remote.device_count() == 2 and remote.memory_allocated(0) == 0
     remote.empty_cache()
+    with torch.random.fork_rng():
+        torch.rand(1)
     dr.shutdown()
     assert remote.device_count() == 0
     for name in FIGURES:

@@ -67,6 +67,7 @@ OTHERS: list[tuple[str, Any]] = [
     ("cudnn_benchmark", True),
     ("cudnn_deterministic", True),
     ("mkldnn_enabled", False),
+    ("fill_uninitialized_memory", False),
     ("use_deterministic_algorithms", True),
 ]
 

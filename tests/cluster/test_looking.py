@@ -14,6 +14,7 @@ import distruntime as dr
 from distruntime import __main__ as command_line
 from distruntime.cluster import named_sessions
 from distruntime.cluster.observe import Answer, Observer
+from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import AskStacks, AskWorker, WorkerReport
 from distruntime_worker.log.progress import Progress
@@ -49,14 +50,14 @@ def report_of(observer: Observer) -> WorkerReport:
 def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: ListeningWorker) -> None:
     with Observer([daemon.address]) as observer:
         assert report_of(observer).sessions == []
-        session = dr.init_master_worker(workers=[daemon.address], session="day")
+        dr.init_master_worker(workers=[daemon.address], session="day")
         x = torch.ones(3, device=REMOTE)
         dr.synchronize()
         (row,) = report_of(observer).sessions
         assert (row.name, row.lasting, row.away, row.running) == ("day", True, None, None) and row.values >= 1
         with blocked(dr.current_stream()):
             ys = [x + 1 for _ in range(100)]
-            session.nodes[0].flush()
+            active_session().nodes[0].flush()
             until(lambda: report_of(observer).sessions[0].queued >= 90)
             # The wait for the block is one more.
             assert report_of(observer).sessions[0].queued <= 110

@@ -22,6 +22,7 @@ import torch
 
 import distruntime as dr
 from apart import apart, listening
+from distruntime.session.session import Session
 from distruntime.testing import check_data_channel
 from distruntime_worker.collectives.data_channel import find, names, nccl
 from distruntime_worker.collectives.data_channel.gloo import Gloo
@@ -222,7 +223,7 @@ def test_what_is_no_data_channel_is_not_registered(name: str, factory: Any, text
         dr.register_data_channel(name, factory)
 
 
-def test_a_channel_that_a_worker_does_not_have(session: dr.Session) -> None:
+def test_a_channel_that_a_worker_does_not_have(session: Session) -> None:
     with pytest.raises(
         dr.ConfigurationError,
         match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls",
@@ -265,7 +266,7 @@ def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return tensors
 
 
-def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
+def test_what_a_channel_lacks_is_refused(session: Session) -> None:
     group = dr.new_group([0, 1], backend="tcp")
     with pytest.raises(
         dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"
@@ -287,7 +288,7 @@ def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
     ],
 )
 def test_what_gloo_does_not_reduce_is_refused(
-    session: dr.Session, op: Any, dtype: torch.dtype, text: str
+    session: Session, op: Any, dtype: torch.dtype, text: str
 ) -> None:
     with pytest.raises(dr.NotSupportedError, match=text):
         dr.all_reduce(pair(dtype), op)
@@ -302,7 +303,7 @@ linux = pytest.mark.skipif(
 
 
 @linux
-def test_on_one_machine_they_listen_on_loopback_only(session: dr.Session) -> None:
+def test_on_one_machine_they_listen_on_loopback_only(session: Session) -> None:
     before = {node.index: listening(node.pid) for node in dr.nodes()}
     for backend in ("tcp", "tcp+tls", "gloo"):
         group = dr.new_group([0, 1], backend=backend)

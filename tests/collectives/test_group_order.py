@@ -20,6 +20,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
+from distruntime.session.session import active_session
 from processes import STARTING, Child, slots, stop, stopped, until, window_is_full
 
 
@@ -158,7 +159,8 @@ def _waits_across() -> None:
     """Child: node 1 has much to do once an event of node 0 has come, which it cannot before all is issued:
     node 0 is held still.
     """
-    session = dr.init_master_worker()
+    dr.init_master_worker()
+    session = active_session()
     dr.all_reduce([there(torch.ones(2), node) for node in (0, 1)])  # they have met
     with dr.node(0):
         gate = torch.ones(1200, 1200, device=REMOTE)

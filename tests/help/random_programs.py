@@ -46,6 +46,8 @@ PATIENCE = 60.0
 # So many seconds lie between two reports of a long run.
 REPORT = 60.0
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
+# The operations that fail on their worker raise these.
+FAILED = (IndexError, torch.linalg.LinAlgError)
 # This is beyond what travels in the log itself, and through shared memory.
 LARGE = (70_000,)
 
@@ -157,7 +159,7 @@ class World:
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
         ]
-        # Whoever has it may seed the workers' generators and draw.
+        # Whoever has it may seed the workers' generators, draw, or set what is torch's own.
         self.seed = threading.Lock()
 
 
@@ -350,7 +352,7 @@ class Base:
         self.checks += 1
         try:
             got = wanted.read()
-        except IndexError as error:
+        except FAILED as error:
             if not (wanted.poisoned and isinstance(error, dr.RemoteError)):
                 self.differs(f"{wanted.name} raised {type(error).__name__}: {str(error)[:300]}")
             return
@@ -376,7 +378,7 @@ class Base:
         """
         try:
             yield
-        except IndexError as error:
+        except FAILED as error:
             if not isinstance(error, dr.RemoteError):
                 raise
 
@@ -432,7 +434,7 @@ class Elementwise(Base):
 
     @operation(1)
     def factory_elsewhere(self) -> None:
-        """Only the operand's shape and dtype count, wherever it is."""
+        """Only the operand's shape and dtype count. Where it lives itself, its worker is asked for them."""
         a, to, k = self.any(), self.place(), self.random.randrange(-9, 9)
         self.say(a, to)
         with self.where(to):
@@ -440,7 +442,8 @@ class Elementwise(Base):
                 remote = torch.full_like(a.remote, k, device=self.device(to))
             else:
                 remote = a.remote.new_full(a.local.shape, k, device=self.device(to))
-        self.keep(to, remote, torch.full(a.local.shape, k, dtype=a.local.dtype))
+        local = torch.full(a.local.shape, k, dtype=a.local.dtype)
+        self.keep(to, remote, local, *([a] if to == a.place else []))
 
     @operation(6)
     def unary(self) -> None:
@@ -521,7 +524,7 @@ class Elementwise(Base):
         """Something that takes a while, of which nothing is read."""
         place = self.place()
         with self.where(place):
-            slow = torch.ones(128, 128, device=REMOTE)
+            slow = torch.ones(128, 128, dtype=torch.float32, device=REMOTE)
             for _ in range(self.random.randrange(6)):
                 slow = slow @ slow / 128
 
@@ -1095,6 +1098,24 @@ class Failing(Base):
             a.memory.poisoned = True
 
     @operation(0.3)
+    def check_fails(self) -> None:
+        """Poisons what was made together with what was checked, which itself stays as it is."""
+        place, singular = self.place(), self.chance(0.7)
+        local = torch.eye(3, dtype=torch.float32) * (0 if singular else 1)
+        with self.where(place):
+            remote, info = torch.linalg.inv_ex(local.to(REMOTE))
+        view = remote.t() if self.chance(0.3) else None
+        # A check on another stream comes before whoever reads what it checks.
+        with self.where(place):
+            torch._linalg_check_errors(info, "linalg.inv", is_matrix=True)
+        inverse, expected = torch.linalg.inv_ex(local)
+        value = self.keep(place, remote, inverse)
+        value.memory.poisoned = singular
+        if view is not None:
+            self.keep(place, view, inverse.t(), view_of=value)
+        self.wanted.append(Wanted(f"what {value} was checked by", info.cpu, expected, False))
+
+    @operation(0.3)
     def operands_apart(self) -> None:
         """Refused here: nothing is changed."""
         a = self.any()
@@ -1148,6 +1169,57 @@ class Drawing(Base):
             self.keep(place, remote, local)
 
 
+class Defaulting(Base):
+    """What depends on torch's default dtype, which is the whole process's: factories, and integers that
+    become fractions. Each is read later, under any other default.
+    """
+
+    KINDS: dict[str, Callable[[Any, Any], Any]] = {  # noqa: RUF012 - a table
+        "zeros": lambda x, device: torch.zeros(LENGTH, device=device),
+        "arange": lambda x, device: torch.arange(0.0, 9.0, device=device),
+        "full": lambda x, device: torch.full((LENGTH,), 2.5, device=device),
+        "quarters": lambda x, device: x / 4,
+        "times 2.5": lambda x, device: x * 2.5 + 1,
+        "root": lambda x, device: (x % 1000).sqrt() / 3,
+        "where": lambda x, device: torch.where(x > 0, x, 0.5),
+    }
+
+    @operation(0.5)
+    def default_dtype(self) -> None:
+        a = self.any(dtype=torch.int64)
+        name, kind = self.random.choice(list(self.KINDS.items()))
+        default = self.random.choice((torch.float64, torch.bfloat16, torch.float16, torch.float32))
+        self.say(name, a, default)
+        with self.where(a.place), self.world.seed:
+            torch.set_default_dtype(default)
+            try:
+                made = [(kind(x, d), kind(y, "cpu")) for x, y, d in [(a.remote, a.local, REMOTE)] * 2]
+            finally:
+                torch.set_default_dtype(torch.float32)
+        for remote, local in made:
+            poisoned = a.memory.poisoned and name not in ("zeros", "arange", "full")
+            self.wanted.append(Wanted(f"{name} of {a} under {default}", remote.cpu, local, poisoned))
+
+
+class Determined(Base):
+    """torch's switch for deterministic algorithms, which is the whole process's and every worker's."""
+
+    @operation(0.2)
+    def deterministic(self) -> None:
+        a, place = self.any(dtype=torch.int64), self.place()
+        with self.world.seed:
+            torch.use_deterministic_algorithms(True)
+            try:
+                with self.where(place):
+                    filled = torch.empty(LENGTH, dtype=torch.float32, device=REMOTE)
+                nan = torch.empty(LENGTH, dtype=torch.float32)
+                self.write(a, lambda x: x.index_fill_(0, torch.tensor([0], device=x.device), 7))
+                a.local.index_fill_(0, torch.tensor([0]), 7)
+            finally:
+                torch.use_deterministic_algorithms(False)
+        self.wanted.append(Wanted(f"new memory on {place}", filled.cpu, nan, False))
+
+
 class Deriving(Base):
     """Gradients, also through a copy between nodes and a collective."""
 
@@ -1179,12 +1251,13 @@ class Deriving(Base):
         leaves = [m.remote.detach().clone().requires_grad_() for m in members]
         sums = dr.functional.all_reduce([x * x for x in leaves], group=group)
         for total, k in zip(sums, (3.0, 5.0)):
-            total.backward(torch.full(members[0].local.shape, k, device=total.device), retain_graph=True)
+            ones = torch.ones(members[0].local.shape, dtype=torch.float32, device=total.device)
+            total.backward(ones * k, retain_graph=True)
         # Each backward pass is a collective; gradients add up: 2 * x * 3, and then 2 * x * 5.
         for m, leaf in zip(members, leaves):
             twin = m.local.detach().clone().requires_grad_()
             for k in (3.0, 5.0):
-                (twin * twin).backward(torch.full(twin.shape, k))
+                (twin * twin).backward(torch.full(twin.shape, k, dtype=torch.float32))
             assert twin.grad is not None
             self.keep(m.place, leaf.grad, twin.grad)
 
@@ -1241,7 +1314,18 @@ class Living(Base):
 
 
 class Program(
-    Elementwise, Copying, Reading, Streaming, Together, OnMeshes, Failing, Drawing, Deriving, Living
+    Elementwise,
+    Copying,
+    Reading,
+    Streaming,
+    Together,
+    OnMeshes,
+    Failing,
+    Drawing,
+    Defaulting,
+    Determined,
+    Deriving,
+    Living,
 ):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see
     `wrong`.

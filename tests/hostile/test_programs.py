@@ -12,7 +12,7 @@ import pytest
 
 import distruntime as dr
 from processes import STARTING
-from random_programs import Program, Run, World
+from random_programs import FAILED, Program, Run, World
 
 
 @pytest.fixture(scope="module", params=[(2, 2), (4, 0)], ids=["two nodes, four GPUs", "four nodes"])
@@ -33,7 +33,7 @@ def failures_are_known() -> None:
     while True:
         try:
             return dr.synchronize(timeout=60)
-        except IndexError:
+        except FAILED:
             pass
 
 

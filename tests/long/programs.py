@@ -29,8 +29,9 @@ from pathlib import Path
 import torch
 
 import distruntime as dr
+from distruntime.session.session import active_session
 from processes import ListeningWorker
-from random_programs import Program, Reader, Run, Tally, World
+from random_programs import FAILED, Program, Reader, Run, Tally, World
 
 ENDING = 300.0  # seconds for other masters to end, once this one has
 
@@ -83,7 +84,7 @@ def main() -> int:
                 if given.read is not None:
                     return read(given.read)
                 world = World(folder)
-                with others(given, addresses, session.name) as failed:
+                with others(given, addresses, active_session().name) as failed:
                     tally = one(given, world) if given.only is not None else many(given, world)
                 failures_are_known()
     print(tally)
@@ -96,7 +97,7 @@ def failures_are_known() -> None:
         try:
             dr.synchronize(timeout=ENDING)
             return
-        except IndexError:
+        except FAILED:
             pass
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
+from distruntime.session.session import active_session
 from meshes import MLP
 from processes import STARTING, slots, stop, until
 
@@ -31,7 +32,8 @@ LOSSES = 6  # tests below, each of which kills a worker
 def session() -> Iterator[Any]:
     """Workers of two simulated GPUs each: the last of them that is there is the next to be killed."""
     dr.shutdown()
-    yield dr.init_master_worker(world_size=LOSSES + 1, simulate_cuda=2, timeout=STARTING)
+    dr.init_master_worker(world_size=LOSSES + 1, simulate_cuda=2, timeout=STARTING)
+    yield active_session()
     dr.shutdown()
 
 

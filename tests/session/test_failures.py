@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +213,89 @@ def test_an_upload_of_impossible_size_does_not_end_the_worker(session: object) -
     assert x.sum().item() == 3
 
 
+# Checks: operators without results
+
+
+def singular() -> torch.Tensor:
+    return torch.zeros(3, 3, device=REMOTE)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.linalg.inv,
+        lambda x: torch.linalg.cholesky(x - torch.eye(3, device=REMOTE)),
+        lambda x: torch.linalg.solve(x, torch.ones(3, device=REMOTE)),
+        lambda x: torch.linalg.lu_factor(x)[0],
+        lambda x: torch.linalg.inv(x) @ x + 1,
+    ],
+    ids=["inv", "cholesky", "solve", "lu_factor", "what is computed of it"],
+)
+def test_a_failed_check_poisons_what_it_checks_and_nothing_else(
+    session: object, make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    for _ in range(2):  # the second time everything is known
+        healthy = torch.ones(2, device=REMOTE)
+        inverse = make(singular())
+        assert healthy.sum().item() == 2
+        assert "poisoned: " in repr(inverse)
+        with pytest.raises(RuntimeError, match=r"test_failures\.py") as caught:
+            inverse.cpu()
+        assert isinstance(caught.value, dr.RemoteError)
+        assert healthy.tolist() == [1, 1]
+        dr.synchronize()
+
+
+def test_what_a_check_looks_at_stays_as_it_is(session: object) -> None:
+    inverse, info = torch.linalg.inv_ex(singular())
+    view = inverse.mT
+    torch._linalg_check_errors(info, "linalg.inv", is_matrix=True)
+    assert info.item() == 1
+    for value in (inverse, view, inverse.mT):
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            value.cpu()
+
+
+def test_a_check_that_passes_costs_and_changes_nothing(session: object) -> None:
+    x = torch.eye(3, device=REMOTE)
+    for _ in range(3):
+        assert torch.equal(torch.linalg.inv(x).cpu(), torch.eye(3))
+    dr.synchronize()
+
+
+def test_a_failed_check_of_what_nobody_holds_is_raised_by_synchronize(session: object) -> None:
+    _, info = torch.linalg.inv_ex(singular())
+    del _
+    torch._linalg_check_errors(info, "linalg.inv", is_matrix=True)
+    assert torch.ones(2, device=REMOTE).tolist() == [1, 1]
+    with pytest.raises(torch.linalg.LinAlgError):
+        dr.synchronize()
+
+
+def test_a_failed_check_on_a_mesh_poisons_the_member_that_failed(
+    fresh_session: Callable[..., Any],
+) -> None:
+    with fresh_session(world_size=1, simulate_cuda=2):
+        mesh = dr.init_device_mesh("cuda", (2,))
+        with dr.on(0, "cuda:0"):
+            good = torch.eye(3, device=REMOTE)
+        with dr.on(0, "cuda:1"):
+            bad = torch.zeros(3, 3, device=REMOTE)
+        inverse = torch.linalg.inv(dr.from_shards([good, bad], mesh))
+        assert torch.equal(inverse.member(0).cpu(), torch.eye(3))
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            inverse.member(1).cpu()
+        dr.synchronize()
+
+
+def test_an_assertion_that_fails_is_raised_by_the_next_read(session: object) -> None:
+    x = torch.ones(2, device=REMOTE)
+    torch._assert_async(x.sum() > 5, "the sum is small")
+    with pytest.raises(RuntimeError, match="the sum is small"):
+        x.tolist()
+    assert x.tolist() == [1, 1]
+
+
 # Failures that nobody reads
 
 
@@ -304,14 +385,6 @@ def test_the_line_is_there_whenever_the_value_is_asked_for(session: object, behi
         with pytest.raises(IndexError, match=r"issued at .*test_failures.py:\d+"):
             y.item()
         dr.synchronize()
-
-
-def test_the_cause_is_the_workers_traceback(session: object) -> None:
-    error = read_failure(out_of_range())
-    assert error.__cause__ is not None
-    text = "".join(traceback.format_exception(error))
-    assert "worker traceback, node 0" in text
-    assert re.search(r'File ".*_ops.py", line \d+, in __call__', str(error.__cause__))
 
 
 def test_the_line_of_a_failure_inside_a_module(session: object) -> None:

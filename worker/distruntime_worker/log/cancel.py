@@ -77,7 +77,7 @@ class Cancelling:
         if word == AWAIT:
             self._waits.discard(int_word(p[i + 1]))
             return i + 4
-        error = StreamCancelled("dropped by stream.cancel() before it ran")
+        error = StreamCancelled("dropped by cancel() before it ran")
         if word in (UPLOAD, HOST):
             # An upload may go into a value that another stream is still to make.
             if word == UPLOAD:

@@ -18,7 +18,7 @@ from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Messag
 from ..machine.devices import Devices
 from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
-from ..values.step import Run, Slots, Step, Words, int_word
+from ..values.step import Run, Slots, Step, Words, int_word, list_word
 from ..values.streams import Mesh, Stream, Work
 from .budget import Budget
 from .turns import Turn
@@ -148,9 +148,28 @@ class State:
             if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
                 error = InternalError(f"an operand of {step.name} is not here: {error!r}")
             cause = self.failure(p, i, error, step.name, described(operands))
+            # A check that was dropped has not failed.
             if not step.writes and not step.mutates and not isinstance(error, StreamCancelled):
-                self.orphans.append(cause)
+                self._blame(step, slots, p, i, cause)
         self.poison(step, slots, p, i, cause)
+
+    def _blame(self, step: Step, slots: Slots, p: Words, i: int, cause: Failure) -> None:
+        """Poison what a failed instruction without results has checked: its operands' kin.
+
+        Where they never had any, the next read brings the failure, whatever it reads.
+        """
+        kin = None if step.kin is None else p[i + step.kin]
+        if kin is None:
+            self.orphans.append(cause)
+            return
+        for ref in list_word(kin):
+            checked = slots.get(ref)
+            memory = memory_of(checked)
+            if memory is not None:
+                self.spread(slots, memory, cause)
+            # It may have been freed.
+            if checked is not None:
+                slots[ref] = Poisoned(cause)
 
     def poison(self, step: Step, slots: Slots, p: Words, i: int, cause: Failure) -> None:
         """Poison the results of the instruction at `i`, and whatever it would have written, with `cause`."""

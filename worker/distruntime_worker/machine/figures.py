@@ -24,6 +24,18 @@ def _peak_of_process() -> int:
         return 0
 
 
+def _cpu_name() -> str:
+    """Return the processor's name, or its architecture where the system does not say more."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            found = next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+            )
+    except OSError:
+        found = ""
+    return found or platform.processor() or platform.machine()
+
+
 def memory_figures(device: torch.device) -> list[int]:
     """Return [free, total, allocated, most allocated, reserved, most reserved] of a device, in bytes.
 
@@ -69,6 +81,6 @@ def device_properties(device: torch.device) -> list[str | int]:
     A CPU has its name, the main memory, 0, 0, and its cores.
     """
     if device.type == "cpu":
-        return [platform.processor() or platform.machine(), memory()[0], 0, 0, os.cpu_count() or 1]
+        return [_cpu_name(), memory()[0], 0, 0, os.cpu_count() or 1]
     found = torch.cuda.get_device_properties(device)
     return [found.name, found.total_memory, found.major, found.minor, found.multi_processor_count]

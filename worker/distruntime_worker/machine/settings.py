@@ -128,6 +128,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] 
     "cudnn_benchmark": _backend("cudnn.benchmark"),
     "cudnn_deterministic": _backend("cudnn.deterministic"),
     "mkldnn_enabled": _backend("mkldnn.enabled"),
+    "fill_uninitialized_memory": (
+        torch._C._get_deterministic_fill_uninitialized_memory,
+        lambda value: torch._C._set_deterministic_fill_uninitialized_memory(bool(value)),
+    ),
 }
 
 # These are the settings as they were before the first change of this session.

@@ -45,10 +45,10 @@ def refusal(hello: Hello, found: Session | None, sessions: Mapping[str, Session]
                 f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started "
                 "anew, or its time was over"
             )
-        case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
+        case "new" | "resume" | "auto" if found is not None and compare_digest(found.token, hello.token):
             # Its own master has given it up, and begins anew: the connection, or all of it.
             return ""
-        case "new" | "resume" if found is not None and found.link.peer is not None:
+        case "new" | "resume" | "auto" if found is not None and found.link.peer is not None:
             pid = ", ".join(map(str, found.process[1:2]))
             return (
                 f"the session {hello.session!r} is in use, by pid {pid} on "
@@ -57,12 +57,12 @@ def refusal(hello: Hello, found: Session | None, sessions: Mapping[str, Session]
             )
         case "new" if found is not None:
             return (
-                f"there is a session {hello.session!r} already, without a master: resume=True "
-                "attaches to it, force=True drops it"
+                f"there is a session {hello.session!r} already, without a master: "
+                'resume="auto" attaches to it, force=True drops it'
             )
         case "resume" | "force resume" if found is None:
             return f"there is no session {hello.session!r} here; there {_listed(sessions)}"
-        case "new" | "force new" | "resume" | "force resume":
+        case "new" | "force new" | "resume" | "force resume" | "auto" | "force auto":
             return ""
     raise ProtocolError(f"a Hello of mode {hello.mode[:40]!r}")
 

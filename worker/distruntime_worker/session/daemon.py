@@ -411,7 +411,7 @@ class Daemon:
             self._end(found, f"taken over by a master on {hello.host}")
         if not self._sessions:
             restore()
-        before = found if hello.mode.endswith("resume") else None
+        before = found if hello.mode.endswith(("resume", "auto")) else None
         most = self._config.max_memory
         budget = None if most is None else Budget(hello.session, limits(most, self._devices))
         turn = self._turns.enter(hello.session)

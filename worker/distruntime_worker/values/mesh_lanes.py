@@ -16,7 +16,7 @@ from distruntime.wire.messages import FIRST_TEMPLATE, Failure, Plain
 
 from .functions import seedings
 from .objects import Poisoned, memory_of
-from .step import Run, Slots, Step, Words
+from .step import Run, Slots, Step, Words, list_word
 from .streams import Stream
 from .template import Template
 
@@ -115,7 +115,7 @@ class Lanes(Step):
             first.mutates,
         )
         self.unsaid, self.views, self.length = first.unsaid, first.views, first.length
-        self.pattern = first.pattern
+        self.pattern, self.kin = first.pattern, first.kin
 
     def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i` for each member; return the index of the word after it."""
@@ -132,7 +132,8 @@ class Lanes(Step):
 
     def _each(self, slots: Slots, p: Words, i: int, runs: list[Run]) -> int:
         """Let each of `runs` act on its member's values."""
-        refs = [p[i + k] for k in self.reads]
+        kin = [] if self.kin is None else list_word(p[i + self.kin] or [])
+        refs = [*(p[i + k] for k in self.reads), *kin]
         operands = [slots.get(ref) for ref in refs]
         made = [Shards() for _ in self.writes]
         for lane, run in enumerate(runs):
@@ -142,6 +143,8 @@ class Lanes(Step):
                 results.append(own.get(p[i + k]))
             for k in self.mutates:
                 self._note(slots, p[i + k], lane, own[p[i + k]])
+            for ref in kin:
+                self._note(slots, ref, lane, own[ref])
         for k, results in zip(self.writes, made):
             slots[p[i + k]] = results
         return i + self.length

@@ -91,6 +91,8 @@ class Step(Protocol):
     # The step writes these operands. It writes the second ones although its schema does not say so.
     mutates: Sequence[int] = ()
     unsaid: Sequence[int] = ()
+    # If it only checks, the refs of its operands' kin stand there, as a list. It poisons them if it fails.
+    kin: int | None = None
     # Its results may be views of these operands.
     views: Sequence[int] = ()
     # Its results will be on these devices, as far as that is known.

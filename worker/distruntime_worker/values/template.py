@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.codec import OPERAND, unpack_constant
+from distruntime.wire.codec import KIN, OPERAND, unpack_constant
 from distruntime.wire.messages import Plain
 from distruntime.wire.unsaid import unsaid_writes
 
@@ -128,6 +128,10 @@ class Template(Step):
             elif pattern != 0:
                 raise ProtocolError(f"not a pattern of results: {pattern!r}")
 
+        if results == KIN:
+            self.kin = offset
+            results, offset = 0, offset + 1
+            first = offset
         store(results, "out")
         expression = f"call({', '.join(words)})"
         if results == 1:

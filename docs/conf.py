@@ -74,6 +74,7 @@ docs/streams
 docs/meshes
 docs/primitives
 docs/data_channel
+docs/looking
 docs/sharing_a_worker
 docs/security
 docs/limits

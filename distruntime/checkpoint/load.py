@@ -174,6 +174,11 @@ def _await(session: Session, requests: Sequence[Request[object]]) -> None:
         session.raise_for(request)
 
 
+def _answered(requests: Sequence[Request[object]], sizes: Sequence[int]) -> int:
+    """Return how many bytes workers have read; `sizes` has the bytes that each of them reads."""
+    return sum(size for size, request in zip(sizes, requests) if request.done)
+
+
 class _Mesh(Protocol):
     """What a load needs of a mesh. Its class is imported late, with torch.distributed.tensor."""
 
@@ -318,9 +323,18 @@ class _Reading:
                 report, made = self._read(reader, keys)
                 reports.append(report)
                 read.update(made)
-        _await(
-            self._session, [self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports]
-        )
+        asked: list[Request[object]] = [
+            self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports
+        ]
+        sizes = [
+            sum(self._reads[key].spec.nbytes for key in keys)
+            for (_, small), keys in groups.items()
+            if not small
+        ]
+        with self._session.requests.announcer.working(
+            f"loading from {self._stored.folder}", sum(sizes), partial(_answered, asked, sizes)
+        ):
+            _await(self._session, asked)
         for keys, pack in packs:
             read.update(self._split(keys, download(pack, "explicit load")))
         far = {

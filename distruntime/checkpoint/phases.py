@@ -124,6 +124,10 @@ class Saving:
             self._on_end.append(on_end)
             _when_all([*(write.written for write in writes), *looks], self._guarded(self._have_written))
 
+    def written(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes are on disk; `sizes` has the bytes of each worker's tensors."""
+        return sum(size for size, write in zip(sizes, list(self._writes)) if write.written.done)
+
     def abandon(self) -> None:
         """Do not make it the current one, unless that is under way already: nobody waits for it any more."""
         self._abandoned = True

@@ -98,8 +98,12 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
     if async_op:
         return saving
     started = time.perf_counter()
+    sizes = [sum(tensor._handle.spec.nbytes for tensor in plan.tensors) for _, plan in plans]
     try:
-        saving.wait()
+        with session.requests.announcer.working(
+            f"saving to {folder}", sum(sizes), partial(saving.written, sizes)
+        ):
+            saving.wait()
     except KeyboardInterrupt:
         saving.abandon()
         raise

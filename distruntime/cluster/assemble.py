@@ -29,6 +29,7 @@ from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
+from .log_files import log_folder
 from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
@@ -123,7 +124,7 @@ def _start_and_wait(
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
     session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    spec = _spec(options, directory, count, address, has_key=keys is not None)
+    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
     master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
@@ -145,7 +146,8 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     connector = _connector(options, Channel(silence=options.unreachable), entry.workers, modes)
     session = connector.session
     spec = replace(
-        _spec(options, directory, count, entry.workers[0], has_key=False), simulate_cuda=entry.simulate_cuda
+        _spec(options, session.name, directory, count, entry.workers[0], has_key=False),
+        simulate_cuda=entry.simulate_cuda,
     )
     launcher = options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, listen=entry.workers[k]))
@@ -164,7 +166,9 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     return session
 
 
-def _spec(options: SessionOptions, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
+def _spec(
+    options: SessionOptions, session: str, directory: Path, count: int, address: str, *, has_key: bool
+) -> LaunchSpec:
     """Return what all workers of a session are started with."""
     # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower
     # (seen on 2 cores).
@@ -182,6 +186,7 @@ def _spec(options: SessionOptions, directory: Path, count: int, address: str, *,
         simulate_cuda=options.simulate_cuda,
         environment=environment,
         directory=directory,
+        logs=log_folder(session, directory),
     )
 
 

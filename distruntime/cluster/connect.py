@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
 from ..session.misspelt import suggests
+from ..session.screen import voice
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
@@ -67,7 +67,7 @@ def init_master_worker(
 ) -> Session:
     """Open the session of this process. Block until every worker is there.
 
-    At a terminal, print the nodes and where new tensors go. If the session is open already, a call with the
+    Print the nodes and where new tensors go. If the session is open already, a call with the
     same arguments returns it at once, so a notebook's cell can run twice. `resume` and `quiet` do not count
     there.
 
@@ -95,7 +95,8 @@ def init_master_worker(
         timeout: seconds to wait for workers: 30, and 600 with `listen`, where a scheduler may start them.
         unreachable: seconds of silence after which a worker is called unreachable (10).
         grace: seconds that an unreachable worker is waited for before it is lost (600).
-        quiet: print nothing; the default is quiet unless standard output is a terminal.
+        quiet: print nothing. Otherwise a terminal and a notebook get it on standard output, and a file or a
+            pipe gets it on standard error, unless False is given.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: a session with other arguments is open.
@@ -127,7 +128,7 @@ def init_master_worker(
         restart_workers,
         simulate_cuda,
         launcher,
-        _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
+        voice(quiet),
     )
     arguments = settled({**given, "session": name})
     if is_initialized():
@@ -210,14 +211,6 @@ def _noted(name: str, required: bool) -> Entry | None:
             'resume="auto" begins one that is not there'
         )
     return entry
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _silent(text: str) -> None:
-    """Say nothing: the output is not a terminal."""
 
 
 def shutdown(timeout: float | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import final
 from ..publishing.listing import Publications, published
 from ..session import session as inner
 from ..session.tables import table_text
+from .card import card_html
 from .memory import Memory, memory
 from .nodes import Nodes, nodes
 
@@ -73,6 +74,9 @@ class Session:
             for node in session.nodes
         ]
         return f"{head}\n{table_text(rows)}"
+
+    def _repr_html_(self) -> str:
+        return card_html(self._session)
 
     def __enter__(self) -> Session:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ..wire.shared import LEAST, Loan
 INLINE_BYTES = 1 << 14
 # A larger reply comes in parts, or through shared memory.
 PART_BYTES = 1 << 19
+_SMALL = nullcontext(None)
 
 
 def upload(
@@ -76,19 +78,23 @@ def upload(
     loan = session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
-    if loan is not None:
-        loan.memory[: len(data)] = data
-        issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
-    elif len(data) <= INLINE_BYTES:
-        issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
-    else:
-        lasts = non_blocking or len(data) >= LARGE
-        sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
-        if not lasts or non_blocking:
-            sent = None
-    relieve(node)
-    if sent is not None:
-        session.settle(place.worker, sent)
+    # A person may wait for a large one, and is shown how far it is.
+    with session.requests.announcer.uploads.moving(len(data)) if len(data) >= LARGE else _SMALL as move:
+        if loan is not None:
+            loan.memory[: len(data)] = data
+            issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
+        elif len(data) <= INLINE_BYTES:
+            issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
+        else:
+            lasts = non_blocking or len(data) >= LARGE
+            sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
+            if not lasts or non_blocking:
+                sent = None
+        relieve(node)
+        if sent is not None:
+            if move is not None:
+                move.delivery = sent
+            session.settle(place.worker, sent)
     return handle
 
 

@@ -27,10 +27,12 @@ from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import (
     AskMemory,
+    AskStatus,
     Fetch,
     Message,
     Plain,
     Question,
+    Status,
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
@@ -86,6 +88,7 @@ class Session:
         # It tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
+        self.requests.announcer.ask = self._ask_status
         # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
         self.shared = SharedPool()
@@ -204,6 +207,11 @@ class Session:
         request.form = type(message).__name__
         self.post(node, message)
         return request
+
+    def _ask_status(self, node: Node, then: Callable[[Status], None]) -> None:
+        """Ask a worker what it runs; `then` hears of it, unless there is no answer."""
+        asked = self.ask(node, AskStatus)
+        asked.when_done(lambda answered: then(answered.value) if answered.value is not None else None)
 
     def result(self, request: Request[object], timeout: float | None = None) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).

@@ -315,9 +315,7 @@ class MemoryHeld(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Where a stream is in its log, the operator that it runs, if any, and for how many seconds it has run
-    its stretch.
-    """
+    """Where a stream is in its log, the operator that it runs, if any, and for about how many seconds."""
 
     position: int
     running: str | None

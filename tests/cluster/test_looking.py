@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from distruntime.cluster.observe import Answer, Observer
 from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import AskStacks, AskWorker, WorkerReport
+from distruntime_worker.log.progress import Progress
+from distruntime_worker.log.state import State
+from distruntime_worker.values.streams import Stream
 from processes import ListeningWorker, blocked, state, stopped, until
 
 REMOTE = "remote"
@@ -48,6 +52,7 @@ def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: Listen
         assert report_of(observer).sessions == []
         dr.init_master_worker(workers=[daemon.address], session="day")
         x = torch.ones(3, device=REMOTE)
+        dr.synchronize()
         (row,) = report_of(observer).sessions
         assert (row.name, row.lasting, row.away, row.running) == ("day", True, None, None) and row.values >= 1
         with blocked(dr.current_stream()):
@@ -151,3 +156,16 @@ def test_a_stranger_who_asks_on_and_on_costs_a_session_nothing(daemon: Listening
             (stacks,) = observer.ask(AskStacks, 30.0)
             assert stacks.value is not None and len(stacks.value) <= 1 << 18
             assert (x + 1).sum().item() == 6.0
+
+
+def test_an_operator_runs_since_the_last_look_that_has_found_another() -> None:
+    stream = Stream(0, torch.device("cpu"))
+    progress = Progress(cast(State, None), ())
+    stream.started = time.monotonic() - 100
+    assert progress._seconds(stream, 5) >= 100
+    assert progress._seconds(stream, 9) < 50
+    again = progress._seconds(stream, 9)
+    assert again <= progress._seconds(stream, 9) < 50
+    # The next segment has begun.
+    stream.started = time.monotonic()
+    assert progress._seconds(stream, 9) < again + 50

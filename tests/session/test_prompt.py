@@ -142,6 +142,15 @@ def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Term
     assert "\n3\n" in python.enter("1 + 2")
 
 
+def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python: Terminal) -> None:
+    python.enter(SLOW)
+    python.send("(x @ x).sum().item()\n")
+    python.expect(r"\d+ operations under way, now aten\.mm for \d+\.\d s")
+    python.expect(r"under way, now aten\.mm for \d+\.\d s, about \d+ s left \(Ctrl-C")
+    python.send("\x03")
+    python.expect(r"KeyboardInterrupt\n>>> ")
+
+
 def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_drop_it(
     python: Terminal,
 ) -> None:

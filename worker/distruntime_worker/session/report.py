@@ -52,8 +52,13 @@ class Reporter:
         self.look()
 
     def look(self) -> None:
-        """Note how much processor time this process has had so far: the daemon calls this twice a second."""
+        """Note the processor time of this process, and what its sessions run.
+
+        The daemon calls this twice a second.
+        """
         self._looks.append((time.monotonic(), time.process_time()))
+        for session in self._sessions.values():
+            session.executor.status()
 
     def report(self) -> WorkerReport:
         """Return what is known of this worker now."""

@@ -48,6 +48,7 @@ def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: Listen
         assert report_of(observer).sessions == []
         dr.init_master_worker(workers=[daemon.address], session="day")
         x = torch.ones(3, device=REMOTE)
+        dr.synchronize()
         (row,) = report_of(observer).sessions
         assert (row.name, row.lasting, row.away, row.running) == ("day", True, None, None) and row.values >= 1
         with blocked(dr.current_stream()):

@@ -19,12 +19,12 @@ from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
-from ..wire.messages import CHECK
+from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
-from .signatures import Entry, emit, entry_for, results_pattern, template
+from .signatures import emit, entry_for, results_pattern, template
 from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
@@ -183,23 +183,11 @@ def _issue_new(
                 place.unproven[signature] = entry
                 correct = _corrector(place.unproven, place.signatures, signature, cls, func, args)
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
-                return _emit_checked(cls, entry, words, args, kwargs, place, line)
+                return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
             place.signatures[signature] = entry
-        return emit(cls, entry, words, args, kwargs, place, line)
-
-
-def _emit_checked(
-    cls: type,
-    entry: Entry,
-    words: list[object],
-    args: Sequence[Any],
-    kwargs: Any,
-    place: Residence,
-    line: Line,
-) -> Any:
-    """Emit words that begin with CHECK: the template's number stands behind it."""
-    # CHECK is 0, the word that emit writes first.
-    return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
+        # Emit writes the first word.
+        words.insert(0, WATCH)
+        return emit(cls, (WATCH, *entry[1:]), words, args, kwargs, place, line)
 
 
 def _corrector(

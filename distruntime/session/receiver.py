@@ -27,12 +27,14 @@ from ..wire.messages import (
     Part,
     Refused,
     Reply,
+    Warned,
     Welcome,
 )
 from ..wire.shield import shield
 from ..wire.tally import Tally
 from .launched import LaunchedWorkers
 from .requests import Requests
+from .worker_warnings import WorkerWarnings
 
 # A waiting thread looks so many seconds for its reply before it sleeps.
 _SPIN = 0.0002
@@ -82,6 +84,7 @@ class Owner(Protocol):
     nodes: list[Node]
     on_broken: Callable[[Node, int, str], None]
     requests: Requests
+    warnings: WorkerWarnings
     strangers: Tally
     workers: LaunchedWorkers
 
@@ -163,6 +166,8 @@ class Receiver:
         match message:
             case Done():
                 node.done(message)
+            case Warned(kind=kind, text=text):
+                self._session.warnings.note(kind, text, node.line_of(message.seq, message.position))
             case Part():
                 self._session.requests.part(node, message.request, message.offset, payloads)
             case Reply():

@@ -47,6 +47,7 @@ from .receiver import Connector, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
 from .timeouts import checked, deadline_in
+from .worker_warnings import WorkerWarnings
 
 log = logging.getLogger("distruntime")
 P = ParamSpec("P")
@@ -89,6 +90,7 @@ class Session:
         # Tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
+        self.warnings = WorkerWarnings()
         # Gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
         self.shared = SharedPool()
@@ -217,7 +219,7 @@ class Session:
     def result(self, request: Request[object], timeout: float | None = None) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).
 
-        Ctrl-C leaves everything usable.
+        Show what workers have warned of until then. Ctrl-C leaves everything usable.
         """
         deadline = deadline_in(timeout)
         if self.joined:
@@ -236,6 +238,8 @@ class Session:
                     f"than {_INSIDE:.0f} s for a "
                     "value: let it note what it wants, and read later"
                 )
+            if not inside:
+                self.warnings.show()
             return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
@@ -255,6 +259,8 @@ class Session:
             return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
 
         self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
+        if not self._inside():
+            self.warnings.show()
 
     def value(self, request: Request[R]) -> R:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -488,6 +494,7 @@ class Session:
                         *([] if any(node.presence.taken for node in self.nodes) else self.on_end),
                     ):
                         callback()
+        self.warnings.show()
         if unread:
             raise remote_error(*unread[0])
 

@@ -55,7 +55,12 @@ PUBLISH = 11
 # ADOPT, token, version, [ref or 0, ...]: give the values of what `FindPublished` found under this token these
 # refs. Version 0 lets go of them.
 ADOPT = 12
+# WATCH, then an instruction: run it, and report in `Warned` what its kernel warns of. CHECK and LEARN do so
+# too.
+WATCH = 13
 FIRST_TEMPLATE = 16
+# The words that stand before an instruction, and how many words of theirs come before it.
+BEFORE_INSTRUCTION = {CHECK: 3, LEARN: 2, WATCH: 1}
 
 
 def stream_number(team: int, stream: int) -> int:
@@ -264,6 +269,19 @@ class Done:
     seq: int
     failures: list[Plain]
     corrections: list[Plain]
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Worker to master: the kernel of an instruction has warned. It comes before the segment's `Done`.
+
+    `kind` is the warning's class, which the master finds in an allow-list.
+    """
+
+    seq: int
+    position: int
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -772,6 +790,7 @@ Message = (
     | MeshSegment
     | MeshBody
     | Done
+    | Warned
     | Fetch
     | AskDevices
     | AskMemory

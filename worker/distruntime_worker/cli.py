@@ -19,6 +19,7 @@ from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
+from .log.watching import install_watching
 from .session import daemon
 from .session.config import WorkerConfig
 
@@ -137,6 +138,7 @@ def _serve(options: argparse.Namespace) -> int:
     stop = threading.Event()
     _stop_on_signals(stop)
     config = configure(options)
+    install_watching()
     if options.local is not None:
         threading.Thread(
             target=_follow, args=(options.local, stop), name="follow-master", daemon=True

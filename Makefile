@@ -7,7 +7,7 @@
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
-#   make long     what takes hours: every dtype of op_db, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
+#   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
@@ -51,6 +51,8 @@ gpu: .venv/.tests
 long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
 	PYTHONPATH=tests/help $(BIN)/python tests/long/op_db_dtypes.py
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/error_inputs.py
+	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/mistakes.py
 	PYTHONPATH=tests/help $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/fuzz_hour.py
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200

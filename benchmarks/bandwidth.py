@@ -10,6 +10,7 @@ import socket
 import torch
 
 import distruntime as dr
+from distruntime.session.session import active_session
 
 from .harness import Figure, daemon, free_port, in_turn, seconds
 
@@ -70,7 +71,7 @@ def _against(session: dr.Session, way: str, plain: socket.socket, rounds: int, s
 
     with session:
         if not shared:
-            session.nodes[0].shared = False
+            active_session().nodes[0].shared = False
         for _ in range(4):
             up(), down(), plain_up(), plain_down()
         assert torch.equal(remote[0].cpu(), tensor)

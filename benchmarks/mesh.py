@@ -120,7 +120,8 @@ def played(count: int) -> Iterator[list[str]]:
 
 def _members(where: list[str], operators: int) -> _Cost:
     """Return what an operator costs in a session of these workers, on the mesh of all of them."""
-    with dr.init_master_worker(workers=where, insecure=True, quiet=True, timeout=120) as session:
+    with dr.init_master_worker(workers=where, insecure=True, quiet=True, timeout=120):
+        session = active_session()
         with dr.init_device_mesh("cpu", (len(where),)):
             work = works(*(torch.ones(20, 20, device="remote") for _ in range(3)))["add"]
         _Cost(session, work, 1000)
@@ -210,7 +211,7 @@ def _cost(work: Work, count: int, busy: Any = None) -> float:
 def _hot_path(operators: int, rounds: int) -> Figure:
     mesh = dr.init_device_mesh("cpu", (2,))
     sides = []
-    for device in (mesh.device, torch.device("remote", dr.nodes()[0].devices[0].number)):
+    for device in (mesh.device, dr.place(0).device):
         x, y, busy = (
             torch.ones(20, 20, device=device),
             torch.ones(20, 20, device=device),

@@ -70,7 +70,7 @@ def _death(seconds: float) -> list[Figure]:
     """Return how long a worker's death takes to be an error of what was on it, and what it costs two others
     that work beside it.
     """
-    with dr.init_master_worker(world_size=3, quiet=True) as session:
+    with dr.init_master_worker(world_size=3, quiet=True):
         xs = []
         for node in range(3):
             with dr.on(node):
@@ -94,7 +94,7 @@ def _death(seconds: float) -> list[Figure]:
         start = list(counts)
         time.sleep(seconds)
         before = [(counts[k] - start[k]) / seconds for k in (0, 2)]
-        pid = session.nodes[1].welcome.pid if session.nodes[1].welcome is not None else 0
+        pid = dr.nodes()[1].pid
         killed = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
         start = list(counts)

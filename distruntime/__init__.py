@@ -6,131 +6,133 @@ Importing changes nothing; `init_master_worker` opens a session.
 from __future__ import annotations
 
 import importlib
-import sys
 import typing
 
-from .backend.random import manual_seed
-from .checkpoint.load import load
-from .checkpoint.save import save
-from .checkpoint.training import run_with_restarts
-from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
-from .cluster.memory import Memory, memory
-from .cluster.nodes import NodeInfo, nodes
-from .cluster.restart import restart
-from .cluster.settings import Settings, config
-from .collectives import functional, primitives
-from .collectives.group import ProcessGroup, new_group
-from .collectives.in_place import (
-    all_gather,
-    all_gather_into_tensor,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    destroy_process_group,
-    gather,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-)
-from .collectives.partition import Partition
-from .collectives.point_to_point import irecv, isend, recv, send
-from .collectives.reductions import ReduceOp, premul_sum
-from .collectives.work import Work
-from .errors import (
-    CheckpointError,
-    ConfigurationError,
-    ConnectionFailed,
-    DistruntimeError,
-    InternalError,
-    NodeFailed,
-    NotSupportedError,
-    PlacementError,
-    ProtocolError,
-    RemoteError,
-    SessionClosed,
-    StreamCancelled,
-    UntrustedError,
-    UsageError,
-    WaitTimeout,
-)
-from .log.handle import Place
-from .mesh.layout import Layout
-from .session.launcher import Launcher, LaunchSpec, WorkerProcess
-from .session.placing import device, node, on, place, set_place
-from .session.session import Session
-from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-from .streams.stream import (
-    Event,
-    Stream,
-    current_stream,
-    default_stream,
-    set_implicit_waits,
-    stream,
-    synchronize,
-)
-from .tensors.factories import (
-    BFloat16Tensor,
-    BoolTensor,
-    ByteTensor,
-    CharTensor,
-    DoubleTensor,
-    FloatTensor,
-    HalfTensor,
-    IntTensor,
-    LongTensor,
-    ShortTensor,
-    arange,
-    empty,
-    eye,
-    full,
-    linspace,
-    logspace,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    tensor,
-    zeros,
-)
-from .tensors.fetch import Fetched, fetch, fetch_async
-from .tensors.tensor import DistributedTensor
-from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
+from . import first_use as _first_use
+from .version import __version__ as __version__
 
+# A public name is imported when it is first used. So `python -m distruntime --help` need not import torch,
+# which takes two seconds. A worker, which needs the wire and the errors alone, imports nothing else of this
+# package. `first_use.sources` reads the names off this block.
 if typing.TYPE_CHECKING:
+    from .backend.random import manual_seed
+    from .checkpoint.load import load
+    from .checkpoint.save import save
+    from .checkpoint.training import run_with_restarts
+    from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
+    from .cluster.memory import Memory, memory
+    from .cluster.nodes import NodeInfo, nodes
+    from .cluster.restart import restart
+    from .cluster.settings import Settings, config
+    from .cluster.stacks import stacks
+    from .cluster.user_session import Session
+    from .collectives import functional, primitives
+    from .collectives.group import ProcessGroup, new_group
+    from .collectives.in_place import (
+        all_gather,
+        all_gather_into_tensor,
+        all_reduce,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        destroy_process_group,
+        gather,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_tensor,
+        scatter,
+    )
+    from .collectives.partition import Partition
+    from .collectives.point_to_point import irecv, isend, recv, send
+    from .collectives.reductions import ReduceOp, premul_sum
+    from .collectives.work import Work
+    from .errors import (
+        CheckpointError,
+        ConfigurationError,
+        ConnectionFailed,
+        DistruntimeError,
+        InternalError,
+        NodeFailed,
+        NotSupportedError,
+        PlacementError,
+        ProtocolError,
+        RemoteError,
+        SessionClosed,
+        StreamCancelled,
+        UntrustedError,
+        UsageError,
+        WaitTimeout,
+    )
+    from .log.handle import Place
     from .mesh import lines
-    from .mesh.mesh import DeviceMesh, from_shards, init_device_mesh, shards
+    from .mesh.layout import Layout
+    from .mesh.mesh import DeviceMesh, init_device_mesh
+    from .mesh.shards import from_shards, shards
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
+    from .session.launcher import Launcher, LaunchSpec, WorkerProcess
+    from .session.placing import device, node, on, place, set_place
+    from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+    from .streams.cancel import cancel
+    from .streams.stream import (
+        Event,
+        Stream,
+        current_stream,
+        default_stream,
+        set_implicit_waits,
+        stream,
+        synchronize,
+    )
+    from .tensors.factories import (
+        BFloat16Tensor,
+        BoolTensor,
+        ByteTensor,
+        CharTensor,
+        DoubleTensor,
+        FloatTensor,
+        HalfTensor,
+        IntTensor,
+        LongTensor,
+        ShortTensor,
+        arange,
+        empty,
+        eye,
+        full,
+        linspace,
+        logspace,
+        ones,
+        rand,
+        randint,
+        randn,
+        randperm,
+        tensor,
+        zeros,
+    )
+    from .tensors.fetch import Fetched, fetch, fetch_async
+    from .tensors.tensor import DistributedTensor
+    from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
 
-__version__ = "0.1.0"
 
-# Meshes need torch.distributed.tensor, whose import takes 0.7 s of a processor: of every worker's start, too.
-# Who makes one pays. Signatures need PyNaCl, which no worker does.
-_LATER = {
-    **dict.fromkeys(("DeviceMesh", "from_shards", "init_device_mesh", "shards"), ".mesh.mesh"),
-    **dict.fromkeys(("Publication", "Publications"), ".publishing.listing"),
-    **dict.fromkeys(("lookup", "names", "publish", "unpublish"), ".publishing.publish"),
-}
+_SOURCES = _first_use.sources(__file__)
 # `import distruntime.functional` is for users, as `torch.nn.functional` is. The folders are rooms of the
 # house, and for nobody else.
-sys.modules[f"{__name__}.functional"], sys.modules[f"{__name__}.primitives"] = functional, primitives
+_MODULES = {
+    "functional": "collectives.functional",
+    "lines": "mesh.lines",
+    "primitives": "collectives.primitives",
+}
+_first_use.publish(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name == "lines":
-        sys.modules[f"{__name__}.lines"] = module = importlib.import_module(".mesh.lines", __name__)
-        return module
-    if name not in _LATER:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _SOURCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LATER[name], __name__)
-    globals().update(
-        (found, getattr(module, found)) for found, where in _LATER.items() if where == _LATER[name]
-    )
-    return globals()[name]
+    where, called = _SOURCES[name]
+    globals()[name] = found = getattr(importlib.import_module(where, __name__), called)
+    return found
 
 
 def __dir__() -> list[str]:
@@ -197,6 +199,7 @@ __all__ = [
     "arange",
     "barrier",
     "broadcast",
+    "cancel",
     "config",
     "current_stream",
     "default_stream",
@@ -253,6 +256,7 @@ __all__ = [
     "set_sync_debug_mode",
     "shards",
     "shutdown",
+    "stacks",
     "stalls",
     "stream",
     "synchronize",

@@ -1,4 +1,4 @@
-"""The commands `python -m distruntime demo`, `repl` and `key`: things to try, and the key that signs."""
+"""`python -m distruntime`: try it, look at workers and sessions, and show the key that signs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
-
-import distruntime
+from .errors import ConfigurationError, DistruntimeError
+from .version import __version__
+from .wire.deadlines import LOOK
 
 _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
@@ -21,7 +21,8 @@ torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="rem
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("demo", help="train a small network on a worker of this machine")
     repl = commands.add_parser(
         "repl", help="an interactive Python with a session (IPython where it is installed)"
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="workers started here offer N GPUs that are CPU tensors",
+        help="workers started here simulate N GPUs with CPU tensors",
     )
     repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     repl.add_argument(
@@ -56,14 +57,52 @@ def _parser() -> argparse.ArgumentParser:
         "key",
         help="print your public signing key, as others put it into their trusted-keys; made if there is none",
     )
+    _add_looks(commands)
     return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that look at workers: see looking.py."""
+    asking = argparse.ArgumentParser(add_help=False)
+    asking.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    asking.add_argument("--insecure", action="store_true", help="use no key")
+    asking.add_argument("--timeout", metavar="S", help="seconds to wait for an answer (5)")
+    of = "workers, such as tcp://gpu1:29400; none: those of your named sessions"
+    for name, text in (
+        ("status", "show what workers do, and their sessions"),
+        ("top", "show the same, and again every second"),
+    ):
+        command = commands.add_parser(name, help=text, parents=[asking])
+        command.add_argument("addresses", nargs="*", metavar="ADDRESS", help=of)
+        if name == "top":
+            command.add_argument(
+                "--times", type=int, metavar="N", help="show it N times; default: until Ctrl-C"
+            )
+    command = commands.add_parser("sessions", help="list your named sessions, or end one", parents=[asking])
+    command.add_argument("--end", metavar="NAME", help="end this session: its workers drop its values")
+    command.add_argument("--force", action="store_true", help="end it although a master uses it")
+    command = commands.add_parser("stacks", help="show where a worker's threads are", parents=[asking])
+    command.add_argument("worker", metavar="NODE", help="an address, or a node's number in a named session")
+    command.add_argument("--session", metavar="NAME", help="the named session that the number is of")
+
+
+def _look(options: argparse.Namespace) -> int:
+    try:
+        options.timeout = LOOK.get(options.timeout, "--timeout")
+        # It imports torch, which takes two seconds.
+        looking = importlib.import_module(".looking", __package__)
+        status: int = getattr(looking, options.command)(options)
+        return status
+    except DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
 
 
 def _key() -> int:
     try:
-        # Not imported at the top: nobody else needs signatures.
+        # The module is not imported at the top, because nobody else needs signatures.
         print(importlib.import_module("distruntime.publishing.signing").public_line())
-    except distruntime.ConfigurationError as error:
+    except ConfigurationError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -84,6 +123,8 @@ def _demo() -> int:
 
 
 def _repl(options: argparse.Namespace) -> int:
+    # Both take two seconds, and those who ask for help need neither.
+    torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     try:
         session = distruntime.init_master_worker(
             backend="zmq",
@@ -94,7 +135,7 @@ def _repl(options: argparse.Namespace) -> int:
             key=options.key,
             insecure=options.insecure,
         )
-    except distruntime.DistruntimeError as error:
+    except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     names = {"torch": torch, "dr": distruntime, "session": session}
@@ -104,9 +145,11 @@ def _repl(options: argparse.Namespace) -> int:
             code.interact(_HELLO, local=names, exitmsg="")
         else:
             print(_HELLO, end="")
-            importlib.import_module("IPython").start_ipython(
-                argv=["--no-banner", "--no-confirm-exit"], user_ns=names
-            )
+            app = importlib.import_module("IPython.terminal.ipapp").TerminalIPythonApp.instance(user_ns=names)
+            app.initialize(["--no-banner", "--no-confirm-exit"])
+            # The session began before there was a shell.
+            importlib.import_module(".session.interrupts", __package__).watch_shell(app.shell)
+            app.start()
     finally:
         # Who leaves has had the chance to read what failed, and need not wait for what runs.
         session.shutdown(raise_unread=False)
@@ -127,10 +170,19 @@ def _complete(names: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    options = _parser().parse_args(arguments)
-    if options.command == "key":
-        return _key()
-    return _demo() if options.command == "demo" else _repl(options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    match options.command:
+        case "demo":
+            return _demo()
+        case "repl":
+            return _repl(options)
+        case "key":
+            return _key()
+        case "status" | "top" | "sessions" | "stacks":
+            return _look(options)
+    parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,13 @@ please report it
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class DistruntimeError(Exception):
     """Base of every error that distruntime defines."""
@@ -52,12 +59,13 @@ class ConfigurationError(UsageError, ValueError):
 class RemoteError(DistruntimeError):
     """An operation failed on a worker.
 
-    What is raised is also of the original exception's class, and its cause is the worker's traceback.
+    What is raised is also of the original exception's class. Its cause is the worker's traceback, if that
+    shows code of yours.
     """
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
-    """The work was dropped by `stream.cancel()` before it ran."""
+    """The work was dropped by `dr.cancel` or `stream.cancel` before it ran."""
 
 
 class WaitTimeout(DistruntimeError, TimeoutError):
@@ -95,3 +103,30 @@ def is_of_caller(error: BaseException) -> bool:
     return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(
         error, "_of_caller"
     )
+
+
+def drop_frames(error: BaseException) -> None:
+    """Take this package's frames from what the caller has done wrong; a bare `raise` then adds none.
+
+    Only the outermost function of this package can do so: each one that an error passes on its way out adds
+    its own frame.
+    """
+    if is_of_caller(error):
+        error.__traceback__ = None
+
+
+def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, which drops the frames of what the caller has done wrong.
+
+    It stands around what users call and what torch calls. On hot paths the functions do so themselves.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    return call

@@ -69,10 +69,12 @@ CONTENTS = """
 docs/sessions
 docs/publishing
 docs/checkpoints
+docs/places
 docs/streams
 docs/meshes
 docs/primitives
 docs/data_channel
+docs/looking
 docs/sharing_a_worker
 docs/security
 docs/limits

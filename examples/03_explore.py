@@ -12,15 +12,15 @@ Two workers on this machine, each with a CPU and a GPU (simulated). Torch's spel
 >>> x = torch.randn(2, 3, device="remote")
 >>> x
 tensor([[ 1.5410, -0.2934, -2.1788],
-        [ 0.5684, -1.0845, -1.3986]], device='remote:2', place=(0, 'cuda:0'))
+        [ 0.5684, -1.0845, -1.3986]], device='remote:0' (node 0 cuda:0))
 
 The worker drew what this process would have drawn. Views are views, and numbers are read like any tensor's:
 
 >>> x[:, 0].fill_(7)
-tensor([7., 7.], device='remote:2', place=(0, 'cuda:0'))
+tensor([7., 7.], device='remote:0' (node 0 cuda:0))
 >>> x
 tensor([[ 7.0000, -0.2934, -2.1788],
-        [ 7.0000, -1.0845, -1.3986]], device='remote:2', place=(0, 'cuda:0'))
+        [ 7.0000, -1.0845, -1.3986]], device='remote:0' (node 0 cuda:0))
 >>> f"{x.sum():.3f}", x[1, 0].item(), x.shape
 ('9.045', 7.0, torch.Size([2, 3]))
 
@@ -31,14 +31,14 @@ Autograd is torch's own:
 >>> w.grad
 tensor([[126.6253],
         [-12.4545],
-        [-32.3647]], device='remote:2', place=(0, 'cuda:0'))
+        [-32.3647]], device='remote:0' (node 0 cuda:0))
 
 An operation runs where its operands are, so they must be in one place. `on` chooses where new tensors go:
 
 >>> with dr.on(1):
 ...     y = torch.eye(3, device="remote")
 >>> y.place
-Place(node=1, device='cuda:0')
+dr.place(1, 'cuda:0')
 >>> x @ y
 Traceback (most recent call last):
     ...
@@ -80,8 +80,8 @@ What cannot work says what can:
 >>> x.numpy()
 Traceback (most recent call last):
     ...
-TypeError: a tensor on node 0 cuda:0 has no memory in this process for numpy: \
-use x.cpu().numpy(), or dr.fetch(x).numpy()
+TypeError: can't convert a tensor on node 0 cuda:0 to numpy; fetch it first: x.detach().cpu().numpy(), \
+or x.numpy(force=True)
 
 And a training loop that should not wait can be held to that:
 
@@ -90,9 +90,9 @@ And a training loop that should not wait can be held to that:
 ...     print("positive")
 Traceback (most recent call last):
     ...
-distruntime.errors.UsageError: item makes the master wait for a worker
+distruntime.errors.UsageError: item blocks until a worker answers
   at <...>:1   if x.mean() > 0:
-  dr.fetch_async gives a future instead
+  `await dr.fetch_async(x)` does not block
 >>> dr.set_sync_debug_mode("default")
 >>> dr.shutdown()
 >>> x

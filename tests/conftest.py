@@ -14,20 +14,19 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, seed
+from distruntime.session.session import active_session
 from processes import STARTING
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell starts background jobs so, and children inherit it: Ctrl-C is tested here
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(
-    1
-)  # the worker's kernels must split their work as the local ones do, or sums differ in the last bit
+# The worker's kernels must split their work as the local ones do. Otherwise sums differ in the last bit.
+torch.set_num_threads(1)
 
-# The first session imports both anyway. What torch's modules consist of, 280,000 objects, need not be looked
-# through by each collection, of which the tests of finalizers and of what stays behind ask for many: 0.1 s
-# each, and four times that beside another test.
+# The first session imports both anyway. They leave 280,000 objects, which each collection would look through.
+# The tests of finalizers, and of what stays behind, ask for many collections. The objects cost each of them
+# 0.1 s, and four times that beside another test.
 for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
 gc.collect()
@@ -47,13 +46,14 @@ def _usable() -> bool:
 
 @pytest.fixture
 def session() -> Iterator[object]:
-    """Two workers on this machine, each with its CPU.
+    """Two workers on this machine, each with its CPU. It is the inner session, as tests look inside.
 
     Shared: a test leaves it as it found it, with no failure unread.
     """
     if not _usable():
         dr.shutdown()
-        _shared[:] = [dr.init_master_worker(timeout=STARTING)]
+        dr.init_master_worker(timeout=STARTING)
+        _shared[:] = [active_session()]
     yield _shared[0]
     if dr.is_initialized():
         dr.synchronize()
@@ -61,17 +61,25 @@ def session() -> Iterator[object]:
 
 @pytest.fixture
 def fresh_session() -> Iterator[Callable[..., Any]]:
-    """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test."""
+    """Starts a session of the test's own, `fresh_session(simulate_cuda=2)`, and ends it with the test.
+
+    It returns the inner session.
+    """
     _shared.clear()
     dr.shutdown()
-    yield lambda **options: dr.init_master_worker(**{"timeout": STARTING, **options})
+
+    def begin(**options: Any) -> object:
+        dr.init_master_worker(**{"timeout": STARTING, **options})
+        return active_session()
+
+    yield begin
     dr.shutdown()
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Equal random numbers in every test, and no test leaves process-wide settings behind."""
-    torch.manual_seed(0)
+    seed(0)
     grad, default = torch.is_grad_enabled(), torch.get_default_device()
     yield
     assert torch.is_grad_enabled() == grad

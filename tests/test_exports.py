@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime import testing
 from distruntime.backend import install
 
 EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
@@ -39,6 +40,11 @@ def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90
     )
     assert done.stdout == "distruntime.collectives.functional all_reduce\n"
+
+
+def test_the_suites_for_plug_points_are_all_public() -> None:
+    suites = [name for name in vars(testing) if name.startswith("check_")]
+    assert sorted(testing.__all__) == sorted(suites) == ["check_data_channel", "check_launcher"]
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:

@@ -18,6 +18,7 @@ import torch
 
 import distruntime as dr
 import distruntime_worker
+from distruntime.session.session import Session
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import serve
 
@@ -112,7 +113,7 @@ def traced(tmp_path: Path, fresh_session: Callable[..., Any]) -> Any:
     assert not worker.is_alive()
 
 
-def until_idle(session: dr.Session) -> None:
+def until_idle(session: Session) -> None:
     """Wait until the worker has acknowledged everything; then an operation starts at once."""
     (node,), deadline, pause = session.nodes, time.monotonic() + 60, threading.Event()
     while node.flights or node.words or node.freed:
@@ -120,7 +121,7 @@ def until_idle(session: dr.Session) -> None:
         pause.wait(0.001)
 
 
-def test_an_addition_goes_the_way_that_the_design_shows(traced: tuple[Trace, dr.Session]) -> None:
+def test_an_addition_goes_the_way_that_the_design_shows(traced: tuple[Trace, Session]) -> None:
     trace, session = traced
     x, y = torch.ones(2, 3, device="remote"), torch.ones(2, 3, device="remote")
     for _ in range(3):

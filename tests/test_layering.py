@@ -11,6 +11,7 @@ MOST_FILES = 21
 # These are modules of the master's side, with everything below them.
 WORKER_MAY_USE = {
     "distruntime.errors",
+    "distruntime.version",
     "distruntime.wire",
 }
 
@@ -26,7 +27,7 @@ OUTSIDE = {
     # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before
     # authentication.
     "pickle": {"distruntime.publishing.structure", "distruntime_worker.collectives.groups"},
-    "cloudpickle": {"distruntime.collectives.group", "distruntime.publishing.structure"},
+    "cloudpickle": {"distruntime.collectives.data_channels", "distruntime.publishing.structure"},
     "nacl": {"distruntime.publishing.signing"},
     "cryptography": {"distruntime_worker.collectives.data_channel.tls"},
     "ssl": {"distruntime_worker.collectives.data_channel.tls"},

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.session.session import Session
 
 PAGE = (Path(__file__).parent.parent / "docs" / "limits.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]+)` \| `(\w+)` \| [^|]+ \| [^|]+ \|$", PAGE, re.M)
@@ -23,7 +24,7 @@ def test_the_page_has_rows() -> None:
 
 
 @pytest.mark.parametrize("code, error", ROWS, ids=[code for code, _ in ROWS])
-def test_it_refuses(session: dr.Session, code: str, error: str) -> None:
+def test_it_refuses(session: Session, code: str, error: str) -> None:
     x, local = torch.ones(3, 3, device="remote"), torch.ones(3, 3)
     y = x.to(node=1)
     module = torch.nn.Linear(3, 1).to("remote")

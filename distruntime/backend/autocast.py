@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ..errors import drop_frames
 from ..log.handle import Residence
 from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
@@ -186,9 +187,9 @@ def _call(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> ob
 
 # -- casts ---------------------------------------------------------------------------------------------------
 
-# Parameters, by id, and what they were cast to, until the outermost region of any thread ends, as in torch.
-# Unlike torch's cache it knows the dtype: there an inner region with another one gets the outer region's
-# casts.
+# Each parameter (by id) and dtype has the parameter and its cast, until the outermost region of any thread
+# ends, as in torch. Unlike torch's cache, this one knows the dtype: in torch's, an inner region with another
+# dtype gets the outer region's casts.
 _casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 # The proxies' own method looks for places first, which takes 2.6 us.
 _to = torch.Tensor.to
@@ -264,10 +265,14 @@ def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kerne
     def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         place = _place(args)
         apply = None if place is None else on_cpu if place.on_cpu else on_gpu
-        if apply is None:
-            # It is not listed for this device. Its parts may be.
-            return op.redispatch(keys & _BELOW, *args, **kwargs)
-        return apply(args, kwargs)
+        try:
+            if apply is None:
+                # It is not listed for this device. Its parts may be.
+                return op.redispatch(keys & _BELOW, *args, **kwargs)
+            return apply(args, kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     return run
 

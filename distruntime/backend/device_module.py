@@ -26,6 +26,8 @@ from ..streams.stream import (
     synchronize_device,
 )
 from ..tensors.tensor import DistributedTensor
+from ..tensors.worker_functions import issue_function
+from .figures import DeviceProperties, figures, properties
 from .random import get_rng_state, manual_seed, set_rng_state
 
 Where = int | str | torch.device | None
@@ -54,21 +56,21 @@ class RemoteModule:
         return bool(active) and active[0].foreign
 
     def device_count(self) -> int:
-        """1 with a session (the current place), else 0. `distruntime.nodes()` lists the places."""
-        return 1 if active and active[0].closed is None else 0
+        """Return how many places have a number: `remote:k` is one for each k below. 0 without a session."""
+        return len(active[0].places.own) if active and active[0].closed is None else 0
 
     def current_device(self) -> int:
-        """Return the number of the current place."""
+        """Return the number of the current place, that of "remote" alone."""
         if asked_by_fakes.get():
             return 0
         return active_session().places.current().number
 
     def device(self, device: Where) -> AbstractContextManager[None]:
-        """Return the context that makes a place current."""
+        """Return the context that makes a place current: a place, "remote:1", its number, or `x.device`."""
         residence = _residence(device)
         if residence.node.members:
             return MeshContext(residence, default=False)
-        return node_context(residence.place.node, residence.place.device)
+        return node_context(residence.place.node, residence.place.local_device)
 
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
@@ -89,6 +91,68 @@ class RemoteModule:
     def default_stream(self, device: Where = None) -> Stream:
         """Return the stream that a device's instructions go to when no other is current."""
         return default_stream(_residence(device).place)
+
+    def get_device_properties(self, device: Where = None) -> DeviceProperties:
+        """Return what kind of device a place is. Block until all that was issued to its node has run."""
+        return properties(_residence(device))
+
+    def get_device_name(self, device: Where = None) -> str:
+        """Return the name of a place's GPU, or of its CPU. Block as `get_device_properties` does."""
+        return properties(_residence(device)).name
+
+    def get_device_capability(self, device: Where = None) -> tuple[int, int]:
+        """Return the compute capability of a GPU, (0, 0) of a CPU. Block as `get_device_properties` does."""
+        found = properties(_residence(device))
+        return found.major, found.minor
+
+    def mem_get_info(self, device: Where = None) -> tuple[int, int]:
+        """Return the free and the total memory of a place: of its GPU, or of the machine for a CPU.
+
+        Block until all that was issued to its node has run, as the other figures of memory do.
+        """
+        return figures(_residence(device))[:2]
+
+    def memory_allocated(self, device: Where = None) -> int:
+        """Return the bytes that are given out at a place.
+
+        For a GPU torch's allocator on the worker says so, for all sessions. For a CPU it is what this
+        session's values hold. Block as `mem_get_info` does.
+        """
+        return figures(_residence(device)).allocated
+
+    def max_memory_allocated(self, device: Where = None) -> int:
+        """Return the most that `memory_allocated` has been since the start or the last reset.
+
+        For a CPU it is the most main memory that the worker's process has had: with torch itself, with all
+        sessions, and with the memory that was freed and that `empty_cache` has not given back. Block as
+        `mem_get_info` does.
+        """
+        return figures(_residence(device)).most_allocated
+
+    def memory_reserved(self, device: Where = None) -> int:
+        """Return the bytes that the allocator of a place holds. Block as `mem_get_info` does.
+
+        For a CPU it is the same as `memory_allocated`.
+        """
+        return figures(_residence(device)).reserved
+
+    def max_memory_reserved(self, device: Where = None) -> int:
+        """Return the most that `memory_reserved` has been, as `max_memory_allocated`. Block as that does."""
+        return figures(_residence(device)).most_reserved
+
+    def reset_peak_memory_stats(self, device: Where = None) -> None:
+        """Let the peaks of a place begin anew, for all sessions there. Block as `mem_get_info` does.
+
+        For a CPU the peak begins at what the worker's process has then, and Linux alone can reset it.
+        """
+        figures(_residence(device), reset=True)
+
+    def empty_cache(self) -> None:
+        """Have every node give back the memory that its allocators hold for nobody. Return at once."""
+        if active and active[0].closed is None:
+            for node in active[0].nodes:
+                if node.failed is None:
+                    issue_function(node, "empty_cache", ())
 
     def manual_seed(self, seed: int) -> None:
         """Seed the workers."""
@@ -112,5 +176,5 @@ class RemoteModule:
         return [torch.bfloat16, torch.float16]
 
 
-# In the class body they would hide the types.
+# If they stood in the class body, they would hide the types.
 RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]

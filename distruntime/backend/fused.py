@@ -54,9 +54,10 @@ class Attention(Protocol):
     ) -> object: ...
 
 
-# Functions that compute attention over DTensors; see mesh/torch_dtensor.py.
+# These functions compute attention over DTensors: see mesh/torch_dtensor.py.
 of_dtensors: list[Attention] = []
-_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+# This is torch.nn.attention.SDPBackend.FLASH_ATTENTION.
+_FLASH = 1
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class _Hole:
 
 
 _HOLE = _Hole()
-# The metadata of results, by signature.
+# Each signature has the metadata of its results.
 _outputs: dict[tuple[object, ...], list[Spec]] = {}
 
 

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..collectives.copies import COPIES
-from ..errors import NotSupportedError
-from ..log.handle import Place
+from ..errors import NotSupportedError, drop_frames, without_our_frames
+from ..log.handle import BARE, Place
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import create
 from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
-from ..session.spelling import twin_on
+from ..session.spelling import named, require_alone, twin_on
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .default_dtype import install_default_dtype
@@ -37,6 +37,7 @@ from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
+from .random import fork_rng
 from .storages import install_storages
 from .torch_load import load
 
@@ -46,7 +47,10 @@ _guards: list[_Guard] = []
 
 
 class _Guard(torch._C._acc.DeviceGuard):
-    """Tells C++ which index a bare "remote" has, which `.to("remote")` asks.
+    """Tells C++ which device a "remote" without an index is, which `.to("remote")` asks.
+
+    C++ takes this type and always the index 0. "remote:0" is one of the places, and "remote" is the current
+    one. So the type is another one, of which this process has no device.
 
     Tensors never claim this device type, as proxies claim lazy, so autograd never enters the guard. Its calls
     into Python from backward would end the process if anything raised there (tried: see docs/design.md).
@@ -54,7 +58,8 @@ class _Guard(torch._C._acc.DeviceGuard):
 
     # The stub of torch names another type than its C++ takes.
     def type_(self) -> torch._C._autograd.DeviceType:  # type: ignore[override]
-        return torch._C._autograd.DeviceType.PrivateUse1
+        # The stub of torch lists not all that there are.
+        return torch._C._autograd.DeviceType.VE  # type: ignore[attr-defined, no-any-return]
 
 
 def install() -> None:
@@ -65,25 +70,24 @@ def install() -> None:
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
         torch._register_device_module("remote", RemoteModule())
-        # At its first backward autograd counts the devices and starts threads for them, with which no forked
-        # child could run backward. The guard below would count as one, so that first time is now.
+        # At its first backward pass, autograd counts the devices and starts threads for them, and then no
+        # forked child could run one. The guard below would count as a device, so the first pass runs before
+        # it.
         torch.ones(1, requires_grad=True).sum().backward()
         _guards.append(_Guard())
         torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
     _library.append(torch.library.Library("aten", "IMPL"))
-    for backend in ("Lazy", "PrivateUse1"):
-        for op in (
-            _aten.empty.memory_format,
-            _aten.empty_strided.default,
-            _aten._efficientzerotensor.default,
-        ):
+    factories = (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default)
+    for backend in ("Lazy", "PrivateUse1", BARE.upper()):
+        for op in factories:
             _implement(op, _factory(op), backend)
+    for backend in ("Lazy", "PrivateUse1"):
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
         for op in _WHOLE:
             _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
-        _implement(op, kernel, "AutogradLazy")
+        _implement(op, without_our_frames(kernel), "AutogradLazy")
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
@@ -91,7 +95,7 @@ def install() -> None:
     if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])
-    # So make_fx records proxies.
+    # With this, make_fx records proxies.
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]
     _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
     # The optimizers have imported it by name.
@@ -101,6 +105,7 @@ def install() -> None:
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
+    torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
     install_storages()
     install_default_dtype()
@@ -146,7 +151,11 @@ def _factory(op: Operator) -> Kernel:
     def make(*args: object, **kwargs: object) -> object:
         if target is _aten.zeros.default:
             return target(*args, **kwargs)
-        return create(DistributedTensor, target, args, kwargs)
+        try:
+            return create(DistributedTensor, target, args, kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     return make
 
@@ -156,9 +165,13 @@ def _fallback(op: Operator, *args: object, **kwargs: object) -> object:
 
     It is a factory without tensors, or C++ code calls it with Python dispatch off.
     """
-    if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
-        return dispatch(DistributedTensor, op, (), args, kwargs)
-    return create(DistributedTensor, op, args, kwargs)
+    try:
+        if any(isinstance(t, DistributedTensor) for t in tree_leaves((args, kwargs))):
+            return dispatch(DistributedTensor, op, (), args, kwargs)
+        return create(DistributedTensor, op, args, kwargs)
+    except BaseException as error:
+        drop_frames(error)
+        raise
 
 
 _foreach_devices_here = _foreach_utils._get_foreach_kernels_supported_devices
@@ -177,14 +190,17 @@ def _fused_devices() -> list[str]:
     return [*_fused_devices_here(), "lazy"]
 
 
+@without_our_frames
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> object:
     return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
 
 
+@without_our_frames
 def _read(proxy: torch.Tensor) -> object:
     return dispatch(DistributedTensor, _aten._local_scalar_dense.default, (), (proxy,), {})
 
 
+@without_our_frames
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device.
 
@@ -214,6 +230,7 @@ _apply: _Apply = torch.nn.Module._apply
 _to: _To = torch.nn.Module.to  # type: ignore[assignment]
 
 
+@without_our_frames
 def _apply_across(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn.Module:
     future = torch.__future__
     if not active or future.get_swap_module_params_on_conversion():
@@ -254,6 +271,7 @@ def _crosses(module: torch.nn.Module, fn: Convert) -> bool:
         )
 
 
+@without_our_frames
 def _to_place(
     self: torch.nn.Module, *args: object, node: int | None = None, **kwargs: object
 ) -> torch.nn.Module:
@@ -262,13 +280,14 @@ def _to_place(
     if node is None and not isinstance(target, Place):
         return _to(self, *args, **kwargs)
     places = active_session().places
-    if isinstance(target, Place):
-        place = target
+    residence = named(places, target)
+    if residence is not None:
+        require_alone(target, "node", node)
     else:
         assert node is not None
         first = next((p for p in self.parameters() if isinstance(p, DistributedTensor)), None)
-        place = twin_on(places, node, target, first.place if first is not None else Place(node, "cpu"))
-    residence = places.residence(place)
+        own = first.place if first is not None else Place(node, "cpu")
+        residence = places.residence(twin_on(places, node, target, own))
     rest = args[1:] if args else ()
     return _to(self, residence.device, *rest, **{k: v for k, v in kwargs.items() if k != "device"})
 

@@ -34,10 +34,10 @@ def _is_uninitialized(value: object) -> TypeGuard[_Uninitialized]:
 @contextmanager
 def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Keep uninitialized parameters and buffers out of a conversion, and write on each where it will live."""
-    # The module's own dict, the name in it, and the uninitialized tensor.
+    # Each entry has the module's own dict, the name in it, and the uninitialized tensor.
     aside: list[tuple[dict[str, object], str, _Uninitialized]] = []
     for part in module.modules():
-        # What is put into either is `None`, or what was there.
+        # Only `None`, or what was there, is put into either.
         owners: list[dict[str, object]] = [part._parameters, part._buffers]  # type: ignore[list-item]
         for owner in owners:
             aside += [(owner, name, value) for name, value in owner.items() if _is_uninitialized(value)]

@@ -7,17 +7,24 @@ generator of its own, so after one `manual_seed` all CPUs of the session draw th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
 import torch
 
-from ..log.handle import Place, Residence, new_value
+from ..log.handle import Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
-from ..session.session import active_session, session_of_log
+from ..session.session import active, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 
-_CUDA_STATE_BYTES = 16  # torch.cuda's generator: seed and offset
+# torch.cuda's generator has a seed and an offset.
+# torch's own `fork_rng` looks at its arguments itself; its parameters are not repeated here.
+_fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  # type: ignore[explicit-any]
+_CUDA_STATE_BYTES = 16
 
 
 def manual_seed(seed: int, distinct: bool = False) -> None:
@@ -37,6 +44,22 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
                     issue_function(node, "manual_seed", [torch.device(name), str(own)])
 
 
+@functools.wraps(_fork_rng)
+def fork_rng(
+    devices: Iterable[object] | None = None, *args: object, **kwargs: object
+) -> AbstractContextManager[None]:
+    """Do as torch's own does; without `devices` and in a session, take the places that are there.
+
+    torch would warn that many devices are slow, which places are not. And a lost node would be an error in
+    code that knows of no session.
+    """
+    if devices is None and kwargs.get("device_type", "remote") in (None, "remote") and active:
+        session = active[0]
+        if session.closed is None:
+            devices = [place for place in session.places.own if session.nodes[place.node].failed is None]
+    return _fork_rng(devices, *args, **kwargs)
+
+
 def _state_bytes(place: Residence) -> int:
     return torch.get_rng_state().numel() if place.has_cpu_kernels else _CUDA_STATE_BYTES
 
@@ -52,7 +75,7 @@ def get_rng_state(place: Residence) -> DistributedTensor:
     size = _state_bytes(place)
     home = place
     if not place.node.members and "cpu" in session.places.devices(place.place.node):
-        home = session.places.residence(Place(place.place.node, "cpu"))
+        home = session.places.residence(session.places.place(place.place.node, "cpu"))
     state = spec((size,), (1,), 0, torch.uint8)
     handle = new_value(state, home)
     issue_function(place.node, "get_rng_state", [place.lazy], fresh=handle)

@@ -174,10 +174,15 @@ def _await(session: Session, requests: Sequence[Request[object]]) -> None:
         session.raise_for(request)
 
 
+def _answered(requests: Sequence[Request[object]], sizes: Sequence[int]) -> int:
+    """Return how many bytes workers have read; `sizes` has the bytes that each of them reads."""
+    return sum(size for size, request in zip(sizes, requests) if request.done)
+
+
 class _Mesh(Protocol):
     """What a load needs of a mesh. Its class is imported late, with torch.distributed.tensor."""
 
-    _team: MeshLog
+    _mesh_log: MeshLog
     _home: Residence
 
     @property
@@ -185,7 +190,7 @@ class _Mesh(Protocol):
 
 
 def _is_mesh(place: object) -> TypeGuard[_Mesh]:
-    return hasattr(place, "_team")
+    return hasattr(place, "_mesh_log")
 
 
 class _Target:
@@ -193,7 +198,7 @@ class _Target:
 
     def __init__(self, session: Session, place: object) -> None:
         self._session = session
-        # Whether they come into this process.
+        # It is True if they come into this process.
         self.here = False
         self.mesh: _Mesh | None = None
         self._node: int | None = None
@@ -230,7 +235,7 @@ class _Target:
             and self._session.nodes[node].failed is None
             and device in places.devices(node)
         ):
-            return places.residence(Place(node, device))
+            return places.residence(places.place(node, device))
         return places.current()
 
 
@@ -318,9 +323,18 @@ class _Reading:
                 report, made = self._read(reader, keys)
                 reports.append(report)
                 read.update(made)
-        _await(
-            self._session, [self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports]
-        )
+        asked: list[Request[object]] = [
+            self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports
+        ]
+        sizes = [
+            sum(self._reads[key].spec.nbytes for key in keys)
+            for (_, small), keys in groups.items()
+            if not small
+        ]
+        with self._session.requests.announcer.working(
+            f"loading from {self._stored.folder}", sum(sizes), partial(_answered, asked, sizes)
+        ):
+            _await(self._session, asked)
         for keys, pack in packs:
             read.update(self._split(keys, download(pack, "explicit load")))
         far = {
@@ -353,7 +367,7 @@ class _Reading:
         issue_function(
             reader.worker,
             "checkpoint_read",
-            [plan, torch.device(reader.place.device)],
+            [plan, torch.device(reader.place.local_device)],
             fresh=[report, *handles],
         )
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
@@ -399,7 +413,7 @@ class _Reading:
         assert mesh is not None
         shards = [values[f"{key}.member{k}"] for k in range(members)]
         handles = [shard._handle for shard in shards if isinstance(shard, DistributedTensor)]
-        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
+        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, handles))
         return made
 
 

@@ -29,9 +29,10 @@ from .tree import Json
 
 log = logging.getLogger("distruntime")
 
-# The form of what is in a checkpoint's folder.
+# What is in a checkpoint's folder has a form, and this is the form's number.
 VERSION = 1
-_LOOK = 0.5  # seconds between looks whether the workers of a save can be reached
+# So many seconds lie between looks whether the workers of a save can be reached.
+_LOOK = 0.5
 # Failures that no instruction has are filed under negative numbers: see Ledger.unread.
 _keys = count(-1, -1).__next__
 
@@ -116,12 +117,16 @@ class Saving:
 
         `on_end` is called when all is over.
         """
-        # Ctrl-C in the midst of it would leave a save that never ends, and the end of the session would wait
-        # for it.
+        # Ctrl-C in the midst of it would leave a save that never ends. The end of the session would wait for
+        # it.
         with shield:
             self._writes, self._looks = writes, looks
             self._on_end.append(on_end)
             _when_all([*(write.written for write in writes), *looks], self._guarded(self._have_written))
+
+    def written(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes are on disk; `sizes` has the bytes of each worker's tensors."""
+        return sum(size for size, write in zip(sizes, list(self._writes)) if write.written.done)
 
     def abandon(self) -> None:
         """Do not make it the current one, unless that is under way already: nobody waits for it any more."""

@@ -83,8 +83,8 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
         node.require_alive()
     save_id = uuid.uuid4().hex[:12]
     saving = Saving(session, folder, save_id, Contents(gathered.about, tree_form), line, async_op)
-    if not any(getattr(callback, "func", None) is _finish_saves for callback in session.before_end):
-        session.before_end.append(partial(_finish_saves, session.name))
+    if not any(getattr(callback, "func", None) is _finish_saves for callback in session.ending.before):
+        session.ending.before.append(partial(_finish_saves, session.name))
     try:
         while (before := under_way.setdefault((session.name, folder), saving)) is not saving:
             before.await_end()
@@ -98,8 +98,12 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
     if async_op:
         return saving
     started = time.perf_counter()
+    sizes = [sum(tensor._handle.spec.nbytes for tensor in plan.tensors) for _, plan in plans]
     try:
-        saving.wait()
+        with session.requests.announcer.working(
+            f"saving to {folder}", sum(sizes), partial(saving.written, sizes)
+        ):
+            saving.wait()
     except KeyboardInterrupt:
         saving.abandon()
         raise
@@ -109,7 +113,7 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
 
 
 def _start_writing(
-    session: Session, saving: Saving, save_id: str, plans: list[tuple[Node, _WritePlan]], background: bool
+    session: Session, saving: Saving, save_id: str, plans: list[tuple[Node, _SavePlan]], background: bool
 ) -> None:
     sent = [
         send_plan(node, plan.fields(saving.folder, save_id, node), [tensor_bytes(t) for _, t in plan.small])
@@ -162,7 +166,7 @@ def folder_of(path: object) -> str:
 
 
 @dataclass
-class _WritePlan:
+class _SavePlan:
     """What one worker is to write."""
 
     ordinal: int
@@ -192,11 +196,12 @@ class _Gathered:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._home: Residence | None = None
-        self._plans: dict[Node, _WritePlan] = {}
+        self._plans: dict[Node, _SavePlan] = {}
         self._local: list[tuple[str, torch.Tensor]] = []
-        # The keys of tensors that were met before, by where they are, their memory and their metadata.
+        # These are the keys of tensors that were met before, by where they are, their memory and their
+        # metadata.
         self._keys: dict[tuple[str, int, Spec], str] = {}
-        # What the tree has for each tensor, by the tensor's identity. `state_dict()` makes tensors anew, so
+        # Each tensor's identity has what the tree has for the tensor. `state_dict()` makes tensors anew, so
         # they are held here: an identity must not be used again.
         self._forms: dict[int, list[Json]] = {}
         self._held: list[torch.Tensor] = []
@@ -249,12 +254,12 @@ class _Gathered:
             self._local.append((key, tensor.detach().cpu()))
             return
         handle = tensor._handle
-        team = handle.place.node
-        if not team.members:
+        node = handle.place.node
+        if not node.members:
             self._assign(key, tensor)
             return
-        team.require_alive()
-        for k in range(len(team.members)):
+        node.require_alive()
+        for k in range(len(node.members)):
             name = self._name(f"{key}.member{k}")
             self._assign(name, wrap(DistributedTensor, member_of(handle, k)))
 
@@ -265,12 +270,12 @@ class _Gathered:
         plan.tensors.append(tensor)
         self.about[key] = {**_about(tensor._handle.spec, place), "file": plan.ordinal}
 
-    def _plan(self, node: Node) -> _WritePlan:
+    def _plan(self, node: Node) -> _SavePlan:
         if node not in self._plans:
-            self._plans[node] = _WritePlan(len(self._plans))
+            self._plans[node] = _SavePlan(len(self._plans))
         return self._plans[node]
 
-    def plans(self) -> list[tuple[Node, _WritePlan]]:
+    def plans(self) -> list[tuple[Node, _SavePlan]]:
         """Return who writes what.
 
         This process's own tensors go to the first node that writes anything, or to the current place if none
@@ -321,7 +326,7 @@ def _require_plain(tensor: torch.Tensor, path: str) -> None:
 def _about(of: Spec, place: Place | None) -> dict[str, Json]:
     about: dict[str, Json] = {"dtype": dtype_name(of.dtype), "shape": [*of.size]}
     if place is not None:
-        about["place"] = [place.node, place.device]
+        about["place"] = [place.node, place.local_device]
     # A copy of it has these strides.
     stride = torch.empty_like(of.meta()).stride()
     if stride != torch.empty(of.size, device="meta").stride():

@@ -27,11 +27,11 @@ T = TypeVar("T")
 class Checkpoint:
     """What `run_with_restarts` gives to the function that it calls: the training's last checkpoint.
 
-    `attempt` counts the calls, from 0.
+    `attempt` counts the calls, from 0. There are `attempts` at most.
     """
 
-    def __init__(self, path: str, attempt: int) -> None:
-        self.path, self.attempt = path, attempt
+    def __init__(self, path: str, attempt: int, attempts: int) -> None:
+        self.path, self.attempt, self.attempts = path, attempt, attempts
 
     def __repr__(self) -> str:
         return f"<distruntime checkpoint of a training, in {self.path}, attempt {self.attempt}>"
@@ -54,6 +54,7 @@ class Checkpoint:
         session = active_session()
         found = find_newest(session, self.path)
         if found is None:
+            self._say_start("the beginning, as there is no checkpoint")
             return None
         form = found.index["tree"]
         if not isinstance(form, dict) or set(form) != {"tree", "here", "places"}:
@@ -68,12 +69,20 @@ class Checkpoint:
             state = whole["places"].get(str(there))
             if state is not None:
                 set_rng_state(state, session.places.residence(there))
-        return whole["tree"]
+        tree = whole["tree"]
+        step = tree.get("step") if isinstance(tree, dict) else None
+        self._say_start(f"step {step}" if type(step) is int else f"the last checkpoint in {self.path}")
+        return tree
+
+    def _say_start(self, where: str) -> None:
+        # The first attempt is no news.
+        level = logging.WARNING if self.attempt else logging.INFO
+        log.log(level, "attempt %d of %d starts from %s", self.attempt + 1, self.attempts, where)
 
 
 def _places(session: Session) -> list[Place]:
     there = [node.index for node in session.nodes if node.failed is None]
-    return [Place(node, device) for node in there for device in session.places.devices(node)]
+    return [session.places.place(node, device) for node in there for device in session.places.devices(node)]
 
 
 def run_with_restarts(
@@ -100,40 +109,48 @@ def run_with_restarts(
     while True:
         try:
             if attempt:
-                _start_again(active_session(), attempt)
-            return train(Checkpoint(path, attempt))
+                _start_again(active_session(), attempt, max_restarts + 1)
+            return train(Checkpoint(path, attempt, max_restarts + 1))
         except Exception as error:
             if attempt >= max_restarts or not _is_loss(error):
                 raise
-            log.warning("attempt %d ended: %s", attempt, str(error).partition("\n")[0])
+            log.warning("attempt %d of %d ended: %s", attempt + 1, max_restarts + 1, _first_sentence(error))
         # The error is gone here, and with it the frames of the attempt and the tensors in them.
         gc.collect()
         attempt += 1
 
 
-def _start_again(session: Session, attempt: int) -> None:
+def _start_again(session: Session, attempt: int, attempts: int) -> None:
     """Let the workers that are there run what the last attempt has left, and start the lost ones again."""
     for index, node in enumerate(list(session.nodes)):
         if node.failed is None:
             try:
-                session.synchronize(node)
+                session.drain(node)
             except DistruntimeError as error:
-                # It belongs to the attempt that has ended, and the next one does not want it.
-                log.info("%s: left from the attempt before: %s", node, str(error).partition("\n")[0])
+                log.info("%s: left from the attempt before: %s", node, _first_sentence(error))
+            # They belong to the attempt that has ended, and the next one does not want them.
+            if node.ledger.unread:
+                log.info("%s: %d operations of the attempt before failed", node, len(node.ledger.unread))
+                node.ledger.unread.clear()
         # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to
         # keep it.
         if session.nodes[index].failed is not None:
-            where = (
-                f"at {node.address}" if not session.workers.can_start else "that is started on this machine"
-            )
             log.warning(
-                "attempt %d waits for a worker %s to be node %d again, %g s at most",
-                attempt,
-                where,
+                "attempt %d of %d waits for a replacement of node %d, %g s at most",
+                attempt + 1,
+                attempts,
                 index,
                 session.patience,
             )
             restart(index)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return what an error says before its details."""
+    line, _, details = str(error).partition("\n")
+    # A line with details below it may end within a sentence.
+    whole = line.rpartition(". ")[0] if details else ""
+    return f"{whole}." if whole else line
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import UsageError
+from ..log.handle import Place
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 # It gets a tensor and the tensor's path in the tree ("model.0.weight").
@@ -43,7 +44,7 @@ def _packed(value: object, leaf: Pack, path: str, above: tuple[int, ...]) -> Jso
         return ["tensor", *leaf(value, path)]
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
+    if isinstance(value, str) and not isinstance(value, Place):
         return str(value)
     if isinstance(value, int):
         return int(value)

@@ -9,31 +9,38 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..log.handle import ranges
+from ..log.node import Node
 from ..publishing.listing import published
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..session.session import Session
-from ..wire.address import host_of
+from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
+from .log_files import log_folder
 from .named_sessions import Entry, delete, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
 
+# An error names so many workers that have come.
+_MOST_NAMED = 8
+
 
 @dataclass(frozen=True)
-class Plan:
+class SessionOptions:
     """What a user has said about a session. `mode` is that of its greeting, the times are seconds."""
 
     name: str | None
@@ -50,214 +57,228 @@ class Plan:
     say: Callable[[str], None]
 
 
-def _connector(plan: Plan, channel: Channel, addresses: Sequence[str], modes: Sequence[str]) -> Connector:
+def _connector(
+    options: SessionOptions, channel: Channel, addresses: Sequence[str], modes: Sequence[str]
+) -> Connector:
     """Return a new session's connector, which knows it."""
-    session = Session(channel, [], plan.name or f"{os.getpid()}-{secrets.token_hex(4)}")
-    session.lasting = plan.name is not None
-    session.patience = plan.timeout
+    session = Session(channel, [], options.name or f"{os.getpid()}-{secrets.token_hex(4)}")
+    session.lasting = options.name is not None
+    session.patience = options.timeout
     return Connector(
-        session, addresses, modes, keep=plan.keep, grace=plan.grace, restart_workers=plan.restart_workers
+        session,
+        addresses,
+        modes,
+        keep=options.keep,
+        grace=options.grace,
+        restart_workers=options.restart_workers,
     )
 
 
-def start(plan: Plan, count: int) -> Session:
+def start(options: SessionOptions, count: int) -> Session:
     """Start workers on this machine; in a directory that only this user can enter.
 
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
     """
-    if plan.name is None:
+    if options.name is None:
         directory = scratch_folder()
         # Nobody else can enter the directory, so no key is needed.
-        return _start_and_wait(plan, f"ipc://{directory}/master", None, count, directory)
-    simulate_cuda = plan.simulate_cuda
-    before = read(plan.name)
+        return _start_and_wait(options, f"ipc://{directory}/master", None, count, directory)
+    simulate_cuda = options.simulate_cuda
+    before = read(options.name)
     there = (
         [k for k, address in enumerate(before.workers) if not refuses(address)]
         if before is not None and before.directory
         else []
     )
     if before is not None and there:
-        if plan.mode == "new":
+        if options.mode == "new":
             raise ConnectionFailed(
-                f"there is a session {plan.name!r} already, with {len(there)} "
+                f"there is a session {options.name!r} already, with {len(there)} "
                 f"worker{'s' if len(there) > 1 else ''} on this machine: "
-                "resume=True attaches to it, force=True begins it anew"
+                'resume="auto" attaches to it, force=True begins it anew'
             )
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
-            raise ConfigurationError(
-                f"the session {plan.name!r} has {len(before.workers)} workers with {before.simulate_cuda} "
-                "simulated GPUs: give the same "
-                f"numbers with force=True, got {count} and {simulate_cuda}; or end it first: resume=True, "
-                "then shutdown()"
-            )
-        return _attach_local(plan, before, [k for k in range(count) if k not in there])
+            raise _of_other_size(before, count, simulate_cuda)
+        return _attach_local(options, before, [k for k in range(count) if k not in there])
     directory = scratch_folder()
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
-    entry = Entry(plan.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
-    return _attach_local(plan, entry, range(count))
+    entry = Entry(options.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
+    return _attach_local(options, entry, range(count))
 
 
-def _start_and_wait(plan: Plan, address: str, keys: KeyPair | None, count: int, directory: Path) -> Session:
+def _of_other_size(entry: Entry, count: int | None, simulate_cuda: int) -> ConfigurationError:
+    """Return the error of numbers that are not those of a session that is there."""
+    workers = len(entry.workers)
+    return ConfigurationError(
+        f"the session {entry.name!r} has {workers} worker{'s' if workers != 1 else ''} with "
+        f"{entry.simulate_cuda} simulated GPUs: got world_size={count}, simulate_cuda={simulate_cuda}. "
+        "Give the same numbers, or end that session first: resume=True, then shutdown()"
+    )
+
+
+def _start_and_wait(
+    options: SessionOptions, address: str, keys: KeyPair | None, count: int, directory: Path
+) -> Session:
     """Start workers that dial this process at an address, and wait for them."""
-    channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
-    connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
+    channel = Channel(listen=address, keys=keys, silence=options.unreachable)
+    connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
-    session.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    spec = _spec(plan, directory, count, address, has_key=keys is not None)
-    master, launcher = _dialled_at(channel.address), plan.launcher or LocalLauncher()
+    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
+    master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
     started = time.monotonic()
-    plan.say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    try:
+    options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
+    with _all_or_nothing(session):
         for k in range(count):
             session.workers.start(k)
-        _meet(plan, connector, "start")
-        if plan.name is not None:
-            _note_listening(plan, session)
-    except BaseException:
-        _abandon(session)
-        raise
-    plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
+        _meet(options, connector, "start")
+        if options.name is not None:
+            _note_listening(options, session)
+    options.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
 
 
-def _attach_local(plan: Plan, entry: Entry, fresh: Sequence[int]) -> Session:
+def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -> Session:
     """Attach to the workers of a named session on this machine, after starting those in `fresh`."""
     directory, count = Path(entry.directory), len(entry.workers)
-    modes = ["force new" if k in fresh else plan.mode for k in range(count)]
-    connector = _connector(plan, Channel(silence=plan.unreachable), entry.workers, modes)
+    modes = ["force new" if k in fresh else options.mode for k in range(count)]
+    connector = _connector(options, Channel(silence=options.unreachable), entry.workers, modes)
     session = connector.session
     spec = replace(
-        _spec(plan, directory, count, entry.workers[0], has_key=False), simulate_cuda=entry.simulate_cuda
+        _spec(options, session.name, directory, count, entry.workers[0], has_key=False),
+        simulate_cuda=entry.simulate_cuda,
     )
-    launcher = plan.launcher or LocalLauncher()
+    launcher = options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, listen=entry.workers[k]))
     started = time.monotonic()
     if fresh:
-        plan.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
-    try:
+        options.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
+    with _all_or_nothing(session, directory if len(fresh) == count else None):
         session.workers += [None] * count
         for k in fresh:
             session.workers.start(k)
-        _meet(plan, connector)
+        _meet(options, connector)
         _note(session, entry)
-        session.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    except BaseException:
-        _abandon(session)
-        if len(fresh) == count:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
+        session.ending.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
     if fresh:
-        plan.say(f" ready in {time.monotonic() - started:.1f} s\n")
+        options.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
 
 
-def _spec(plan: Plan, directory: Path, count: int, address: str, *, has_key: bool) -> LaunchSpec:
+def _spec(
+    options: SessionOptions, session: str, directory: Path, count: int, address: str, *, has_key: bool
+) -> LaunchSpec:
     """Return what all workers of a session are started with."""
     # One core is the master's: a worker whose kernels wait for a thread that cannot run is ten times slower
     # (seen on 2 cores).
     threads = max(1, ((os.cpu_count() or 1) - 1) // count) if is_local(address) else 0
-    environment = {UNREACHABLE.variable: str(plan.unreachable), "PYTHONFAULTHANDLER": "1"}
+    environment = {UNREACHABLE.variable: str(options.unreachable), "PYTHONFAULTHANDLER": "1"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     return LaunchSpec(
         node=0,
         master="",
         listen="",
-        key=(plan.key or default_path()) if has_key else None,
-        insecure=plan.insecure,
+        key=(options.key or default_path()) if has_key else None,
+        insecure=options.insecure,
         threads=threads,
-        simulate_cuda=plan.simulate_cuda,
+        simulate_cuda=options.simulate_cuda,
         environment=environment,
         directory=directory,
+        logs=log_folder(session, directory),
     )
-
-
-def _dialled_at(address: str) -> str:
-    """Return where others dial what listens at an address: a wildcard stands for this machine's name."""
-    port = address.rpartition(":")[2]
-    return f"tcp://{socket.gethostname()}:{port}" if host_of(address) in ("*", "0.0.0.0", "::") else address
 
 
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
-    session.on_end.append(lambda: delete(entry.name))
+    session.ending.on_end.append(lambda: delete(entry.name))
 
 
-def _note_listening(plan: Plan, session: Session) -> None:
+def _note_listening(options: SessionOptions, session: Session) -> None:
     hosts, listening = tuple(node.host for node in session.nodes), session.channel.address
-    _note(session, Entry(session.name, hosts, "", str(plan.key or ""), plan.insecure, listening, 0, now()))
+    _note(
+        session, Entry(session.name, hosts, "", str(options.key or ""), options.insecure, listening, 0, now())
+    )
 
 
-def gather_at(plan: Plan, address: str, count: int) -> Session:
+def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     """Wait for workers that dial this process; start them, where the user has said how."""
-    if plan.insecure:
+    if options.insecure:
         warn_of_strangers([address])
-    keys = choose(address, path=plan.key, insecure=plan.insecure)
+    keys = choose(address, path=options.key, insecure=options.insecure)
+    noted = read(options.name) if options.name is not None and options.mode.endswith("auto") else None
     # Those of a session that is resumed have been started, and dial in again.
-    if plan.launcher is not None and "resume" not in plan.mode:
-        return _start_and_wait(plan, address, keys, count, scratch_folder())
-    channel = Channel(listen=address, keys=keys, silence=plan.unreachable)
-    connector = _connector(plan, channel, [""] * count, [plan.mode] * count)
+    started = options.mode.endswith("resume") or (noted is not None and noted.listen)
+    if options.launcher is not None and not started:
+        return _start_and_wait(options, address, keys, count, scratch_folder())
+    channel = Channel(listen=address, keys=keys, silence=options.unreachable)
+    connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
     listening = session.channel.address
-    plan.say(f"waiting at {listening} for {count} worker{'s' if count > 1 else ''} ")
-    try:
-        _meet(plan, connector, f"dial {listening}")
-        if plan.name is not None:
-            _note_listening(plan, session)
-    except BaseException:
-        _abandon(session)
-        raise
-    plan.say("\n")
+    options.say(
+        f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
+        f"{worker_command(listening, dials=True)}\n"
+    )
+    with _all_or_nothing(session):
+        _meet(options, connector, f"dial {listening}")
+        if options.name is not None:
+            _note_listening(options, session)
+    options.say("\n")
     return session
 
 
-def attach(plan: Plan, addresses: list[str]) -> Session:
+def attach(options: SessionOptions, addresses: list[str]) -> Session:
     """Attach to running daemons."""
-    channel = Channel(keys=_keys(plan, addresses), silence=plan.unreachable)
-    connector = _connector(plan, channel, addresses, [plan.mode] * len(addresses))
+    channel = Channel(keys=_keys(options, addresses), silence=options.unreachable)
+    connector = _connector(options, channel, addresses, [options.mode] * len(addresses))
     session = connector.session
-    plan.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    try:
-        _meet(plan, connector)
-        if plan.name is not None:
+    options.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
+    with _all_or_nothing(session):
+        _meet(options, connector)
+        if options.name is not None:
             _note(
                 session,
-                Entry(plan.name, tuple(addresses), "", str(plan.key or ""), plan.insecure, "", 0, now()),
+                Entry(
+                    options.name, tuple(addresses), "", str(options.key or ""), options.insecure, "", 0, now()
+                ),
             )
-    except BaseException:
-        _abandon(session)
-        raise
-    plan.say("\n")
+    options.say("\n")
     return session
 
 
-def resume_entry(plan: Plan, entry: Entry) -> Session:
+def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Session:
     """Attach to the workers of a session that was noted here.
 
-    Workers of this machine that have died are started again.
+    Workers of this machine that have died are started again. If all of them have, the mode "auto" begins the
+    session, with `count` workers if the user has said how many.
     """
-    plan = replace(
-        plan,
-        key=plan.key or (Path(entry.key) if entry.key else None),
-        insecure=plan.insecure or entry.insecure,
+    options = replace(
+        options,
+        key=options.key or (Path(entry.key) if entry.key else None),
+        insecure=options.insecure or entry.insecure,
     )
+    may_begin = options.mode.endswith("auto")
     if entry.listen:
-        return gather_at(plan, entry.listen, len(entry.workers))
+        return gather_at(options, entry.listen, len(entry.workers))
     if not entry.directory:
-        return attach(plan, list(entry.workers))
+        return attach(options, list(entry.workers))
     dead: list[int] = []
     while True:
         before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
         if len(dead) == len(entry.workers):
             delete(entry.name)
             shutil.rmtree(entry.directory, ignore_errors=True)
+            if may_begin:
+                return start(options, count or len(dead))
             raise ConnectionFailed(
-                f"the session {entry.name!r} is no more: its workers on this machine have ended (their time "
-                "without a master was over, "
-                "or they died). Begin it anew, without resume=True"
+                f"the session {entry.name!r} has ended: its workers on this machine expired or died. Start "
+                'a new one with resume="auto", or without resume='
             )
+        if may_begin and (
+            count not in (None, len(entry.workers)) or options.simulate_cuda not in (0, entry.simulate_cuda)
+        ):
+            raise _of_other_size(entry, count, options.simulate_cuda)
         for k in dead:
             if k not in before:
                 log.warning(
@@ -266,16 +287,16 @@ def resume_entry(plan: Plan, entry: Entry) -> Session:
                     entry.name,
                 )
         try:
-            return _attach_local(plan, entry, dead)
+            return _attach_local(options, entry, dead)
         except ConnectionFailed:
             if all(k in dead or not refuses(address) for k, address in enumerate(entry.workers)):
                 raise
             # A process that is being killed listens until the last of its threads has ended.
 
 
-def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
-    keys = {choose(address, path=plan.key, insecure=plan.insecure) for address in addresses}
-    if plan.insecure:
+def _keys(options: SessionOptions, addresses: Sequence[str]) -> KeyPair | None:
+    keys = {choose(address, path=options.key, insecure=options.insecure) for address in addresses}
+    if options.insecure:
         warn_of_strangers(addresses)
     if len(keys) > 1:
         raise ConfigurationError(
@@ -284,7 +305,7 @@ def _keys(plan: Plan, addresses: Sequence[str]) -> KeyPair | None:
     return keys.pop()
 
 
-def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
+def _meet(options: SessionOptions, connector: Connector, verb: str = "") -> None:
     """Read the socket until each node has a worker; raise `ConnectionFailed` where that will not be.
 
     `verb` says what workers do that are waited for: "start", or "dial" and where; "" where they are dialled.
@@ -292,28 +313,59 @@ def _meet(plan: Plan, connector: Connector, verb: str = "") -> None:
     session, started = connector.session, time.monotonic()
     tick, said = started + (0.0 if verb else 0.5), set[int]()
     while late := connector.late():
-        if time.monotonic() > started + plan.timeout:
-            raise ConnectionFailed(_too_late(plan, connector, late, verb))
+        if time.monotonic() > started + options.timeout:
+            raise ConnectionFailed(_too_late(options, connector, late, verb))
         for connection in late:
             _require_running(session, connection)
         if time.monotonic() > tick:
-            plan.say(".")
+            options.say(".")
             tick += 0.25
         session.receiver.read(0.02)
-        for node in [] if verb or session.workers else list(connector.nodes.values()):
+        for node in [] if session.workers else list(connector.nodes.values()):
             if node.index not in said:
                 said.add(node.index)
-                plan.say(f"{node.host} ({time.monotonic() - started:.1f} s) ")
+                options.say(
+                    _arrival(
+                        node, time.monotonic() - started, bool(verb), len(said), len(connector.connections)
+                    )
+                )
     connector.all_met()
     session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
 
 
-def _too_late(plan: Plan, connector: Connector, late: list[Connection], verb: str) -> str:
+def _too_late(options: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
     if not verb:
-        return "\n".join(connection.unanswered(plan.timeout) for connection in late)
+        return "\n".join(
+            _unresolved(connection.address) or connection.unanswered(options.timeout) for connection in late
+        )
+    missing, come = ranges([connection.number for connection in late]), list(connector.nodes.values())
+    text = (
+        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
+        + (f"node {missing} is missing" if len(late) == 1 else f"nodes {missing} are missing")
+    )
+    for node in come[:_MOST_NAMED]:
+        text += f"; {node} has come (pid {node.welcome.pid})"
+    if len(come) > _MOST_NAMED:
+        text += f"; {len(come) - _MOST_NAMED} more have come"
+    if verb != "start":
+        text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
+    if connector.refused:
+        text += f". This process {connector.refused[-1]}"
+    return text + _last_words(connector.session.workers)
+
+
+def _unresolved(address: str) -> str:
+    """Return what is wrong with an address whose host's name stands for nothing; "" for another one."""
+    host = host_of(address)
+    if not host or resolve(address):
+        return ""
+    return f"the name {host!r} in {address!r} does not resolve on this machine: check its spelling"
+
+
+def _arrival(node: Node, seconds: float, dials: bool, come: int, count: int) -> str:
+    """Return what is said when a worker has come."""
     return (
-        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {plan.timeout:.0f} s"
-        f"{_last_words(connector.session.workers)}"
+        f"\n {node} after {seconds:.1f} s, {come} of {count} " if dials else f"{node.host} ({seconds:.1f} s) "
     )
 
 
@@ -330,16 +382,28 @@ def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
     return "; the last lines of its log:\n" + "\n".join(words) if words else ""
 
 
-def _abandon(session: Session) -> None:
-    """Undo a session that did not come about."""
-    session.closed = "it did not come about"
-    for worker in session.workers:
-        if worker is not None:
-            worker.stop(1.0)
-    session.channel.close()
-    session.shared.close()
-    for callback in session.on_close:
-        callback()
+@contextmanager
+def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator[None]:
+    """Undo a session that does not come about in a `with` block, and remove the directory made for it."""
+    try:
+        yield
+    except BaseException:
+        session.closed = "it did not come about"
+        for worker in session.workers:
+            if worker is not None:
+                worker.stop(1.0)
+        session.channel.close()
+        session.shared.close()
+        for callback in session.ending.on_close:
+            callback()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def is_older(session: Session, seconds: float) -> bool:
+    """Whether a worker has had this session for longer than so many seconds."""
+    return any(node.welcome.age > seconds for node in session.nodes)
 
 
 def attached(session: Session) -> str:

@@ -4,25 +4,46 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 from ..backend.determinism import follow_determinism
 from ..backend.install import install
-from ..collectives.group import Choice, Groups
+from ..collectives.data_channels import Choice
+from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError
+from ..session import session as inner
+from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
-from ..session.session import Session, active, active_session
-from ..wire.deadlines import CONNECT, GRACE, KEEP, UNREACHABLE
+from ..session.misspelt import suggests
+from ..session.screen import voice
+from ..session.session import active, active_session
+from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
-from .assemble import Plan, attach, attached, gather_at, resume_entry, start
+from .arguments import WORLD_SIZE, Arguments, check, differing, settled
+from .assemble import SessionOptions, attach, attached, gather_at, is_older, resume_entry, start
 from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
+from .user_session import Session
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """The session that is open, as its user holds it, and the arguments that it was begun with."""
+
+    session: Session
+    arguments: Arguments
+
+
+_begun: list[_Begun] = []
+
+
+@suggests
 def init_master_worker(
     backend: str = "zmq",
     world_size: int | None = None,
@@ -30,7 +51,7 @@ def init_master_worker(
     listen: str | None = None,
     *,
     session: str | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     force: bool = False,
     keep: float | timedelta | None = None,
     restart_workers: bool = False,
@@ -46,7 +67,9 @@ def init_master_worker(
 ) -> Session:
     """Open the session of this process. Block until every worker is there.
 
-    At a terminal, print the nodes and where new tensors go.
+    Print the nodes and where new tensors go. If the session is open already, a call with the
+    same arguments returns it at once, so a notebook's cell can run twice. `resume` and `quiet` do not count
+    there.
 
     Args:
         backend: the command channel; "zmq" is the one there is.
@@ -55,7 +78,8 @@ def init_master_worker(
         listen: the address that workers dial: "tcp://0.0.0.0:29400".
         session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep
             its values, and a later master gets back what was published.
-        resume: attach to the session of that name, on the workers that it has.
+        resume: True attaches to the session of that name, on the workers that it has. "auto" attaches to it
+            if it is there, and begins it if not; each worker decides for itself.
         force: take the session over from a master that is using it; without `resume`, drop the one that has
             this name.
         keep: seconds (or a timedelta) that workers keep a named session that has no master; the default is 12
@@ -68,29 +92,33 @@ def init_master_worker(
             name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
-        timeout: seconds to wait for workers (30).
+        timeout: seconds to wait for workers: 30, and 600 with `listen`, where a scheduler may start them.
         unreachable: seconds of silence after which a worker is called unreachable (10).
         grace: seconds that an unreachable worker is waited for before it is lost (600).
-        quiet: print nothing; the default is quiet unless standard output is a terminal.
+        quiet: print nothing. Otherwise a terminal and a notebook get it on standard output, and a file or a
+            pipe gets it on standard error, unless False is given.
 
     Raises:
-        ConfigurationError: an argument that cannot be. UsageError: there is a session already.
+        ConfigurationError: an argument that cannot be. UsageError: a session with other arguments is open.
         ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late; there is
             no session to resume, or it is in use.
     """
+    given = dict(locals())
     name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
-    _check(backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers, launcher)
+    check(
+        backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers, launcher, resume
+    )
     if name is not None:
         checked_name(name)
     elif resume or force or keep is not None:
         raise ConfigurationError(
             "resume=, force= and keep= are about a session that has a name: give session= as well"
         )
-    wait = CONNECT.get(timeout)
-    raise_limit()
-    plan = Plan(
+    wait = (CONNECT if listen is None else DIAL).get(timeout)
+    began = time.monotonic()
+    options = SessionOptions(
         name,
-        ("force " if force else "") + ("resume" if resume else "new"),
+        ("force " if force else "") + ("auto" if resume == "auto" else "resume" if resume else "new"),
         KEEP.get(keep, "keep") if name is not None else GRACE.get(grace, "grace"),
         GRACE.get(grace, "grace"),
         UNREACHABLE.get(unreachable, "unreachable"),
@@ -100,28 +128,26 @@ def init_master_worker(
         restart_workers,
         simulate_cuda,
         launcher,
-        _silent if (quiet if quiet is not None else not sys.stdout.isatty()) else _print,
+        voice(quiet),
     )
-    if active and active[0].closed is None and not active[0].foreign:
-        raise UsageError(
-            f"init_master_worker was called before: a session with {len(active[0].nodes)} nodes is open. Use "
-            "it, or call "
-            "distruntime.shutdown() first"
-        )
-    found = _resumed(name, workers, listen) if resume and name is not None else None
+    arguments = settled({**given, "session": name})
+    if is_initialized():
+        return _again(arguments)
+    raise_limit()
+    found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
     warm_malloc()
-    say = plan.say
+    say = options.say
     try:
         if found is not None:
-            opened = resume_entry(plan, found)
+            opened = resume_entry(options, found, world_size)
         elif workers is not None:
-            opened = attach(plan, list(workers))
+            opened = attach(options, list(workers))
         elif listen is not None:
             assert world_size is not None
-            opened = gather_at(plan, listen, world_size)
+            opened = gather_at(options, listen, world_size)
         else:
-            opened = start(plan, 2 if world_size is None else world_size)
+            opened = start(options, WORLD_SIZE if world_size is None else world_size)
     except (ConnectionFailed, KeyboardInterrupt) as error:
         # A traceback must not begin in the line that says what is waited for.
         say("\n")
@@ -131,116 +157,60 @@ def init_master_worker(
     opened.groups.meeting.start()
     active[:] = [opened]
     follow_determinism(opened)
+    held = Session(opened)
+    _begun[:] = [_Begun(held, arguments)]
     # Registering once is enough, as it stays as long as the process.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
-    opened.on_close.append(lambda: active.remove(opened) if opened in active else None)
+    watch_prompt()
+    opened.ending.on_close.append(lambda: _forget(opened))
     try:
-        opened.groups.require_choice()
+        opened.groups.channels.require_choice()
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise
     say(nodes_table(opened) + "\n")
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
-    if resume:
+    if resume and (resume is True or is_older(opened, time.monotonic() - began)):
         say(attached(opened) + "\n")
-    return opened
+    elif resume:
+        say(f'began session "{name}"\n')
+    return held
 
 
-def _resumed(name: str, workers: Sequence[str] | None, listen: str | None) -> Entry | None:
-    """Return where a session's workers are, from what was noted here; None where the caller says it."""
-    if workers is not None or listen is not None:
-        return None
+def _forget(session: inner.Session) -> None:
+    if session in active:
+        active.remove(session)
+        _begun.clear()
+
+
+def _again(arguments: Arguments) -> Session:
+    """Return the session that is open, if these arguments are those that it was begun with."""
+    begun = _begun[0]
+    different = differing(arguments, begun.arguments)
+    if different:
+        named = begun.arguments["session"] is not None
+        raise UsageError(
+            "a session that was begun with other arguments is open: "
+            + "; ".join(different)
+            + ". Give the same arguments to get that session, or end it first: distruntime.shutdown()"
+            + (" (distruntime.detach() leaves it to its workers)" if named else "")
+        )
+    return begun.session
+
+
+def _noted(name: str, required: bool) -> Entry | None:
+    """Return where a session's workers are, from what was noted here; None where nothing was noted."""
     entry = read(name)
-    if entry is None:
+    if entry is None and required:
         have = ", ".join(map(repr, names()))
         raise ConnectionFailed(
             f"there is no session {name!r} to resume: "
             + (f"there are {have}" if have else "none is noted here")
-            + "; one that was opened elsewhere is found at its workers: workers=[...]"
+            + "; one that was opened elsewhere is found at its workers: workers=[...]; "
+            'resume="auto" begins one that is not there'
         )
     return entry
-
-
-def _check(
-    backend: str,
-    world_size: int | None,
-    workers: Sequence[str] | None,
-    listen: str | None,
-    simulate_cuda: int,
-    data_channel: Choice,
-    restart_workers: bool,
-    launcher: Launcher | None,
-) -> None:
-    if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
-        raise ConfigurationError(
-            f"backend={backend!r} is how workers would talk to each other; the command channel is always "
-            "ZeroMQ: use "
-            f'backend="zmq", data_channel={backend!r}'
-        )
-    if backend != "zmq":
-        raise ConfigurationError(
-            f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", '
-            "...]"
-        )
-    if not isinstance(data_channel, str) and not (
-        isinstance(data_channel, Mapping)
-        and set(data_channel) <= {"cpu", "cuda"}
-        and all(isinstance(name, str) for name in data_channel.values())
-    ):
-        raise ConfigurationError(
-            f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}'
-        )
-    if isinstance(workers, str):
-        raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
-    if workers is not None and not workers:
-        raise ConfigurationError(
-            "workers is an empty list: name the daemons, or leave it out to start workers on this machine"
-        )
-    if workers is not None and listen is not None:
-        raise ConfigurationError(
-            "workers= attaches to running daemons and listen= waits for them to dial in: give one of the two"
-        )
-    if workers is not None and world_size not in (None, len(workers)):
-        raise ConfigurationError(
-            f"world_size={world_size} but workers names {len(workers)}: leave world_size out"
-        )
-    if listen is not None and world_size is None:
-        raise ConfigurationError(f"listen={listen!r} needs world_size=: how many workers will dial in")
-    if world_size is not None and (
-        isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
-    ):
-        raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
-    if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
-        raise ConfigurationError(
-            "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "
-            f"apart; got {simulate_cuda!r}"
-        )
-    if launcher is not None and not isinstance(launcher, Launcher):
-        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
-    if launcher is not None and workers is not None:
-        raise ConfigurationError(
-            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
-        )
-    starts = workers is None and (listen is None or launcher is not None)
-    if restart_workers and not starts:
-        raise ConfigurationError(
-            "restart_workers is for workers that are started here; daemons are their own supervisor's to "
-            "restart"
-        )
-    if simulate_cuda and not starts:
-        raise ConfigurationError(
-            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
-            "themselves"
-        )
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _silent(text: str) -> None:
-    """Say nothing: the output is not a terminal."""
 
 
 def shutdown(timeout: float | None = None) -> None:

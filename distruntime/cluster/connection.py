@@ -20,14 +20,14 @@ from typing import final
 
 from ..wire.channel import HANG_UPS, PeerEvent
 
-# Seconds for an attempt. Each one gets twice as long as the one before that nobody answered in time, up to
-# the longest.
+# An attempt has so many seconds. Each one gets twice as long as the one before that nobody answered in time,
+# up to the longest.
 ATTEMPT = 5.0
 LONGEST_ATTEMPT = 20.0
-# Seconds between attempts: twice as long after each one that fails, up to the longest.
+# So many seconds lie between attempts. After each one that fails they are twice as many, up to the most.
 SHORTEST_PAUSE = 0.1
 LONGEST_PAUSE = 2.0
-# How many handshakes in a row must surely have failed, before another key is taken for granted.
+# So many handshakes in a row must surely have failed before another key is taken for granted.
 RESETS = 5
 
 
@@ -38,9 +38,9 @@ class Attempt:
     mode: str
     dialled_at: float
     greeted_at: float | None = None
-    # The worker's, where it has dialled this process and so has said it.
+    # A worker that has dialled this process has said its incarnation, and it stands here.
     incarnation: bytes = b""
-    # Whether somebody looks if anyone listens at the address at all.
+    # It is True if somebody looks whether anyone listens at the address at all.
     probed: bool = False
 
 
@@ -50,15 +50,15 @@ class Connection:
 
     def __init__(self, number: int, address: str) -> None:
         self.number, self.address = number, address
-        # The mode of the greeting with which the node is sought; None while it is not.
+        # The node is sought with a greeting of this mode. It is None while the node is not sought.
         self.mode: str | None = None
         self.attempts: dict[bytes, Attempt] = {}
         # The connector is to hang up on these connections, which do not count any more.
         self.abandoned: list[bytes] = []
-        # Whether no worker has been this node yet, and why none can be any more.
+        # These say whether no worker has been this node yet, and why none can be any more.
         self.first = True
         self.failure: str | None = None
-        # Why the worker there has not taken the session, as the log has it.
+        # This says why the worker there has not taken the session, as the log has it.
         self.refusal = ""
         self.resets = 0
         self._hang_ups = 0
@@ -123,7 +123,8 @@ class Connection:
         attempt = self.attempts[event.peer]
         self._seen.add(event.kind)
         if event.kind == "connected":
-            # Once: at the same endpoint, the connection before may have come back just before it was hung up.
+            # The master greets once: at the same endpoint, the connection before may have come back just
+            # before it was hung up.
             greets = attempt.greeted_at is None
             if greets:
                 attempt.greeted_at = now
@@ -173,11 +174,9 @@ class Connection:
         """Return why no worker has answered at the address within so many seconds."""
         if self._seen & {"auth_failed", "handshake_failed"}:
             return (
-                f"{self.address} closed the connection during the handshake: it has another key, or needs "
-                "one where none was given "
-                "(or needs none where one was), or has no descriptors left. Expected: the same key file on "
-                "both sides "
-                "(distruntime-worker keygen; key=...)"
+                f"{self.address} closed the connection during the handshake: the keys do not match. One side "
+                "has a different key file, or only one side uses a key (or it has no descriptors left). "
+                "Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
             )
         if "connected" in self._seen:
             return (

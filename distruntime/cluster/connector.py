@@ -27,20 +27,22 @@ from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session
 from ..wire.address import host_of, resolve
-from ..wire.channel import PeerEvent
+from ..wire.channel import HANDSHAKE, PeerEvent
 from ..wire.identity import has_died, process
 from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
 from .connection import Connection
 
 log = logging.getLogger("distruntime")
 
-# A connection usually takes less (in seconds). Later, somebody looks if anyone listens there at all.
+# A connection usually takes fewer seconds. Later, somebody looks if anyone listens there at all.
 _SOON = 0.3
-# Nobody need hear of an absence that is shorter (in seconds).
+# Nobody need hear of an absence of fewer seconds.
 _BRIEF = 1.0
 # A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
-# Seconds between two polls that do something, once all workers have come.
+# So many refused connections are remembered until it is known whether a worker has dialled again.
+_MOST_REFUSALS = 100
+# Once all workers have come, so many seconds lie between two polls that do something.
 _LOOK = 0.1
 
 
@@ -76,16 +78,21 @@ class Connector:
         self._modes = modes
         self._met = False
         self._by_attempt: dict[bytes, Connection] = {}
-        # What the name in a node's address stands for, and the nodes whose name a thread looks up.
+        # These are what the name in a node's address stands for, and the nodes whose name a thread looks up.
         self._endpoints: dict[int, str] = {}
         self._lookups: set[int] = set()
         # These connections have been given up.
         self._retired: deque[bytes] = deque(maxlen=4096)
-        # Workers that have dialled this process while all places seemed to be taken.
+        # These workers have dialled this process while all places seemed to be taken.
         self._surplus: dict[bytes, Join] = {}
-        # The lost nodes in whose place another worker is looked for.
+        # These nodes are lost, and another worker is looked for in the place of each.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
+        # These are the last connections that were refused, and when: those that nobody has been told of.
+        self.refused: deque[str] = deque(maxlen=20)
+        self._refusals: deque[tuple[float, str]] = deque()
+        # A worker that dials has asked for a place at this time.
+        self._joined_at = 0.0
         session.connector = self
 
     # -- the first meeting ---------------------------------------------------------------------------------
@@ -121,14 +128,34 @@ class Connector:
             if event.kind == "disconnected":
                 self._surplus.pop(event.peer or b"", None)
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
-                self.session.strangers.note(
-                    f"refused a connection ({event.kind.replace('_', ' ')}): {event.detail or event.address}"
+                self._refuse(
+                    f"rejected a connection to {event.address}: "
+                    + (event.detail or event.kind.replace("_", " "))
                 )
         else:
             mode = connection.attempts[event.peer].mode
             if connection.happened(event, time.monotonic()):
                 self._greet(connection, event.peer, mode)
             self._hang_up(connection)
+
+    def _refuse(self, text: str) -> None:
+        """Note that a connection was refused; `_look_at_refusals` tells of it later."""
+        self.refused.append(text)
+        self._refusals.append((time.monotonic(), text))
+        if len(self._refusals) > _MOST_REFUSALS:
+            self.session.strangers.note(self._refusals.popleft()[1])
+
+    def _look_at_refusals(self, now: float) -> None:
+        """Warn of refused connections, but not of one that a worker gave up to dial again.
+
+        Such a worker joins on its next connection, shortly before or after the report of the first.
+        """
+        while self._refusals and now > self._refusals[0][0] + HANDSHAKE:
+            at, text = self._refusals.popleft()
+            if abs(self._joined_at - at) <= HANDSHAKE:
+                log.info("%s; a worker joined in the same seconds", text)
+            else:
+                self.session.strangers.note(text)
 
     def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
         """Act on what a worker says before it is one of the session's, or is again."""
@@ -179,6 +206,7 @@ class Connector:
         if self._met and now < self._polled_at + _LOOK:
             return
         self._polled_at = now
+        self._look_at_refusals(now)
         self.session.strangers.look()
         surplus, self._surplus = self._surplus, {}
         for peer, join in surplus.items():
@@ -369,7 +397,7 @@ class Connector:
     # -- workers that dial this process --------------------------------------------------------------------
 
     def _joined(self, peer: bytes, join: Join) -> None:
-        now = time.monotonic()
+        now = self._joined_at = time.monotonic()
         for node in self.nodes.values():
             if node.failed is None and node.welcome.incarnation == join.incarnation:
                 if node.link.peer is not None:
@@ -416,7 +444,8 @@ class Connector:
             )
         there = None if wish is None else self.nodes.get(wish)
         if there is not None and there.failed is not None:
-            # It comes in a lost worker's place, which is free once all have met. Another place is another's.
+            # The worker comes in a lost worker's place, which is free once all have met. Another place is
+            # another's.
             return None
         late = [connection for connection in self.connections if connection.first]
         same = [connection for connection in late if connection.has_joined(join.incarnation)]
@@ -431,7 +460,7 @@ class Connector:
         assert absence is not None
         self._probe(self.connections[node.index], absence, now)
         if has_died(welcome.process):
-            self.session.lose(node, f"(pid {welcome.pid}) died: there is no such process any more")
+            self.session.lose(node, f"(pid {welcome.pid}) died: the process is gone")
         elif absence.refusals >= _REFUSALS and not _is_tunnelled(node):
             self.session.lose(
                 node, f"died: its machine answers, and nobody listens at {node.address} any more"
@@ -470,7 +499,7 @@ class Connector:
             try:
                 self.revive(node)
             except Exception:
-                # It is a launcher's, which may be a user's; the reader must go on.
+                # The error is a launcher's, and the launcher may be a user's. The reader must go on.
                 log.exception("%s could not be started again", node)
 
 

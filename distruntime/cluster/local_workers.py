@@ -111,7 +111,7 @@ class LocalLauncher(Launcher):
             key=None if spec.key is None else KeyPair.load(spec.key),
             threads=spec.threads,
             simulate_cuda=spec.simulate_cuda,
-            directory=spec.directory,
+            directory=spec.logs or spec.directory,
             unreachable=float(spec.environment[UNREACHABLE.variable]),
         )
 

@@ -57,7 +57,7 @@ class Memory:
         for d in self.devices:
             cache = [size_text(d.allocated), size_text(d.reserved)] if cached else []
             sizes = [size_text(d.total), size_text(d.free), *cache, str(d.values), size_text(d.held)]
-            rows.append([str(d.place.node), d.place.device, *sizes])
+            rows.append([str(d.place.node), d.place.local_device, *sizes])
         return rows
 
     def _line_rows(self) -> list[list[str]]:
@@ -109,6 +109,6 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
         DeviceMemory(place, d.total, d.free, d.allocated, d.reserved, values[place], there[place])
         for info in infos
         for d in info.devices
-        for place in [Place(info.index, d.name)]
+        for place in [session.places.known(info.index, d.name)]
     ]
     return Memory(tuple(devices), tuple(lines[:top]), max(0, len(lines) - top))

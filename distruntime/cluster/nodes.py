@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..log.handle import Place
@@ -11,26 +12,28 @@ from ..log.node import Node
 from ..session.session import Session, active_session
 from ..session.tables import table_html, table_text
 from ..wire.deadlines import ASK
-from ..wire.messages import AskDevices
+from ..wire.messages import AskWorker, SessionRow
 from ..wire.units import size_text
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a node. `number` is that of `remote:k`, 0 until a tensor lives there; memory is in bytes.
+    """A device of a node. `number` is that of `remote:k`, if the place has one; memory is in bytes.
 
     Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and
-    holds in all.
+    holds in all. `busy` is how much of the last second a GPU ran kernels, in percent, and None where nobody
+    knows.
     """
 
     name: str
-    number: int
+    number: int | None
     description: str
     total: int
     free: int
     capability: str
     allocated: int
     reserved: int
+    busy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class NodeInfo:
     round_trip: float
     state: str
     why: str = ""
+    doing: str | None = None
+    queued: int | None = None
+    sessions: int | None = None
+    processor: float | None = None
 
 
 class Nodes(tuple[NodeInfo, ...]):
@@ -64,7 +71,7 @@ class Nodes(tuple[NodeInfo, ...]):
         rows = [["node", "host", "pid", "state", "devices", "memory free", "torch", "python", "round trip"]]
         for node in self:
             names = ", ".join(
-                f"{d.name} (remote:{d.number})" if d.number else d.name for d in node.devices[:8]
+                d.name if d.number is None else f"{d.name} (remote:{d.number})" for d in node.devices[:8]
             )
             if len(node.devices) > 8:
                 names += f", … {len(node.devices)} in all"
@@ -98,10 +105,49 @@ class Nodes(tuple[NodeInfo, ...]):
 
     def __repr__(self) -> str:
         why = [f" node {node.index}: {node.why}" for node in self if node.why]
-        return "\n".join([table_text(self._rows()), *why])
+        looks = self._looks()
+        return "\n".join([table_text(self._rows()), *([table_text(looks)] if looks else []), *why])
 
     def _repr_html_(self) -> str:
-        return table_html(self._rows())
+        looks = self._looks()
+        return table_html(self._rows()) + (table_html(looks) if looks else "")
+
+    def _looks(self) -> list[list[str]]:
+        """Return what the nodes do, a row for each; nothing where no node was asked."""
+        if all(node.doing is None for node in self):
+            return []
+        gpus = any(device.busy is not None for node in self for device in node.devices)
+        head = ["node", "address", "doing", "queued", "sessions", "CPU", *(["GPU"] if gpus else [])]
+        return [head, *(_look(node, gpus) for node in self)]
+
+
+def _look(node: NodeInfo, gpus: bool) -> list[str]:
+    known = node.doing is not None
+    return [
+        str(node.index),
+        node.address,
+        node.doing or "",
+        str(node.queued) if known else "",
+        str(node.sessions) if known else "",
+        percent(node.processor),
+        *([", ".join(percent(d.busy) for d in node.devices if d.busy is not None)] if gpus else []),
+    ]
+
+
+def percent(share: float | None) -> str:
+    """Return "98 %", and nothing where nobody knows."""
+    return "" if share is None else f"{share:.0f} %"
+
+
+def doing(sessions: Sequence[SessionRow], name: str | None = None) -> str:
+    """Return what a worker runs: "aten.mm for 0.6 s", and whose that is unless it is session `name`."""
+    running = [row for row in sessions if row.running is not None]
+    running.sort(key=lambda row: row.name != name)
+    if not running:
+        return "nothing"
+    operator = str(running[0].running).removesuffix(".default").replace("::", ".")
+    whose = "" if running[0].name == name else f" (session {running[0].name})"
+    return f"{operator} for {running[0].seconds:.1f} s{whose}"
 
 
 def _cards(node: NodeInfo) -> str:
@@ -131,17 +177,20 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     """
     welcome = node.welcome
     assert welcome is not None
-    devices = welcome.devices
+    devices, report = welcome.devices, None
     if fresh and node.failed is None and node.presence.absence is None:
         started = time.perf_counter()
-        asked = session.ask(node, AskDevices)
+        asked = session.ask(node, AskWorker)
         if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
             node.round_trip = time.perf_counter() - started
-            devices = asked.value
+            report = asked.value
+            devices = report.devices
         else:
             session.requests.discard(asked)
+    busy = report.busy if report is not None else [None] * len(devices)
     rows = tuple(
-        Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:]) for row in devices
+        Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:], share)
+        for row, share in zip(devices, busy)
     )
     return NodeInfo(
         node.index,
@@ -155,4 +204,14 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
         node.round_trip,
         node.state,
         node.failed or (node.presence.absence.text if node.presence.absence is not None else ""),
+        *(
+            (doing(report.sessions, session.name), queued(node), len(report.sessions), report.processor)
+            if report is not None
+            else ()
+        ),
     )
+
+
+def queued(node: Node) -> int:
+    """Return how many operations this session has issued to a worker that are not known to have run."""
+    return len(node.line_table) + sum(len(flight.line_table) for flight in tuple(node.flights))

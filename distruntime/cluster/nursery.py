@@ -33,13 +33,16 @@ from ..wire.identity import has_died, process
 # needed, or set in the forked worker. Libraries may have read any other variable while torch was imported.
 # pytest writes its own variable anew for each test, and torch writes its own in the first session.
 _READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-# Bytes of the largest request that is hoped for. A worker with a larger environment is not forked.
+# The largest request that is hoped for has so many bytes. A worker with a larger environment is not forked.
 _BUFFER = 1 << 20
-_REPORT = 4096  # bytes
-_LOOK = 0.05  # seconds between looks at a worker whose nursery has ended
-_ENDING = 5.0  # seconds for a nursery to end with this process
+# A report has at most so many bytes.
+_REPORT = 4096
+# So many seconds lie between looks at a worker whose nursery has ended.
+_LOOK = 0.05
+# A nursery has so many seconds to end with this process.
+_ENDING = 5.0
 
-# The exit code of a worker that ended after its nursery: only a parent hears of an exit code.
+# A worker that ended after its nursery has this exit code: only a parent hears of an exit code.
 NOBODY_KNOWS = 256
 
 _nurseries: list[Nursery] = []
@@ -65,7 +68,7 @@ def fork_worker(
         try:
             return nursery.fork(arguments, environment, output, piped)
         except BrokenPipeError:
-            # It was idle for so long that it has ended.
+            # The nursery was idle for so long that it has ended.
             nursery.close()
         except OSError:
             return None
@@ -75,7 +78,7 @@ def fork_worker(
 def _nursery(fixed: Mapping[str, str], environment: Mapping[str, str], output: IO[bytes]) -> Nursery:
     for nursery in list(_nurseries):
         if not nursery.serves():
-            # One that has ended by itself stays a zombie with an open socket otherwise.
+            # A nursery that has ended by itself stays a zombie with an open socket otherwise.
             nursery.close()
             _nurseries[:] = [other for other in _nurseries if other is not nursery]
     for nursery in _nurseries:
@@ -97,28 +100,28 @@ class Nursery:
     Args:
         fixed: the part of its environment that its workers must have, too.
         output: where it writes, which is nothing unless it cannot start.
+        module: its program.
     """
 
-    def __init__(self, fixed: Mapping[str, str], environment: Mapping[str, str], output: IO[bytes]) -> None:
+    def __init__(
+        self,
+        fixed: Mapping[str, str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        module: str = "distruntime_worker.nursery",
+    ) -> None:
         self.fixed = fixed
         self._master = os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._reports: list[bytes] = []
-        self._read = 0  # how many of them
-        self._workers: dict[int, ForkedWorker] = {}  # by the number of the request
+        # So many of them have been acted on.
+        self._read = 0
+        # The keys are the numbers of requests.
+        self._workers: dict[int, ForkedWorker] = {}
         self._numbers = count(1)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "distruntime_worker.nursery", str(self._master)],
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # With more than one, numpy starts threads when it is imported, and a process with threads
-                # cannot be forked.
-                env={**environment, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            self._process = start_process(module, theirs, environment, output)
         atexit.register(self.close)
 
     @property
@@ -189,7 +192,7 @@ class Nursery:
 
     def read(self) -> None:
         """Read what the nursery has reported. Return at once."""
-        # What a process that was forked from this one reads, this process would never hear.
+        # This process would never hear what a process that was forked from it reads.
         if self._master != os.getpid():
             return
         flags = socket.MSG_DONTWAIT
@@ -201,10 +204,10 @@ class Nursery:
             # There is nothing more to read now.
             pass
         except ConnectionResetError:
-            # It has ended before it read all requests.
+            # The nursery has ended before it read all requests.
             self._reports.append(b"")
-        # Another thread may read the same reports now: to act on one twice does nothing more. To count one
-        # twice would skip another.
+        # Another thread may read the same reports now. Acting on one twice does nothing more, but counting
+        # one twice would skip another.
         first = self._read
         reports = self._reports[first:]
         for report in filter(None, reports):
@@ -244,6 +247,22 @@ class Nursery:
             self._process.wait()
 
 
+def start_process(
+    module: str, control: socket.socket, environment: Mapping[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a nursery with this program, and with this end of a socket for its standard input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid())],
+        stdin=control.fileno(),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        # With more threads than one, numpy starts threads when it is imported, and a process with threads
+        # cannot be forked.
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
 @final
 class ForkedWorker:
     """A worker that a nursery forks. It has what is used of `subprocess.Popen`."""
@@ -251,11 +270,12 @@ class ForkedWorker:
     def __init__(self, nursery: Nursery, stdin: IO[bytes] | None) -> None:
         self.stdin = stdin
         self.returncode: int | None = None
-        self.process: list[object] = []  # as [machine, pid, start]; empty until it is forked
+        # It is [machine, pid, start], and empty until the worker is forked.
+        self.process: list[object] = []
         self._nursery = nursery
 
     def __del__(self) -> None:
-        # Nobody can write to it any more, and a worker that dialled this process ends with it.
+        # Nobody can write to the worker any more, and a worker that dialled this process ends with it.
         if self.stdin is not None:
             self.stdin.close()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.node import Node
+from ..session.misspelt import suggests
 from ..session.session import active_session
 from ..tensors.worker_functions import issue_function, read_function
 
@@ -34,6 +35,7 @@ class Settings:
     warn_only: bool
 
 
+@suggests
 def config(
     *,
     node: int | None = None,

@@ -61,6 +61,23 @@ def one_each(
     group: ProcessGroup | None, value: object, name: str
 ) -> tuple[ProcessGroup, list[DistributedTensor]]:
     """Return the group and one tensor per member, by rank; raise what a list that is none raises."""
+    tensors = _listed(value, name)
+    return _at_members(group, tensors, name), tensors
+
+
+def alike_each(
+    group: ProcessGroup | None, value: object, name: str
+) -> tuple[ProcessGroup, list[DistributedTensor], Spec]:
+    """As `one_each`, for tensors of one shape and dtype, which it returns too.
+
+    It looks at them first, because a group that has yet to meet takes seconds.
+    """
+    tensors = _listed(value, name)
+    spec = same(tensors, name)
+    return _at_members(group, tensors, name), tensors, spec
+
+
+def _listed(value: object, name: str) -> list[DistributedTensor]:
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
         raise UsageError(
             f"{name} must be a list with one tensor for each member of the group, got {_described(value)}"
@@ -69,9 +86,11 @@ def one_each(
         raise UsageError(
             f"{name} must be a list with one tensor for each member of the group, got an empty list"
         )
-    tensors = [
-        t if isinstance(t, DistributedTensor) else tensor(t, f"{name}[{k}]") for k, t in enumerate(value)
-    ]
+    return [t if isinstance(t, DistributedTensor) else tensor(t, f"{name}[{k}]") for k, t in enumerate(value)]
+
+
+def _at_members(group: ProcessGroup | None, tensors: Sequence[DistributedTensor], name: str) -> ProcessGroup:
+    """Return the group of these tensors, one at each member."""
     found = group_for(group, tensors)
     if len(tensors) != found.size():
         raise UsageError(
@@ -82,7 +101,7 @@ def one_each(
         # Tensors share the object of their place, so that few of them need the check.
         if t._handle.place.place is not place:
             at(found, rank, t, f"{name}[{rank}]")
-    return found, tensors
+    return found
 
 
 def lists_each(
@@ -127,7 +146,7 @@ def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> Distr
         raise PlacementError(
             f"{what} is on {place}, which {where}, where {group!r} has {wanted}: "
             "give the tensors in the order of the ranks, or move it: "
-            f"x.to(dr.place({wanted.node}, {wanted.device!r}))"
+            f"x.to(dr.place({wanted.node}, {wanted.local_device!r}))"
         )
     return t
 

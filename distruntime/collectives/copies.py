@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import PlacementError
-from ..log.handle import Handle, Residence, new_value
+from ..errors import PlacementError, of_caller
+from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
@@ -48,22 +48,22 @@ def move(proxy: torch.Tensor, place: Residence) -> DistributedTensor:
 
 def _move_members(cls: type[DistributedTensor], handle: Handle, place: Residence) -> DistributedTensor:
     """Return a copy of a mesh's tensor on another mesh, or of one tensor on every member of a mesh."""
-    team = place.node
-    if not isinstance(team, MeshLog) or (
-        handle.place.node.members and len(handle.place.node.members) != len(team.members)
+    mesh_log = place.node
+    if not isinstance(mesh_log, MeshLog) or (
+        handle.place.node.members and len(handle.place.node.members) != len(mesh_log.members)
     ):
         into = "name the shards that it is to have, dr.from_shards([x.member(k), ...], mesh)"
         raise PlacementError(
             f"{handle.place.place} have a shard each, which does not fit {place.place}: "
-            + (into if team.members else "take a member's, x.member(k), and move that")
+            + (into if mesh_log.members else "take a member's, x.member(k), and move that")
         )
     moved: list[DistributedTensor] = []
-    for k, member in enumerate(team.members):
+    for k, member in enumerate(mesh_log.members):
         source = member_of(handle, k) if handle.place.node.members else handle
-        home = team.session.places.residence(member, numbered=False)
+        home = mesh_log.session.places.residence(member, numbered=False)
         value = wrap(cls, source)
         moved.append(value.clone() if source.place is home else move(value, home))
-    found: DistributedTensor = wrap(cls, mesh_of(team, place, [t._handle for t in moved]))
+    found: DistributedTensor = wrap(cls, mesh_of(mesh_log, place, [t._handle for t in moved]))
     return found
 
 
@@ -91,7 +91,7 @@ def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str
     assert target is None or isinstance(target, torch.device)
     here = source._handle.place
     rest = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
-    if target is not None and target.type not in ("remote", "lazy"):
+    if target is not None and target.type not in REMOTE_TYPES:
         if target.type == "meta":
             return func(source._handle.spec.meta(), **{**rest, "device": target})
         local = download(source._handle)
@@ -104,8 +104,9 @@ def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str
         )
         return local if same and target.type == "cpu" else func(local, **{**rest, "device": target})
     # A bare "remote" is the current place. For a tensor on a mesh, DTensor means by it that the tensor stays.
-    stays = target is None or (target.index is None and bool(here.node.members))
-    there = here if target is None or stays else active_session().places.numbered(target.index)
+    bare = target is not None and (target.index is None or target.type == BARE)
+    stays = target is None or (bare and bool(here.node.members))
+    there = here if stays else active_session().places.meant(target)
     if there is here:
         return NotImplemented if target is None else func(source, **rest)
     moved = move(source, there)
@@ -117,7 +118,12 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     assert isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor)
     if type(target) is not cls:
         assert isinstance(source, DistributedTensor)
-        return target.copy_(download(source._handle))
+        local = download(source._handle)
+        try:
+            return target.copy_(local)
+        except RuntimeError as error:
+            # Their shapes do not fit.
+            raise of_caller(error) from None
     assert isinstance(target, DistributedTensor)
     place = target._handle.place
     place.node.session.require_open()

@@ -22,7 +22,7 @@ from ..log.spec import Spec, contiguous
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from .adjoints import Collective, Tensors, differentiable, result_of
-from .arguments import group_for, handle_of, lists_each, one_each, root_of, rows_of, same, tensor
+from .arguments import alike_each, group_for, handle_of, lists_each, one_each, root_of, rows_of, same, tensor
 from .group import ProcessGroup, Where
 from .operation import issue_operation, require_operation
 from .reductions import Op, ReduceOp, reduction_for
@@ -98,9 +98,9 @@ def all_reduce(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
     """Return, for each member, the reduction of all members' tensors."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
-    by = reduction_for(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, spec.dtype)
     return _apply(found, Collective("all_reduce", by), given)
 
 
@@ -131,9 +131,8 @@ def reduce(
     group_dst: int | None = None,
 ) -> torch.Tensor:
     """Return the reduction of all members' tensors, at the root."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "reduce")
-    spec = same(given, "tensors")
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
     by = reduction_for(found, op, spec.dtype)
     return _apply(found, Collective("reduce", by, root), given)[0]
@@ -141,9 +140,9 @@ def reduce(
 
 def all_gather(tensors: Sequence[torch.Tensor], group: ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return, for each member, all members' tensors one after the other along the first dimension."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_gather")
-    _require_first_dimension(same(given, "tensors"))
+    _require_first_dimension(spec)
     return _apply(found, Collective("all_gather"), given)
 
 
@@ -154,9 +153,8 @@ def gather(
     group_dst: int | None = None,
 ) -> list[torch.Tensor]:
     """Return all members' tensors, as a list at the root."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, _ = alike_each(group, tensors, "tensors")
     require_operation(found, "gather")
-    same(given, "tensors")
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
     return _apply(found, Collective("gather", root=root), given)
 
@@ -184,9 +182,8 @@ def reduce_scatter(
     tensors: Sequence[torch.Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> list[torch.Tensor]:
     """Return, for each member, its part of the reduction, cut along the first dimension."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "reduce_scatter")
-    spec = same(given, "tensors")
     _require_first_dimension(spec)
     if spec.size[0] % found.size():
         raise UsageError(

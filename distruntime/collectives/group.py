@@ -8,24 +8,20 @@ bytes, never pass through here.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
-import cloudpickle
 import msgpack
 
 from ..errors import (
-    ConfigurationError,
-    ConnectionFailed,
     NodeFailed,
     NotSupportedError,
     PlacementError,
     ProtocolError,
     UsageError,
 )
-from ..log.handle import Place, Residence, Storage
+from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import Log
@@ -38,12 +34,11 @@ from ..session.session import Session, active_session
 from ..session.spelling import on_node
 from ..session.timeouts import is_timeout
 from ..streams.stream import Stream
-from ..wire.data_channel import Capabilities, registered
+from ..wire.data_channel import Capabilities
 from ..wire.deadlines import GROUP, MEET
-from ..wire.messages import AskChannel, BreakGroup, OpenGroup, Plain
+from ..wire.messages import BreakGroup, OpenGroup, Plain
+from .data_channels import Choice, DataChannels, pickled, require_done
 from .mail import Mail
-
-Choice = str | Mapping[str, str]
 
 
 class ProcessGroup:
@@ -75,7 +70,7 @@ class ProcessGroup:
         self.templates: dict[tuple[object, ...], dict[Node, tuple[bytes, list[object]]]] = {}
         # Operations that the caller does not wait for run on these streams.
         self.streams: dict[Place, Stream] = {}
-        # By node, its own ranks in order: one instruction there covers all of them.
+        # These are each node's own ranks, in order: one instruction there covers all of them.
         self.own: dict[Node, list[int]] = {}
         for rank, home in enumerate(homes):
             self.own.setdefault(home.worker, []).append(rank)
@@ -116,7 +111,7 @@ class ProcessGroup:
         if self.broken:
             left = [place for place in self.places if self.session.nodes[place.node].failed is None]
             plain = all(place == on_node(self.session.places, place.node) for place in left)
-            shown = [f"dr.place({place.node}, {place.device!r})" for place in left]
+            shown = [f"dr.place({place.node}, {place.local_device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
                 f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
@@ -128,7 +123,8 @@ class Groups:
     """All groups of a session."""
 
     def __init__(self, session: Session, choice: Choice) -> None:
-        self.session, self.choice = session, choice
+        self.session = session
+        self.channels = DataChannels(session, choice)
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: dict[int, ProcessGroup] = {}
@@ -137,7 +133,6 @@ class Groups:
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         # Copies have gone between these pairs of places.
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}
-        self._offers: dict[tuple[Node, str], Capabilities] = {}
         self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
         # This is the mail of what was sent without a group.
@@ -149,30 +144,6 @@ class Groups:
         for group in [*self._groups.values(), *self._closing]:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
-
-    def require_choice(self) -> None:
-        """Raise `ConfigurationError` where a worker does not have the data channel that the user has named.
-
-        Block for a round trip.
-        """
-        named = (
-            {"cpu": self.choice, "cuda": self.choice} if isinstance(self.choice, str) else dict(self.choice)
-        )
-        for kind, name in named.items():
-            users = [node for node in self.session.nodes if kind == "cpu" or node.asynchronous]
-            if name != "auto" and users:
-                self._capabilities(name, users)
-
-    def backend_for(self, homes: Sequence[Residence], backend: str | None) -> str:
-        """Return the name of the data channel that a group of these places uses."""
-        if backend is not None:
-            return backend
-        gpus = all(home.place.device != "cpu" and home.node.asynchronous for home in homes)
-        if isinstance(self.choice, str):
-            if self.choice != "auto":
-                return self.choice
-            return "nccl" if gpus else "gloo"
-        return self.choice.get("cuda" if gpus else "cpu", "nccl" if gpus else "gloo")
 
     def open(
         self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None
@@ -188,10 +159,14 @@ class Groups:
                     "dr.lines.all_reduce(mesh.lines(), x)"
                 )
             home.node.require_alive()
-        name = self.backend_for(homes, backend)
-        capabilities = self._capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
+        name = self.channels.name_for(homes, backend)
+        capabilities = self.channels.capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
         for home in homes:
-            if home.node.asynchronous and home.place.device == "cpu" and "cpu" not in capabilities.devices:
+            if (
+                home.node.asynchronous
+                and home.place.local_device == "cpu"
+                and "cpu" not in capabilities.devices
+            ):
                 raise NotSupportedError(
                     f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not "
                     f"of {home.place}"
@@ -210,92 +185,33 @@ class Groups:
 
     def _join(self, group: ProcessGroup) -> None:
         session = self.session
-        factory = _pickled(group.backend)
+        factory = pickled(group.backend)
         requests: list[Request[None]] = []
         for node, ranks in group.own.items():
             request: Request[None] = session.requests.new(node, "done")
-            members: list[Plain] = [[rank, group.places[rank].device] for rank in ranks]
+            members: list[Plain] = [[rank, group.places[rank].local_device] for rank in ranks]
             nodes, limit = group.nodes, float(min(group.timeout, 1e9))
             message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
             session.post(node, message)
             requests.append(request)
         try:
             session.results(requests, MEET.get())
-            # First who says why not, or is lost: the others only wait for it.
+            # A member that says why not, or is lost, comes first: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
-                self._answer(request, f"join {group!r}", 0.0)
+                require_done(session, request, f"join {group!r}", 0.0)
         finally:
             for request in requests:
                 session.requests.discard(request)
 
-    def _answer(self, request: Request[object], what: str, limit: float | None = None) -> None:
-        """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
-        session, patience = self.session, MEET.get()
-        if not session.result(request, patience if limit is None else limit):
-            session.requests.discard(request)
-            raise ConnectionFailed(
-                f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"
-            )
-        if request.lost is not None:
-            session.raise_for(request)
-        if request.cause is not None:
-            failure = request.cause.failure
-            error = ConfigurationError if failure.kind.endswith("ConfigurationError") else ConnectionFailed
-            raise error(f"{request.node} could not {what}: {failure.text}")
-
-    def _capabilities(self, name: str, nodes: list[Node]) -> Capabilities:
-        """Return what all of some workers can do with a data channel.
-
-        Raise `ConfigurationError` where one does not have it.
-        """
-        found = registered(name)
-        asked = {
-            node: self.session.ask(node, AskChannel, name)
-            for node in nodes
-            if (node, name) not in self._offers or found is not None
-        }
-        for node, request in asked.items():
-            self._answer(request, f"say whether it has the data channel {name!r}")
-            why, fields, python = request.value
-            if found is not None:
-                if tuple(python) != sys.version_info[:2]:
-                    raise ConfigurationError(
-                        f"the data channel {name!r} was registered here, in Python "
-                        f"{sys.version_info[0]}.{sys.version_info[1]}, and cannot "
-                        f"travel to {node}, which runs {python[0]}.{python[1]}: offer it there as "
-                        "an entry point (see docs/data_channel.md)"
-                    )
-                self._offers[node, name] = found.capabilities  # type: ignore[attr-defined]
-            elif why:
-                raise ConfigurationError(f"{node}: {why}")
-            else:
-                try:
-                    self._offers[node, name] = Capabilities.from_wire(fields)
-                except (TypeError, ValueError, AttributeError) as error:
-                    raise ProtocolError(
-                        f"{node} describes the data channel {name!r} as {fields!r}: {error}"
-                    ) from None
-        offers = [self._offers[node, name] for node in nodes]
-        reductions = {
-            op: frozenset.intersection(*(o.reductions.get(op, frozenset()) for o in offers))
-            for offer in offers
-            for op in offer.reductions
-        }
-        return Capabilities(
-            frozenset.intersection(*(o.operations for o in offers)),
-            {op: dtypes for op, dtypes in reductions.items() if dtypes},
-            frozenset.intersection(*(o.devices for o in offers)),
-            all(o.tags for o in offers),
-            all(o.concurrent for o in offers),
-        )
-
     def between(self, one: Residence, two: Residence) -> ProcessGroup:
         """Return the group of two places that copies between them use, made at the first."""
-        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.device))
-        if self.backend_for([here, there], None) != "nccl":
-            # One for each pair of nodes, whatever devices: it needs no place numbers, of which there are few.
+        here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
+        if self.channels.name_for([here, there], None) != "nccl":
+            # There is one group for each pair of nodes, whatever the devices: it needs no place numbers, of
+            # which there are few.
             here, there = (
-                Residence(Place(home.place.node, "cpu"), home.node, 0, _unnumbered) for home in (here, there)
+                Residence(Place(home.place.node, "cpu"), home.node, UNNUMBERED, _unnumbered)
+                for home in (here, there)
             )
         return self._kept(self._links, (here, there))
 
@@ -389,23 +305,6 @@ class Groups:
         if ends:
             self._closing[group] = ends
         self._groups.pop(group.number, None)
-
-
-def _pickled(name: str) -> bytes:
-    """Return a data channel that was registered here, for workers that do not have its module.
-
-    Nothing if it was not.
-    """
-    found = registered(name)
-    if found is None:
-        return b""
-    module = sys.modules[found.__module__]
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        packed: bytes = cloudpickle.dumps(found)
-        return packed
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _unnumbered(number: int) -> None:

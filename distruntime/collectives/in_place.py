@@ -23,20 +23,20 @@ from ..wire.deadlines import ASK
 from ..wire.messages import AskStatus
 from . import functional
 from .arguments import (
+    alike_each,
     at,
     expect,
     lists_each,
     one_each,
     root_of,
     rows_of,
-    same,
     session_of,
     tensor,
 )
 from .group import ProcessGroup, Where, groups_of, homes_of
 from .operation import Operands, issue_operation, require_operation
 from .reductions import Op, ReduceOp, reduction_for
-from .splits import NO_SPLITS, ByteSplits, byte_splits, require_splits, splits_of
+from .splits import NO_SPLITS, ByteSplits, byte_splits, require_splits, splits_of, transposed
 from .work import Outputs, Work, aside
 
 Tensors = Sequence[torch.Tensor]
@@ -44,24 +44,43 @@ Lists = Sequence[Sequence[torch.Tensor]]
 Remote = Sequence[Sequence[DistributedTensor]]
 
 
-def _write(
+def _issue(
     group: ProcessGroup,
     operation: str,
     inputs: Remote,
     outputs: Remote,
+    values: Callable[[], Tensors],
+    result: Outputs,
+    async_op: bool,
     *,
     root: int = -1,
     reduction: Reduction | None = None,
     splits: ByteSplits = NO_SPLITS,
-) -> None:
-    """Issue an operation that writes its outputs."""
-    parts: list[Operands] = [
-        ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
-    ]
-    issue_operation(group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits)
-    for row in outputs:
-        for t in row:
-            torch.autograd.graph.increment_version(t)
+    everything: bool = False,
+) -> Work | None:
+    """Issue an operation that writes `outputs`, rank by rank.
+
+    Where a gradient is wanted, `values` issues the functional form, and what it returns is copied over them.
+    With `async_op` it runs on streams of the group's own, and a `Work` with this `result` waits for it.
+    """
+
+    def run() -> None:
+        if _wants_gradient(outputs, inputs):
+            for out, value in zip((t for row in outputs for t in row), values()):
+                out.copy_(value)
+            return
+        parts: list[Operands] = [
+            ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
+        ]
+        issue_operation(group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits)
+        for row in outputs:
+            for t in row:
+                torch.autograd.graph.increment_version(t)
+
+    if not async_op:
+        run()
+        return None
+    return Work(repr(group), aside(group.streams, group.homes, everything, run), result)
 
 
 def _wants_gradient(outputs: Remote, inputs: Remote) -> bool:
@@ -77,37 +96,34 @@ def _wants_gradient(outputs: Remote, inputs: Remote) -> bool:
     return bool(written) or any(t.requires_grad for row in inputs for t in row)
 
 
-def _copy(outputs: Tensors, values: Tensors) -> None:
-    for out, value in zip(outputs, values):
-        out.copy_(value)
+def _each(tensors: Sequence[DistributedTensor]) -> Remote:
+    """Return a row for each member, with its one tensor."""
+    return [[t] for t in tensors]
 
 
-def _start(
-    group: ProcessGroup, async_op: bool, outputs: Outputs, run: Callable[[], None], everything: bool = False
-) -> Work | None:
-    """Run an operation now; with `async_op` on streams of the group's own, and return what waits for them."""
-    if not async_op:
-        run()
-        return None
-    return Work(repr(group), aside(group.streams, group.homes, everything, run), outputs)
+def _only(root: int, row: Sequence[DistributedTensor], size: int) -> Remote:
+    """Return a row for each member, which is empty but for the root's."""
+    return [row if rank == root else [] for rank in range(size)]
 
 
 def all_reduce(
     tensors: Tensors, op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Make every member's tensor the reduction of all."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
-    by = reduction_for(found, op, same(given, "tensors").dtype)
-
-    def run() -> None:
-        if _wants_gradient([given], []):
-            _copy(given, functional.all_reduce(given, op, found))
-        else:
-            rows = [[t] for t in given]
-            _write(found, "all_reduce", rows, rows, reduction=by)
-
-    return _start(found, async_op, given, run)
+    by = reduction_for(found, op, spec.dtype)
+    rows = _each(given)
+    return _issue(
+        found,
+        "all_reduce",
+        rows,
+        rows,
+        lambda: functional.all_reduce(given, op, found),
+        given,
+        async_op,
+        reduction=by,
+    )
 
 
 def broadcast(
@@ -118,25 +134,18 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Make every member's tensor the root's."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, _ = alike_each(group, tensors, "tensors")
     require_operation(found, "broadcast")
-    same(given, "tensors")
     root = root_of(found, src, group_src, ("src", "group_src"))
 
-    def run() -> None:
-        if _wants_gradient([[t for k, t in enumerate(given) if k != root]], [given]):
-            values = functional.broadcast(given[root], found)
-            _copy(
-                [t for k, t in enumerate(given) if k != root], [v for k, v in enumerate(values) if k != root]
-            )
-        else:
-            rows = [[t] for t in given]
-            ins = [row if k == root else [] for k, row in enumerate(rows)]
-            _write(
-                found, "broadcast", ins, [[] if k == root else row for k, row in enumerate(rows)], root=root
-            )
+    def values() -> Tensors:
+        copies = functional.broadcast(given[root], found)
+        return [value for k, value in enumerate(copies) if k != root]
 
-    return _start(found, async_op, given, run)
+    others: Remote = [[] if k == root else [t] for k, t in enumerate(given)]
+    return _issue(
+        found, "broadcast", _only(root, [given[root]], len(given)), others, values, given, async_op, root=root
+    )
 
 
 def reduce(
@@ -148,64 +157,53 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Make the root's tensor the reduction of all; the others stay as they are."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "reduce")
-    by = reduction_for(found, op, same(given, "tensors").dtype)
+    by = reduction_for(found, op, spec.dtype)
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
-
-    def run() -> None:
-        if _wants_gradient([[given[root]]], [given]):
-            given[root].copy_(functional.reduce(given, op=op, group=found, group_dst=root))
-        else:
-            outs = [[t] if k == root else [] for k, t in enumerate(given)]
-            _write(found, "reduce", [[t] for t in given], outs, root=root, reduction=by)
-
-    return _start(found, async_op, given, run)
+    return _issue(
+        found,
+        "reduce",
+        _each(given),
+        _only(root, [given[root]], len(given)),
+        lambda: [functional.reduce(given, op=op, group=found, group_dst=root)],
+        given,
+        async_op,
+        root=root,
+        reduction=by,
+    )
 
 
 def all_gather(
     tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill each member's list with all members' tensors, in the order of ranks."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_gather")
-    spec = same(given, "tensors")
     lists = lists_each(found, tensor_lists, "tensor_lists", given)
     _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
 
-    def run() -> None:
-        if _wants_gradient(lists, [given]):
-            for row, whole in zip(lists, functional.all_gather([t.reshape(-1) for t in given], found)):
-                _copy(row, [part.view(spec.size) for part in whole.chunk(found.size())])
-        else:
-            _write(found, "all_gather", [[t] for t in given], lists)
+    def values() -> Tensors:
+        gathered = functional.all_gather([t.reshape(-1) for t in given], found)
+        return [part.view(spec.size) for whole in gathered for part in whole.chunk(found.size())]
 
-    return _start(found, async_op, lists, run)
+    return _issue(found, "all_gather", _each(given), lists, values, lists, async_op)
 
 
 def all_gather_into_tensor(
     output_tensors: Tensors, input_tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill each member's output with all members' inputs, joined along the first or a new dimension."""
-    found, given = one_each(group, input_tensors, "input_tensors")
+    found, given, spec = alike_each(group, input_tensors, "input_tensors")
     require_operation(found, "all_gather")
-    spec = same(given, "input_tensors")
     _, outs = one_each(found, output_tensors, "output_tensors")
     _expect_whole(outs, spec, found.size(), "output_tensors")
 
-    def run() -> None:
-        if _wants_gradient([outs], [given]):
-            _copy(
-                outs,
-                [
-                    v.view(o.shape)
-                    for o, v in zip(outs, functional.all_gather([t.reshape(-1) for t in given], found))
-                ],
-            )
-        else:
-            _write(found, "all_gather", [[t] for t in given], [[t] for t in outs])
+    def values() -> Tensors:
+        gathered = functional.all_gather([t.reshape(-1) for t in given], found)
+        return [whole.view(out.shape) for out, whole in zip(outs, gathered)]
 
-    return _start(found, async_op, outs, run)
+    return _issue(found, "all_gather", _each(given), _each(outs), values, outs, async_op)
 
 
 def gather(
@@ -217,26 +215,21 @@ def gather(
     group_dst: int | None = None,
 ) -> Work | None:
     """Fill `gather_list`, tensors of the root, with all members' tensors, in the order of ranks."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "gather")
-    spec = same(given, "tensors")
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
     outs = _at_root(found, root, gather_list, "gather_list")
     _all_expect([outs], spec.size, spec.dtype, "gather_list")
-
-    def run() -> None:
-        if _wants_gradient([outs], [given]):
-            _copy(outs, functional.gather(given, group=found, group_dst=root))
-        else:
-            _write(
-                found,
-                "gather",
-                [[t] for t in given],
-                [outs if k == root else [] for k in range(found.size())],
-                root=root,
-            )
-
-    return _start(found, async_op, outs, run)
+    return _issue(
+        found,
+        "gather",
+        _each(given),
+        _only(root, outs, len(given)),
+        lambda: functional.gather(given, group=found, group_dst=root),
+        outs,
+        async_op,
+        root=root,
+    )
 
 
 def scatter(
@@ -248,26 +241,21 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Fill each member's tensor with its own of `scatter_list`, tensors of the root."""
-    found, given = one_each(group, tensors, "tensors")
+    found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "scatter")
-    spec = same(given, "tensors")
     root = root_of(found, src, group_src, ("src", "group_src"))
     parts = _at_root(found, root, scatter_list, "scatter_list")
     _all_expect([parts], spec.size, spec.dtype, "scatter_list")
-
-    def run() -> None:
-        if _wants_gradient([given], [parts]):
-            _copy(given, functional.scatter(parts, found))
-        else:
-            _write(
-                found,
-                "scatter",
-                [parts if k == root else [] for k in range(found.size())],
-                [[t] for t in given],
-                root=root,
-            )
-
-    return _start(found, async_op, given, run)
+    return _issue(
+        found,
+        "scatter",
+        _only(root, parts, len(given)),
+        _each(given),
+        lambda: functional.scatter(parts, found),
+        given,
+        async_op,
+        root=root,
+    )
 
 
 def reduce_scatter(
@@ -278,28 +266,17 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' lists place by place, and give member k the k-th result."""
-    found, outs = one_each(group, outputs, "outputs")
+    found, outs, spec = alike_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
-    spec = same(outs, "outputs")
     by = reduction_for(found, op, spec.dtype)
     lists = lists_each(found, input_lists, "input_lists", outs)
     _all_expect(lists, spec.size, spec.dtype, "input_lists")
 
-    def run() -> None:
-        if _wants_gradient([outs], lists):
-            _copy(
-                outs,
-                [
-                    v.view(spec.size)
-                    for v in functional.reduce_scatter(
-                        [torch.cat([t.reshape(-1) for t in row]) for row in lists], op, found
-                    )
-                ],
-            )
-        else:
-            _write(found, "reduce_scatter", lists, [[t] for t in outs], reduction=by)
+    def values() -> Tensors:
+        joined = [torch.cat([t.reshape(-1) for t in row]) for row in lists]
+        return [v.view(spec.size) for v in functional.reduce_scatter(joined, op, found)]
 
-    return _start(found, async_op, outs, run)
+    return _issue(found, "reduce_scatter", lists, _each(outs), values, outs, async_op, reduction=by)
 
 
 def reduce_scatter_tensor(
@@ -310,27 +287,17 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce the members' inputs, and give each member its part, along the first or a new dimension."""
-    found, outs = one_each(group, outputs, "outputs")
+    found, outs, spec = alike_each(group, outputs, "outputs")
     require_operation(found, "reduce_scatter")
-    spec = same(outs, "outputs")
     by = reduction_for(found, op, spec.dtype)
-    _, given = one_each(found, inputs, "inputs")
-    same(given, "inputs")
+    _, given, _ = alike_each(found, inputs, "inputs")
     _expect_whole(given, spec, found.size(), "inputs")
 
-    def run() -> None:
-        if _wants_gradient([outs], [given]):
-            _copy(
-                outs,
-                [
-                    v.view(spec.size)
-                    for v in functional.reduce_scatter([t.reshape(-1) for t in given], op, found)
-                ],
-            )
-        else:
-            _write(found, "reduce_scatter", [[t] for t in given], [[t] for t in outs], reduction=by)
+    def values() -> Tensors:
+        reduced = functional.reduce_scatter([t.reshape(-1) for t in given], op, found)
+        return [v.view(spec.size) for v in reduced]
 
-    return _start(found, async_op, outs, run)
+    return _issue(found, "reduce_scatter", _each(given), _each(outs), values, outs, async_op, reduction=by)
 
 
 def all_to_all(
@@ -354,15 +321,11 @@ def all_to_all(
             expect(t, t.shape, dtype, f"input_tensor_lists[{i}][{j}]")
             expect(outs[j][i], t.shape, dtype, f"output_tensor_lists[{j}][{i}]")
 
-    def run() -> None:
-        if _wants_gradient(outs, ins):
-            for row, values in zip(outs, functional.all_to_all(ins, found)):
-                _copy(row, values)
-        else:
-            sizes = tuple(tuple(t.numel() * dtype.itemsize for t in row) for row in ins)
-            _write(found, "all_to_all", ins, outs, splits=(sizes, tuple(zip(*sizes))))
+    def values() -> Tensors:
+        return [value for row in functional.all_to_all(ins, found) for value in row]
 
-    return _start(found, async_op, outs, run)
+    sizes = tuple(tuple(t.numel() * dtype.itemsize for t in row) for row in ins)
+    return _issue(found, "all_to_all", ins, outs, values, outs, async_op, splits=(sizes, transposed(sizes)))
 
 
 def all_to_all_single(
@@ -397,14 +360,16 @@ def all_to_all_single(
     for j, out in enumerate(outs):
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
 
-    def run() -> None:
-        if _wants_gradient([outs], [given]):
-            _copy(outs, functional.all_to_all_single(given, splits, group=found))
-        else:
-            sizes = byte_splits(splits, given[0]._handle.spec)
-            _write(found, "all_to_all", [[t] for t in given], [[t] for t in outs], splits=sizes)
-
-    return _start(found, async_op, outs, run)
+    return _issue(
+        found,
+        "all_to_all",
+        _each(given),
+        _each(outs),
+        lambda: functional.all_to_all_single(given, splits, group=found),
+        outs,
+        async_op,
+        splits=byte_splits(splits, given[0]._handle.spec),
+    )
 
 
 def barrier(
@@ -419,14 +384,16 @@ def barrier(
     session, timeout = session_of(group), checked(timeout)
     found = groups_of(session).of(homes_of(session, None)) if group is None else group
     require_operation(found, "barrier")
-    before = {rank: current_stream(p.node, p.device).record_event() for rank, p in enumerate(found.places)}
-    nothing: list[list[DistributedTensor]] = [[]] * found.size()
-    work = _start(found, async_op, [], lambda: _write(found, "barrier", nothing, nothing), everything=True)
+    before = {
+        rank: current_stream(p.node, p.local_device).record_event() for rank, p in enumerate(found.places)
+    }
+    nothing: Remote = [[]] * found.size()
+    work = _issue(found, "barrier", nothing, nothing, list, [], async_op, everything=True)
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout
     deadline = deadline_in(limit)
-    events = [current_stream(p.node, p.device).record_event() for p in found.places]
+    events = [current_stream(p.node, p.local_device).record_event() for p in found.places]
     for event in events:
         try:
             event.synchronize(left_until(deadline))

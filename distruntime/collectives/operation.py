@@ -19,7 +19,7 @@ from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.read_only import require_writable
-from ..log.spec import layout
+from ..log.spec import operand_fields
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of
 from .splits import NO_SPLITS, ByteSplits
@@ -63,7 +63,7 @@ def issue_operation(
         factor,
         splits,
         *[(tuple([h.spec for h in ins]), tuple([h.spec for h in outs])) for ins, outs in parts],
-        *([home.place.device for home in homes] if operation == "copy" else ()),
+        *([home.place.local_device for home in homes] if operation == "copy" else ()),
     )
     compiled = group.templates.get(key)
     if compiled is None:
@@ -143,9 +143,9 @@ def _compile(
         members = [
             [
                 rank,
-                homes[rank].place.device,
-                [layout(h.spec) for h in parts[rank][0]],
-                [layout(h.spec) for h in parts[rank][1]],
+                homes[rank].place.local_device,
+                [operand_fields(h.spec) for h in parts[rank][0]],
+                [operand_fields(h.spec) for h in parts[rank][1]],
             ]
             for rank in ranks
         ]

@@ -134,7 +134,7 @@ class Partition:
                 raise PlacementError(
                     f"{name}[{k}] is on {shard.place}, where {self!r} has {place}: give the shards "
                     "in the order of the places, or move it: "
-                    f"x.to(dr.place({place.node}, {place.device!r}))"
+                    f"x.to(dr.place({place.node}, {place.local_device!r}))"
                 )
             if shard.dtype != shards[0].dtype:
                 raise UsageError(

@@ -2,7 +2,7 @@
 
 No tensor and no session here.
 
-A plan is a linear map as steps, with its adjoint: the steps of the way back. What the steps do is in
+A plan is a linear map as stages, with its adjoint: the stages of the way back. What the stages do is in
 primitives.py.
 """
 
@@ -19,11 +19,11 @@ from ..errors import UsageError
 from ..log.handle import Place
 
 Size = tuple[int, ...]
-# For each dimension, the lengths of the parts along it.
+# Each dimension has the lengths of the parts along it.
 Cuts = tuple[Size, ...]
-# Dimension, start and length, for each dimension that the box does not have as a whole.
+# A box has dimension, start and length for each dimension that it does not cover as a whole.
 Box = tuple[tuple[int, int, int], ...]
-# For each dimension and each part along it, the widths of the halo to the left and to the right.
+# Each dimension and each part along it has the widths of the halo to the left and to the right.
 Widths = tuple[tuple[tuple[int, int], ...], ...]
 
 # So many plans of each kind are remembered.
@@ -61,7 +61,8 @@ class Piece:
     taken: Box
     target: int
     put: Box
-    count: int  # elements
+    # The piece has so many elements.
+    count: int
 
 
 @dataclass(frozen=True)
@@ -123,20 +124,20 @@ class Concatenation:
     sums: bool = False
 
 
-Step = Moves | Spread | AllSum | Concatenation
+Stage = Moves | Spread | AllSum | Concatenation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A linear map. Without steps it is the identity."""
+    """A linear map. Without stages it is the identity."""
 
-    steps: tuple[Step, ...]
-    back: tuple[Step, ...]
+    stages: tuple[Stage, ...]
+    back: tuple[Stage, ...]
 
     @property
     def adjoint(self) -> Plan:
         """The map of the gradients, whose own adjoint is this one."""
-        return Plan(self.back, self.steps)
+        return Plan(self.back, self.stages)
 
 
 def balanced(size: int, parts: int) -> Size:
@@ -255,8 +256,8 @@ def spread(
 @_planned
 def all_sum(shape: Size, axes: Size) -> Plan:
     """Plan the sums along dimensions of a partition."""
-    step = (AllSum(tuple(map(tuple, _rows(shape, axes)))),)
-    return Plan(step, step)
+    stage = (AllSum(tuple(map(tuple, _rows(shape, axes)))),)
+    return Plan(stage, stage)
 
 
 @_planned
@@ -266,8 +267,8 @@ def join(sizes: tuple[Size, ...], shape: Size, axis: int) -> Plan:
     for row in _rows(shape, [axis]):
         _alike(sizes, row, axis)
         rows.append((tuple(row), tuple(sizes[k][axis] for k in row)))
-    step = Concatenation(axis, tuple(rows))
-    return Plan((step,), (replace(step, sums=True),))
+    stage = Concatenation(axis, tuple(rows))
+    return Plan((stage,), (replace(stage, sums=True),))
 
 
 @_planned
@@ -277,8 +278,8 @@ def share(sizes: tuple[Size, ...], shape: Size, axis: int) -> Plan:
     for row in _rows(shape, [axis]):
         _alike(sizes, row, -1)
         rows.append((tuple(row), balanced(sizes[row[0]][axis], len(row))))
-    step = Concatenation(axis, tuple(rows), sums=True)
-    return Plan((step,), (replace(step, sums=False),))
+    stage = Concatenation(axis, tuple(rows), sums=True)
+    return Plan((stage,), (replace(stage, sums=False),))
 
 
 def _alike(sizes: tuple[Size, ...], row: Sequence[int], but: int) -> None:
@@ -360,7 +361,7 @@ def _exchange(
     if sum(from_places[p.source] != to_places[p.target] for p in pieces) <= len(used):
         return None
     # The group is one, whatever the order and the direction are.
-    places = sorted(used, key=lambda place: (place.node, place.device))
+    places = sorted(used, key=lambda place: (place.node, place.local_device))
     rank = {place: k for k, place in enumerate(places)}
     splits = [[0] * len(places) for _ in places]
     leaving: list[list[Piece]] = [[] for _ in places]
@@ -380,10 +381,10 @@ def _exchange(
 
 @_planned
 def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
-    """Plan the exchange of halos: a step for each dimension. Later steps carry corners of earlier ones."""
+    """Plan the exchange of halos: a stage for each dimension. Later stages carry corners of earlier ones."""
     cuts = measured(sizes, shape)
-    steps: list[Step] = []
-    back: list[Step] = []
+    stages: list[Stage] = []
+    back: list[Stage] = []
     for d, of_parts in enumerate(widths):
         lengths, last = cuts[d], len(cuts[d]) - 1
         grown = tuple(
@@ -398,26 +399,27 @@ def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
             left, right = of_parts[c][0] if c else 0, of_parts[c][1] if c < last else 0
             others = prod(cuts[e][index[e] if e < len(shape) else 0] for e in range(len(cuts)) if e != d)
             pieces.append(Piece(k, (), k, _part(d, left, lengths[c], grown[c]), lengths[c] * others))
-            for width, step, start in ((left, -1, 0), (right, 1, left + lengths[c])):
+            for width, direction, start in ((left, -1, 0), (right, 1, left + lengths[c])):
                 if not width:
                     continue
-                near = number(tuple(i + step if e == d else i for e, i in enumerate(index)), shape)
-                have = lengths[c + step]
+                near = number(tuple(i + direction if e == d else i for e, i in enumerate(index)), shape)
+                have = lengths[c + direction]
                 if width > have:
                     raise UsageError(
                         f"a halo must not be wider than what the neighbour has: along dimension {d} "
                         f"shard {k} wants {width} from shard "
                         f"{near}, which is {have} long there"
                     )
-                taken = _part(d, have - width if step < 0 else 0, width, have)
+                taken = _part(d, have - width if direction < 0 else 0, width, have)
                 pieces.append(Piece(near, taken, k, _part(d, start, width, grown[c]), width * others))
         before = sizes_of(cuts)
         cuts = (*cuts[:d], grown, *cuts[d + 1 :])
-        steps.append(_moves(sizes_of(cuts), [p for p in pieces if p.count]))
-        # Each one's own first, which is all of it: what comes back from the neighbours is added to that.
+        stages.append(_moves(sizes_of(cuts), [p for p in pieces if p.count]))
+        # Each place's own piece comes first. It is the whole shard, and what comes back from the neighbours
+        # is added to that.
         turned = sorted((_turned(p) for p in pieces if p.count), key=lambda p: p.source != p.target)
         back.insert(0, _moves(before, turned, sums=True))
-    return Plan(tuple(steps), tuple(back))
+    return Plan(tuple(stages), tuple(back))
 
 
 def _part(dim: int, start: int, length: int, of: int) -> Box:

@@ -185,8 +185,8 @@ def _place(session: Session, where: object, rank: int | None, names: tuple[str, 
         return session.places.residence(where).place
     if not is_node(where):
         raise UsageError(f"{names[0]} must be a node number or a place, got {where!r}")
-    otherwise = "cpu" if like.device == "cpu" else None
-    return on_node(session.places, where, like=like.device, otherwise=otherwise)
+    otherwise = "cpu" if like.local_device == "cpu" else None
+    return on_node(session.places, where, like=like.local_device, otherwise=otherwise)
 
 
 def _member(group: ProcessGroup, place: Place) -> None:

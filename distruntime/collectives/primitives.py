@@ -27,7 +27,7 @@ from .copies import move
 from .group import groups_of
 from .operation import Operands, issue_operation
 from .partition import Partition
-from .plans import AllSum, Box, Concatenation, Exchange, Moves, Plan, Size, Spread, Step, Widths
+from .plans import AllSum, Box, Concatenation, Exchange, Moves, Plan, Size, Spread, Stage, Widths
 
 Shards = Sequence[torch.Tensor]
 Tensors = list[torch.Tensor]
@@ -56,23 +56,22 @@ def _in_order(outs: dict[int, torch.Tensor]) -> Tensors:
     return [outs[k] for k in range(len(outs))]
 
 
-def _spread(step: Spread, xs: Tensors, to: Partition) -> Tensors:
+def _spread(stage: Spread, xs: Tensors, to: Partition) -> Tensors:
     outs: dict[int, torch.Tensor] = {}
-    for one, many, with_it in step.rows:
+    for one, many, with_it in stage.rows:
         homes = [to.homes[k] for k in many]
         value = xs[one] if with_it >= 0 else _at(xs[one], homes[0])
         if len(many) > 1:
             values = functional.broadcast(value, groups_of(to.session).of(homes))
         else:
             values = [value if value is not xs[one] else _at(value, homes[0])]
-        for k, value in zip(many, values):
-            outs[k] = value
+        outs.update(zip(many, values))
     return _in_order(outs)
 
 
-def _collect(step: Spread, xs: Tensors, to: Partition) -> Tensors:
+def _collect(stage: Spread, xs: Tensors, to: Partition) -> Tensors:
     outs: dict[int, torch.Tensor] = {}
-    for one, many, with_it in step.rows:
+    for one, many, with_it in stage.rows:
         total = xs[many[0]]
         if len(many) > 1:
             total = functional.reduce([xs[k] for k in many], group_dst=max(with_it, 0))
@@ -80,60 +79,48 @@ def _collect(step: Spread, xs: Tensors, to: Partition) -> Tensors:
     return _in_order(outs)
 
 
-def _all_sum(step: AllSum, xs: Tensors) -> Tensors:
+def _all_sum(stage: AllSum, xs: Tensors) -> Tensors:
     outs: dict[int, torch.Tensor] = {}
-    for row in step.rows:
+    for row in stage.rows:
         given = [xs[k] for k in row]
-        for k, out in zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]):
-            outs[k] = out
+        outs.update(zip(row, functional.all_reduce(given) if len(row) > 1 else [given[0].clone()]))
     return _in_order(outs)
 
 
-def _join(step: Concatenation, xs: Tensors) -> Tensors:
-    """Put together; members' tensors of unequal length are padded, as data channels take equal ones only."""
+def _concatenate(stage: Concatenation, xs: Tensors) -> Tensors:
+    """Put each row's tensors together, or sum and cut them up.
+
+    Where lengths differ they are padded, as data channels take tensors of one length only.
+    """
     outs: dict[int, torch.Tensor] = {}
-    for row, lengths in step.rows:
-        longest = max(lengths)
-        values: Tensors
+    for row, lengths in stage.rows:
+        given = [xs[k] for k in row]
         if len(row) == 1:
-            values = [xs[row[0]].clone()]
-        elif step.axis == 0 and min(lengths) == longest:
-            values = functional.all_gather([xs[k] for k in row])
+            values = [given[0].clone()]
+        elif stage.axis == 0 and min(lengths) == max(lengths):
+            values = functional.reduce_scatter(given) if stage.sums else functional.all_gather(given)
+        elif stage.sums:
+            values = _share_padded(given, stage.axis, lengths)
         else:
-            padded = [_padded(xs[k], step.axis, n, longest).unsqueeze(0) for k, n in zip(row, lengths)]
-            rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
-            values = [
-                torch.cat([part.narrow(step.axis, 0, n) for part, n in zip(parts, lengths)], step.axis)
-                for parts in rows
-            ]
-        for k, value in zip(row, values):
-            outs[k] = value
+            values = _join_padded(given, stage.axis, lengths)
+        outs.update(zip(row, values))
     return _in_order(outs)
 
 
-def _share(step: Concatenation, xs: Tensors) -> Tensors:
-    """Sum and cut up, padded as in `_join`."""
-    outs: dict[int, torch.Tensor] = {}
-    for row, lengths in step.rows:
-        longest = max(lengths)
-        values: Tensors
-        if len(row) == 1:
-            values = [xs[row[0]].clone()]
-        elif step.axis == 0 and min(lengths) == longest:
-            values = functional.reduce_scatter([xs[k] for k in row])
-        else:
-            cut = [xs[k].split(list(lengths), step.axis) for k in row]
-            stacks = [
-                torch.stack([_padded(part, step.axis, n, longest) for part, n in zip(parts, lengths)])
-                for parts in cut
-            ]
-            sums = functional.reduce_scatter(stacks)
-            values = [
-                total.squeeze(0).narrow(step.axis, 0, n).contiguous() for total, n in zip(sums, lengths)
-            ]
-        for k, value in zip(row, values):
-            outs[k] = value
-    return _in_order(outs)
+def _join_padded(given: Tensors, axis: int, lengths: Size) -> Tensors:
+    padded = [_padded(t, axis, n, max(lengths)).unsqueeze(0) for t, n in zip(given, lengths)]
+    rows = [stack.unbind(0) for stack in functional.all_gather(padded)]
+    return [torch.cat([part.narrow(axis, 0, n) for part, n in zip(parts, lengths)], axis) for parts in rows]
+
+
+def _share_padded(given: Tensors, axis: int, lengths: Size) -> Tensors:
+    cut = [t.split(list(lengths), axis) for t in given]
+    stacks = [
+        torch.stack([_padded(part, axis, n, max(lengths)) for part, n in zip(parts, lengths)])
+        for parts in cut
+    ]
+    sums = functional.reduce_scatter(stacks)
+    return [total.squeeze(0).narrow(axis, 0, n).contiguous() for total, n in zip(sums, lengths)]
 
 
 def _padded(t: torch.Tensor, axis: int, length: int, to: int) -> torch.Tensor:
@@ -142,23 +129,23 @@ def _padded(t: torch.Tensor, axis: int, length: int, to: int) -> torch.Tensor:
     return torch.cat([t, t.new_zeros([*t.shape[:axis], to - length, *t.shape[axis + 1 :]])], axis)
 
 
-def _move(step: Moves, xs: Tensors, to: Partition) -> Tensors:
-    if step.exchange is not None:
+def _move(stage: Moves, xs: Tensors, to: Partition) -> Tensors:
+    if stage.exchange is not None:
         outs = [
             torch.empty(size, dtype=xs[0].dtype, device=home.device)
-            for size, home in zip(step.sizes, to.homes)
+            for size, home in zip(stage.sizes, to.homes)
         ]
-        if _exchanged(step.exchange, xs, outs, to):
+        if _exchanged(stage.exchange, xs, outs, to):
             return outs
     outs = []
-    for size, home, pieces in zip(step.sizes, to.homes, step.arriving):
+    for size, home, pieces in zip(stage.sizes, to.homes, stage.arriving):
         if pieces and not pieces[0].put:
             out, pieces = _at(_cut(xs[pieces[0].source], pieces[0].taken), home), pieces[1:]
         else:
             out = torch.empty(size, dtype=xs[0].dtype, device=home.device)
         for piece in pieces:
             part, into = _cut(xs[piece.source], piece.taken), _cut(out, piece.put)
-            if step.sums:
+            if stage.sums:
                 into.add_(part if _home(part) is home else move(part, home))
             else:
                 into.copy_(part)
@@ -178,7 +165,7 @@ def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> boo
     group = groups_of(to.session).of([_home((leaving or arriving)[0]) for leaving, arriving in rows])
     if "all_to_all" not in group.capabilities.operations:
         return False
-    # Who sends nothing puts in nothing: no rows of what it gets.
+    # A place that sends nothing puts in nothing: no rows of what it gets.
     rows = [(leaving or [arriving[0].narrow(0, 0, 0)], arriving) for leaving, arriving in rows]
     parts: list[Operands] = [
         ([handle_of(t) for t in leaving], [handle_of(t) for t in arriving]) for leaving, arriving in rows
@@ -187,16 +174,16 @@ def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> boo
     return True
 
 
-def _run(step: Step, xs: Tensors, to: Partition) -> Tensors:
-    match step:
+def _run(stage: Stage, xs: Tensors, to: Partition) -> Tensors:
+    match stage:
         case Moves():
-            return _move(step, xs, to)
+            return _move(stage, xs, to)
         case Spread():
-            return _collect(step, xs, to) if step.sums else _spread(step, xs, to)
+            return _collect(stage, xs, to) if stage.sums else _spread(stage, xs, to)
         case Concatenation():
-            return _share(step, xs) if step.sums else _join(step, xs)
+            return _concatenate(stage, xs)
         case AllSum():
-            return _all_sum(step, xs)
+            return _all_sum(stage, xs)
 
 
 class _LinearContext(FunctionCtx):
@@ -212,8 +199,8 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.source, ctx.target = plan, source, target
         values = list(xs)
-        for step in plan.steps:
-            values = _run(step, values, target)
+        for stage in plan.stages:
+            values = _run(stage, values, target)
         return tuple(values)
 
     @staticmethod
@@ -222,7 +209,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _applied(plan: Plan, source: Partition, target: Partition, xs: Shards) -> list[torch.Tensor]:
-    if not plan.steps:
+    if not plan.stages:
         return list(xs)
     return list(_Linear.apply(plan, source, target, *xs))  # type: ignore[no-untyped-call]
 
@@ -307,9 +294,9 @@ def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]
     source, target = _two(P_y, P_x, ("P_y", "P_x"))
     plan = plans.spread(target.places, target.shape, source.places, source.shape).adjoint
     given = source.check(ys, "ys")
-    for step in plan.steps:
-        assert isinstance(step, Spread)
-        for _, many, _ in step.rows:
+    for stage in plan.stages:
+        assert isinstance(stage, Spread)
+        for _, many, _ in stage.rows:
             _summands(given, many, "ys")
     return _applied(plan, source, target, given)
 
@@ -328,9 +315,9 @@ def all_sum_reduce(xs: Shards, P: Partition, axes: int | Sequence[int]) -> list[
     if any(type(d) is not int or not -partition.dim <= d < partition.dim for d in wanted):
         raise UsageError(f"axes must be dimensions of {partition!r}, 0 to {partition.dim - 1}, got {axes!r}")
     plan = plans.all_sum(partition.shape, tuple(sorted({d % partition.dim for d in wanted if d is not None})))
-    for step in plan.steps:
-        assert isinstance(step, AllSum)
-        for row in step.rows:
+    for stage in plan.stages:
+        assert isinstance(stage, AllSum)
+        for row in stage.rows:
             _summands(given, row, "xs")
     return _applied(plan, partition, partition, given)
 

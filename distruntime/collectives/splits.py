@@ -13,7 +13,7 @@ from .group import ProcessGroup
 
 # Row i has the number of rows that member i sends to each member.
 Splits = tuple[tuple[int, ...], ...]
-# By rank, how many bytes each member sends to each, and how many it gets from each.
+# Each rank has here how many bytes that member sends to each, and how many it gets from each.
 ByteSplits = tuple[Splits, Splits]
 NO_SPLITS: ByteSplits = ((), ())
 

@@ -15,7 +15,7 @@ from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, Stream, current_stream
 from ..tensors.tensor import DistributedTensor
 
-# The tensors of an operation: one of each member, or a list of them.
+# These are the tensors of an operation: one of each member, or a list of them.
 Outputs = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 Output = torch.Tensor | Sequence[torch.Tensor]
 
@@ -57,7 +57,7 @@ class Work:
         `WaitTimeout`.
         """
         for place, event in self._events_begun().items():
-            event.wait(current_stream(place.node, place.device), timeout)
+            event.wait(current_stream(place.node, place.local_device), timeout)
         return True
 
     def block_current_stream(self) -> None:
@@ -147,11 +147,11 @@ def aside(
         place = home.place
         if place not in streams:
             streams[place] = Stream(place)
-        own[place.node, place.device] = streams[place]
+        own[place.node, place.local_device] = streams[place]
         order = home.node.order
         # torch's streams come after what has been issued, too.
         if everything or (order is not None and not order.implicit):
-            streams[place].wait_stream(current_stream(place.node, place.device))
+            streams[place].wait_stream(current_stream(place.node, place.local_device))
     token = current_streams.set({**current, **own})
     try:
         run()

@@ -16,13 +16,14 @@ from .handle import Place, Residence
 current_node: ContextVar[int | None] = ContextVar("distruntime_node", default=None)
 current_device: ContextVar[str | None] = ContextVar("distruntime_device", default=None)
 
-# The mesh's place that was entered last.
+# This is the mesh's place that was entered last.
 current_mesh: ContextVar[Residence | None] = ContextVar("distruntime_mesh", default=None)
 
-# The place of the member that torch's code runs for.
+# torch's code runs for the member at this place.
 current_member: ContextVar[Residence | None] = ContextVar("distruntime_member", default=None)
 
-# Whether torch asks for the current place on behalf of fake tensors, which are nowhere: see torch_dtensor.py.
+# It is True while torch asks for the current place on behalf of fake tensors, which are nowhere: see
+# torch_dtensor.py.
 asked_by_fakes: ContextVar[bool] = ContextVar("distruntime_asked_by_fakes", default=False)
 
 
@@ -37,8 +38,8 @@ class StreamOfPlace(Protocol):
         """The node and device that it belongs to."""
 
 
-# The stream that each device's instructions go to, by (node, device). Where none stands here, it is the
-# default stream.
+# Each device's instructions go to this stream, by (node, device). A device that is not here uses its default
+# stream.
 current_streams: ContextVar[Mapping[tuple[int, str], StreamOfPlace]] = ContextVar(
     "distruntime_streams", default=MappingProxyType({})
 )
@@ -101,8 +102,8 @@ class Entered:
             current_node.reset(self.node)
 
 
-# What each thread and task has entered, the innermost last. A context object may be shared, and be entered
-# again.
+# These are what each thread and task has entered, the innermost last. A context object may be shared, and be
+# entered again.
 _entered: ContextVar[tuple[Entered, ...]] = ContextVar("distruntime_entered", default=())
 
 
@@ -187,8 +188,8 @@ def enter_stream(stream: StreamOfPlace) -> None:
     place, whole = stream.place, bool(stream.residence.node.members)
     mesh = current_mesh.set(stream.residence if whole else None)
     node = None if whole else current_node.set(place.node)
-    device = None if whole else current_device.set(place.device)
-    token = current_streams.set({**current_streams.get(), (place.node, place.device): stream})
+    device = None if whole else current_device.set(place.local_device)
+    token = current_streams.set({**current_streams.get(), (place.node, place.local_device): stream})
     _entered.set((*_entered.get(), Entered(stream, None, node, device, mesh, token)))
 
 

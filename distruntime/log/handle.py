@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
+from typing import final
 
 import torch
 
@@ -27,16 +27,101 @@ Signature = tuple[object, ...]
 Known = dict[Signature, object]
 Tables = tuple[Known, Known, dict[Signature, frozenset[int]]]
 
+# A place that has no number of its own says this one. No tensor's place has it.
+UNNUMBERED = 127
+# The device types of torch that mean a place. Users write "remote", and proxies claim "lazy". `BARE` is what
+# torch's C++ makes of a "remote" without an index before it copies: see backend/install.py.
+BARE = "ve"
+REMOTE_TYPES = ("remote", "lazy", BARE)
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lives: the number of a node and the name of one of its devices ("cpu", "cuda:0")."""
+
+@final
+class Place(str):
+    """Where a tensor lives: the number of a node and what that node calls the device ("cpu", "cuda:0").
+
+    torch takes a place wherever it takes a device: `torch.ones(2, device=place)`, `model.to(place)`. Its
+    argument parser accepts a `torch.device` or a text there and asks nothing else. So a place is the text
+    "remote:k", which prints as "node 0 cuda:0". `device` is the same as a `torch.device`.
+
+    Places are equal if node and device are, whatever their numbers: `dr.place` and `x.place` return places
+    with a number. A mesh's place has its `members`.
+    """
+
+    __slots__ = ("local_device", "members", "node", "number")
 
     node: int
-    device: str
+    local_device: str
+    number: int
+    members: tuple[Place, ...]
+
+    def __new__(
+        cls, node: int, local_device: str, number: int = UNNUMBERED, members: Sequence[Place] = ()
+    ) -> Place:
+        made = super().__new__(cls, f"remote:{number}")
+        made.node, made.local_device, made.number, made.members = node, local_device, number, tuple(members)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """The place as a torch device, `device("remote", k)`: what `x.device` is of a tensor there."""
+        return torch.device("remote", self.number)
+
+    @property
+    def type(self) -> str:
+        """ "remote", as of its device."""
+        return "remote"
+
+    @property
+    def index(self) -> int:  # type: ignore[override]
+        """Its number k, as of its device "remote:k"."""
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Place)
+            and (self.node, self.local_device) == (other.node, other.local_device)
+            and self.members == other.members
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.node, self.local_device))
 
     def __str__(self) -> str:
-        return f"node {self.node} {self.device}"
+        if not self.members:
+            return f"node {self.node} {self.local_device}"
+        nodes = list(dict.fromkeys(place.node for place in self.members))
+        members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
+        return f"{members} on node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __repr__(self) -> str:
+        return f"<{self}>" if self.members else f"dr.place({self.node}, {self.local_device!r})"
+
+    def __copy__(self) -> Place:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Place:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another session may give its number to another place.
+        return Place, (self.node, self.local_device, UNNUMBERED, self.members)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return "0 to 3, 7" of [0, 1, 2, 3, 7]."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}" for a, b in found)
 
 
 class Residence:
@@ -77,7 +162,7 @@ class Residence:
         self.free = node.freed.append
         self._tables: dict[torch.dtype, Tables] = {}
         self.follow_default_dtype()
-        # A mesh keeps tensors here of a number for each member: see lines.py.
+        # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
         self._released = released
 
@@ -91,7 +176,7 @@ class Residence:
     @property
     def on_cpu(self) -> bool:
         """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
-        return (self.node.members or (self.place,))[0].device == "cpu"
+        return (self.node.members or (self.place,))[0].local_device == "cpu"
 
     @property
     def has_cpu_kernels(self) -> bool:
@@ -149,7 +234,7 @@ class Storage:
         self.whole: dict[Log, weakref.ref[Storage]] | None = None
         # A mesh's storage that was put together has here what keeps its names' order on each worker.
         self.given: dict[Node, Storage] | None = None
-        # Bytes, once somebody has changed them: see mesh_storage.py.
+        # These are bytes, once somebody has changed them: see mesh_storage.py.
         self.resized: int | None = None
 
 
@@ -162,7 +247,8 @@ class Handle:
 
     __slots__ = ("born", "place", "ref", "spec", "storage")
 
-    # The position in the log after the instruction that creates the value, and the line that issued it.
+    # These are the position in the log after the instruction that creates the value, and the line that issued
+    # it.
     born: Line
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:

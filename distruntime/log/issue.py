@@ -33,7 +33,7 @@ class Tagged(Protocol):
 
 def stream_at(place: Residence) -> int:
     """Return the number of the current stream of a place."""
-    entered = current_streams.get().get((place.place.node, place.place.device))
+    entered = current_streams.get().get((place.place.node, place.place.local_device))
     return entered.number if entered is not None and entered.residence.node is place.node else 0
 
 
@@ -148,8 +148,8 @@ def issue_joint(
     node = homes[0].node
     order = node.order
     if not fresh and not written:
-        # Else every later read on this stream would wait for the other members. If it fails, their results
-        # say so.
+        # Otherwise every later read on this stream would wait for the other members. If it fails, their
+        # results say so.
         written = (Storage(NO_TENSOR),)
     if order is None:
         _append(words, fresh, written, node, line)

@@ -11,7 +11,7 @@ from .log import Log
 _MOST_FAILURES = 1000
 _CANCELLED = "distruntime.errors.StreamCancelled"
 
-# The segment and the position of a failed instruction.
+# A failed instruction has its segment and its position.
 Key = tuple[int, int]
 
 
@@ -21,11 +21,11 @@ class Cause:
 
     failure: Failure
     line: str
-    # The call that the line is in, which knows its callers.
+    # The line is in this call, which knows its callers.
     call: Call | None = None
-    # The number of that worker, where it is not the one that told of it.
+    # This is the number of that worker, where it is not the one that told of it.
     where: int | None = None
-    # The log that has the failure's position, where that is a mesh's.
+    # The failure's position is in this log, where that is a mesh's.
     log: Log | None = None
 
 

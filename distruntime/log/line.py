@@ -37,7 +37,7 @@ class Call:
         """Trace nothing."""
 
 
-# A position after an instruction, and the call that issued it with an offset in its code.
+# A line has a position after an instruction, and the call that issued it with an offset in its code.
 Line = tuple[int, "Call | None", int]
 
 # A generator goes on in another caller's frame each time, so nothing is kept in its frame.
@@ -48,9 +48,14 @@ _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-# Whether a frame with this code is one of the user's, as far as it has been seen.
+# It says whether a frame with this code is one of the user's, as far as it has been seen.
 _users: dict[CodeType, bool] = {}
 _gettrace = sys.gettrace
+
+
+def inside(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_INSIDE)
 
 
 def user_line() -> Line:
@@ -73,7 +78,7 @@ def line_from(frame: FrameType | None) -> Line:
 
 
 def _is_users(code: CodeType) -> bool:
-    found = _users[code] = not code.co_filename.startswith(_INSIDE)
+    found = _users[code] = not inside(code)
     return found
 
 

@@ -33,9 +33,10 @@ BATCH = 4000
 # nearly idle gets work soon, and a busy one in large pieces. Without this a training step that reads its loss
 # each time took 2.2 times as long as a local one.
 FIRST_BATCH = 160
-# Words in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of half a second.
+# So many words may be in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of
+# half a second.
 WINDOW = 1 << 18
-# Bytes of uploads in flight.
+# So many bytes of uploads may be in flight.
 PAYLOAD_WINDOW = 256 << 20
 
 
@@ -59,8 +60,8 @@ class Member(Protocol):
         """The number of its node."""
 
     @property
-    def device(self) -> str:
-        """The name of its device there."""
+    def local_device(self) -> str:
+        """What its node calls the device."""
 
 
 class Signatures(Protocol):
@@ -74,7 +75,7 @@ class Owner(Protocol):
     """What a log needs of its session."""
 
     lock: RLock
-    # Whether the pump sleeps; it is the first item.
+    # Its first item says whether the pump sleeps.
     parked: list[bool]
     closed: str | None
 
@@ -102,19 +103,19 @@ class Flight:
     """A segment that is sent and not acknowledged."""
 
     seq: int
-    # The log that the words are of. A worker's part of a mesh's segment has no words itself, and the mesh's
+    # The words are of this log. A worker's part of a mesh's segment has no words itself, and has the mesh's
     # line table.
     log: Log
     line_table: list[Line]
     words: int
-    # The position after its last word.
+    # This is the position after its last word.
     end: int
     nbytes: int
-    # The number of the last prediction that it may hold.
+    # The last prediction that it may hold has this number.
     checks: int
     # They are called when it has run.
     releases: list[Callable[[], None]]
-    # How many workers have not run it.
+    # So many workers have not run it.
     waiting: int = 1
 
     def line_at(self, position: int) -> Line | None:
@@ -138,10 +139,10 @@ class Outlet:
 
     def __init__(self, compose: Compose, send: Send) -> None:
         self.compose, self.send = compose, send
-        # The number of the last segment.
+        # This is the number of the last segment.
         self.seq = 0
         self.last: Delivery | None = None
-        # The one segment that may have left the words but not the process: Ctrl-C can strike between the two.
+        # Only this segment may have left the words but not the process: Ctrl-C can strike between the two.
         self.unsent: list[Buffer] | None = None
 
 
@@ -154,56 +155,57 @@ class Log(ABC):
     of the program.
     """
 
-    # The places of a mesh's members; a worker has none.
+    # These are the places of a mesh's members. A worker has none.
     members: Sequence[Member] = ()
 
     def __init__(
         self, session: Owner, index: int, compose: Compose, send: Send, *, active: bool, checks: int
     ) -> None:
-        # The number of a worker; a mesh's is negative.
+        # This is the number of a worker. A mesh's is negative.
         self.index = index
         self.session = session
         self.lock = session.lock
         self.words: list[object] = []
-        # The lines of the user's that issued the instructions, by the position after each.
+        # These are the user's lines that issued the instructions, by the position after each.
         self.line_table: list[Line] = []
-        # Refs whose handles died. Anyone may append at any time.
+        # The handles of these refs died. Anyone may append at any time.
         self.freed: list[int] = []
         self.base = 0
-        # The position up to which everything has run, or on a GPU has been issued, as far as is known.
+        # Everything up to this position has run, or on a GPU has been issued, as far as is known.
         self.acknowledged = 0
         self.flights: deque[Flight] = deque()
-        # The log is sent when it has more words than this: any word will do while nothing is in flight, and
-        # while the log is not active, so that whoever issues comes through `flush`, which activates it.
+        # The log is sent when it has more words than this. Any word will do while nothing is in flight. Any
+        # word will do, too, while the log is not active, so that whoever issues comes through `flush`, which
+        # activates it.
         self.enough = 0
-        # Whether the window is full, so that whoever issues must wait.
+        # It is True while the window is full, so that whoever issues must wait.
         self.busy = False
         self.active = active
-        # Whether a segment is just being made and sent.
+        # It is True while a segment is being made and sent.
         self.flushing = False
-        # The log that wanted to become active while this one was being sent.
+        # This log wanted to become active while this one was being sent.
         self.deferred: Log | None = None
-        # Why it cannot be issued to any more.
+        # This says why nobody can issue to it any more.
         self.failed: str | None = None
-        # Whether nobody is left who would run it.
+        # It is True once nobody is left who would run it.
         self.deserted = False
         # Reads wait for this position, the one after the last instruction that only checks: such a failure
         # poisons no value.
         self.checked = 0
-        # Whether words of another log have been sent to the same worker since reads last waited for such
-        # words.
+        # It is True if words of another log have been sent to the same worker since reads last waited for
+        # such words.
         self.overtaken = False
         self.templates = Templates()
         self.checks = Checks(checks)
         self.attached = Attached()
         self.outlet = Outlet(compose, send)
-        # The Order among its streams, once there are several; `words` is a StretchedLog then.
+        # This is the Order among its streams, once there are several. `words` is a StretchedLog then.
         self.order: Order | None = None
-        # Whether an acknowledgement only says that everything has been issued to a GPU.
+        # It is True if an acknowledgement only says that everything has been issued to a GPU.
         self.asynchronous = False
-        # The position up to which everything is known to have run.
+        # Everything up to this position is known to have run.
         self.executed = 0
-        # Bytes of uploads in flight.
+        # So many bytes of uploads are in flight.
         self._nbytes = 0
 
     # -- what a worker and a mesh do differently -------------------------------------------------------------
@@ -357,7 +359,7 @@ class Log(ABC):
                 # A finalizer may run in there and issue something.
                 while stretched is not None and len(rest) + taken != len(words):
                     rest = stretched.rest(taken)
-                # No call from here on, so that Ctrl-C cannot come between: the words leave and become the
+                # No call follows from here on, so Ctrl-C cannot come between: the words leave and become the
                 # unsent segment.
                 outlet.seq = seq
                 self.base = end

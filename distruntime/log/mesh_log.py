@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol, TypeVar, final
@@ -17,7 +16,7 @@ from ..errors import NodeFailed
 from ..wire.channel import for_many
 from ..wire.frames import Part
 from ..wire.link import Delivery
-from ..wire.messages import MeshBody, Message, OpenTeam, Plain, stream_number
+from ..wire.messages import MeshBody, Message, OpenMesh, Plain, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
 from .log import Flight, Log, Signatures
@@ -30,22 +29,10 @@ _LOOKS = 8
 CHECKS = 1 << 40
 
 
-@dataclass(frozen=True)
-class MeshPlace(Place):
-    """Where a mesh's tensors live: on each of its members."""
-
-    members: tuple[Place, ...] = ()
-
-    def __str__(self) -> str:
-        nodes = list(dict.fromkeys(place.node for place in self.members))
-        members = f"{len(self.members)} member{'s' if len(self.members) > 1 else ''}"
-        return f"{members} on node{'s' if len(nodes) > 1 else ''} {_ranges(nodes)}"
-
-
 class MeshPlaces(Signatures, Protocol):
     """The places of a session, as a mesh needs them."""
 
-    def entered(self, place: Place, team: Log) -> Residence:
+    def entered(self, place: Place, log: Log) -> Residence:
         """Return the place of a mesh in use, numbered."""
 
     def residence(self, place: Place, numbered: bool = True) -> Residence:
@@ -68,7 +55,7 @@ class MeshOwner(NodeOwner, HasMoments, Protocol):
 class Rows(Protocol):
     """The groups of a mesh's members along dimensions."""
 
-    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None: ...
+    def __init__(self, mesh_log: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None: ...
 
     @property
     def broken(self) -> str | None:
@@ -112,13 +99,13 @@ class MeshLog(Log):
             self.lanes.append((node, len(mine)))
             mine.append(k)
         self.asynchronous = any(node.asynchronous for node in self.ranks)
-        self.place = MeshPlace(self.index, "member", self.members)
-        # The members' groups along dimensions, by their rows.
+        self.place = Place(self.index, "member", members=self.members)
+        # These are the members' groups along dimensions, by their rows.
         self._lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
         self._making, self._lines_numbers = threading.RLock(), count().__next__
-        # torch's groups of such rows: see mesh.py.
+        # These are torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
-        # What the pump saw at its last look: `base`, how often it was that, and the position after the last
+        # The pump saw these at its last look: `base`, how often it was that, and the position after the last
         # word.
         self._seen = (0, 0, 0)
         lost = [node for node in self.ranks if node.failed is not None]
@@ -127,7 +114,7 @@ class MeshLog(Log):
         self.deserted = len(lost) == len(self.ranks)
         for node, ranks in self.ranks.items():
             if node.failed is None:
-                session.post(node, OpenTeam(number, [places[k].device for k in ranks]))
+                session.post(node, OpenMesh(number, [places[k].local_device for k in ranks]))
         with self.lock:
             for node in self.ranks:
                 node.meshes.append(self)
@@ -195,7 +182,9 @@ class MeshLog(Log):
 
     def openings(self) -> list[tuple[Node, str, int]]:
         """Return for each worker: itself, the device where it opens a stream of this mesh, and the mesh."""
-        return [(node, self.members[self.ranks[node][0]].device, self.number) for node in self.workers()]
+        return [
+            (node, self.members[self.ranks[node][0]].local_device, self.number) for node in self.workers()
+        ]
 
     def siblings(self) -> Sequence[Log]:
         """Return the logs of its workers, and of the other meshes with a member there."""
@@ -259,14 +248,3 @@ def workers_of(log: Log) -> list[Node]:
     """Return the workers that run a log and are there."""
     assert isinstance(log, (Node, MeshLog))
     return log.workers()
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return "0 to 3, 7" of [0, 1, 2, 3, 7]."""
-    found: list[list[int]] = []
-    for n in numbers:
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" if b > a + 1 else f"{a}, {b}" for a, b in found)

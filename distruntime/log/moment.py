@@ -29,7 +29,7 @@ class HasMoments(Protocol):
     """A session, as it is seen from here."""
 
     lock: threading.RLock
-    # Whether the thread that holds the lock issues such an operation now.
+    # It is True while the thread that holds the lock issues such an operation.
     in_moment: bool
 
 

@@ -29,7 +29,7 @@ class NodeOwner(Owner, Protocol):
 
     channel: Channel
     nodes: list[Node]
-    # Tells what of the user's lived on a worker that is lost.
+    # It tells what of the user's lived on a worker that is lost.
     losses: Callable[[Node], str]
 
 
@@ -57,15 +57,15 @@ class Node(Log):
             session, index, Segment, partial(session.channel.send, self.link), active=True, checks=0
         )
         self.address, self.welcome = address, welcome
-        # Seconds.
+        # It is in seconds.
         self.round_trip = round_trip
-        # Whether the worker reads this process's shared memory.
+        # It is True if the worker reads this process's shared memory.
         self.shared = shared
         self.presence = Presence()
         self.ledger = Ledger()
-        # The logs of the meshes that this worker is in.
+        # The worker is in the meshes that have these logs.
         self.meshes: list[Log] = []
-        # What of the user's lived there, as it was when somebody first met the loss.
+        # This says what of the user's lived there, as it was when somebody first met the loss.
         self._losses = ""
         self.asynchronous = not welcome.simulated and any(row[0] != "cpu" for row in welcome.devices)
 
@@ -243,7 +243,8 @@ class Node(Log):
         """Return the error of whatever lived on this lost worker."""
         if self.presence.taken:
             return NodeFailed(
-                f"{self} {self.failed}. It has this session's values no more; what it had published is there"
+                f"{self} {self.failed}. This session's tensors there are gone; published ones are still "
+                "available"
             )
         if not self._losses:
             self._losses = self.session.losses(self)

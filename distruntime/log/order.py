@@ -79,30 +79,30 @@ class Order:
 
     def __init__(self, node: Ordered) -> None:
         self.node = node
-        # Whether reads and writes wait by themselves.
+        # It is True if reads and writes wait by themselves.
         self.implicit = True
-        # Streams so far. Their numbers are used again when a Stream object dies.
+        # There were so many streams so far. Their numbers are used again when a Stream object dies.
         self.count = 1
-        # The numbers of streams by device and priority.
+        # These are the numbers of streams by device and priority.
         self.pools: dict[tuple[str, int], list[int]] = {}
-        # Those of them that no Stream object stands for.
+        # These are the numbers that no Stream object stands for.
         self.idle: dict[tuple[str, int], list[int]] = {}
-        # The position after each stream's last instruction.
+        # This is the position after each stream's last instruction.
         self.last: dict[int, int] = {}
-        # The position after each stream's last instruction that only checks.
+        # This is the position after each stream's last instruction that only checks.
         self.checked = {0: node.checked}
         self.generator = Generators()
         self._clocks: dict[int, dict[int, int]] = {0: {}}
-        # Each stream's clocks as (position, clock from there on), the newest last.
+        # Each stream has its clocks as (position, clock from there on), the newest last.
         self._past: dict[int, list[tuple[int, dict[int, int]]]] = {0: []}
-        # The stream that makes a value, by ref, where it is not 0.
+        # This stream makes a value, by ref, where it is not 0.
         self._makers: dict[int, int] = {}
-        # The bits of the streams that use a value besides its maker, by ref.
+        # Each ref has the bits of the streams that use its value besides its maker.
         self._users: dict[int, int] = {}
-        # Words of frees by stream. They go with its next instruction or the next flush.
+        # Each stream has the words of its frees. They go with its next instruction or the next flush.
         self._freed: dict[int, list[int]] = {}
         self._since = node.base + len(node.words)
-        # The position after the last instruction of stream 0 that came past these rules.
+        # This is the position after the last instruction of stream 0 that came past these rules.
         self._strays = 0
         self.last[0] = self._since
         node.words = StretchedLog(self.free, self._stray, node.words, [[0, 0]])
@@ -141,8 +141,8 @@ class Order:
             uses.append(use)
             maker = makers.get(handle.ref, 0)
             if maker != stream:
-                # Without implicit waits too: on a worker a value that is not made yet is not there, which a
-                # GPU's memory always is.
+                # This holds without implicit waits too: on a worker a value that is not made yet is not
+                # there, while a GPU's memory always is.
                 self.note_use(handle, stream)
                 self._need(needs, stream, maker, handle.born[0])
             if use.writer != stream and implicit:

@@ -10,9 +10,9 @@ class Absence:
 
     def __init__(self, why: str) -> None:
         self.why, self.since, self.clock = why, time.monotonic(), time.strftime("%H:%M:%S")
-        # How often nobody was listening where the worker was.
+        # So often nobody was listening where the worker was.
         self.refusals = 0
-        # Whether the user has heard of it.
+        # It is True once the user has heard of it.
         self.told = False
 
     @property
@@ -25,13 +25,14 @@ class Presence:
     """What is known of a worker's being there, apart from its loss."""
 
     def __init__(self) -> None:
-        # It stands here while there is no connection.
+        # The absence stands here while there is no connection.
         self.absence: Absence | None = None
-        # Whether the worker said farewell before it was lost.
+        # It is True if the worker said farewell before it was lost.
         self.has_left = False
-        # Whether another worker has been asked for in its place.
+        # It is True if another worker has been asked for in its place. The text says what is waited for.
         self.connecting = False
-        # Whether another master has the session now.
+        self.sought = "another worker is started in its place"
+        # It is True if another master has the session now.
         self.taken = False
 
     def state(self, lost: bool, busy: bool) -> str:

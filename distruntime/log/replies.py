@@ -23,9 +23,10 @@ from ..wire.messages import (
     Question,
     StoredTensor,
     Versions,
+    WorkerReport,
 )
 
-# Elements: no memory holds more, and torch's own arithmetic overflows beyond.
+# A tensor has at most so many elements: no memory holds more, and torch's own arithmetic overflows beyond.
 _MOST = 1 << 62
 
 
@@ -136,6 +137,8 @@ def _fits(row: object) -> bool:
             return spec is None or is_spec(spec)
         case Versions(versions=versions):
             return all(map(_is_version, versions))
+        case WorkerReport(devices=devices, busy=busy):
+            return 0 < len(devices) == len(busy) == len({row.name for row in devices})
     return True
 
 
@@ -247,7 +250,7 @@ def _all_devices(rows: object) -> object:
 
 # The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
 FORMS: Mapping[str, Reader] = {
-    # A question that is just being made: what comes before it was sent answers nothing.
+    # A question that is just being made has no form yet: what comes before it was sent answers nothing.
     "": _such(lambda _: False),
     "item": _such(lambda value: type(value) in (bool, int, float) or _is_complex(value)),
     "text": _exactly(str),

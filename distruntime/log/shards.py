@@ -16,37 +16,41 @@ from .spec import NO_TENSOR
 
 def member_of(handle: Handle, k: int) -> Handle:
     """Return the value of a mesh's `k`-th member, at that member's own place. Return at once."""
-    team = handle.place.node
-    if not isinstance(team, MeshLog):
+    mesh_log = handle.place.node
+    if not isinstance(mesh_log, MeshLog):
         raise InternalError(f"{handle.place.place} is no mesh, and has no members")
-    node, lane = team.lanes[k]
-    team.session.require_open()
+    node, lane = mesh_log.lanes[k]
+    mesh_log.session.require_open()
     node.require_alive()
-    place = team.session.places.residence(team.members[k], numbered=False)
-    taken = Handle(next_ref(), handle.spec, place, _part(team, handle.storage, k))
+    place = mesh_log.session.places.residence(mesh_log.members[k], numbered=False)
+    taken = Handle(next_ref(), handle.spec, place, _part(mesh_log, handle.storage, k))
     with node.lock:
         given = (handle.storage.given or {}).get(node)
         issue_joint([TAKE, handle.ref, lane, taken.ref], [taken], (), (), [place], given, user_line())
     return taken
 
 
-def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None = None) -> Handle:
+def mesh_of(
+    mesh_log: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None = None
+) -> Handle:
     """Return a mesh's value made of its members' values, which have one spec. Return at once.
 
     With `into`, make them the value of that one.
     """
     spec = handles[0].spec
-    storage = whole_of(team, handles)
+    storage = whole_of(mesh_log, handles)
     if storage is None:
         storage = Storage(spec)
         storage.parts = {k: h.storage for k, h in enumerate(handles)}
         for h in handles:
-            h.storage.whole = {**(h.storage.whole or {}), team: weakref.ref(storage)}
+            h.storage.whole = {**(h.storage.whole or {}), mesh_log: weakref.ref(storage)}
     whole = Handle(next_ref(), spec, home, storage) if into is None else into
     line = user_line()
-    with team.lock:
-        given = whole.storage.given = whole.storage.given or {node: Storage(NO_TENSOR) for node in team.ranks}
-        for node, ranks in team.ranks.items():
+    with mesh_log.lock:
+        given = whole.storage.given = whole.storage.given or {
+            node: Storage(NO_TENSOR) for node in mesh_log.ranks
+        }
+        for node, ranks in mesh_log.ranks.items():
             mine = [handles[k] for k in ranks]
             if node.failed is None:
                 # It is no value of this worker alone, and nobody fetches it by this name.
@@ -66,30 +70,30 @@ def mesh_of(team: MeshLog, home: Residence, handles: Sequence[Handle], into: Han
     return whole
 
 
-def _part(team: MeshLog, storage: Storage, k: int) -> Storage:
+def _part(mesh_log: MeshLog, storage: Storage, k: int) -> Storage:
     """Return the storage of a member's shard: one for all names of it."""
     if storage.parts is None:
         storage.parts = {}
     found = storage.parts.get(k)
     if found is None:
         found = storage.parts[k] = Storage(storage.spec)
-        found.whole = {team: weakref.ref(storage)}
+        found.whole = {mesh_log: weakref.ref(storage)}
     return found
 
 
-def whole_of(team: MeshLog, handles: Sequence[Handle]) -> Storage | None:
+def whole_of(mesh_log: MeshLog, handles: Sequence[Handle]) -> Storage | None:
     """Return the storage of the tensor on this mesh that has these shards in its order, if there is one."""
-    found = _known(team, handles[0].storage)
+    found = _known(mesh_log, handles[0].storage)
     if found is None or found.parts is None:
         return None
     return found if all(found.parts.get(k) is h.storage for k, h in enumerate(handles)) else None
 
 
-def belongs(team: MeshLog, handle: Handle) -> bool:
+def belongs(mesh_log: MeshLog, handle: Handle) -> bool:
     """Whether a value is a shard of some tensor on this mesh."""
-    return _known(team, handle.storage) is not None
+    return _known(mesh_log, handle.storage) is not None
 
 
-def _known(team: MeshLog, storage: Storage) -> Storage | None:
-    found = (storage.whole or {}).get(team)
+def _known(mesh_log: MeshLog, storage: Storage) -> Storage | None:
+    found = (storage.whole or {}).get(mesh_log)
     return None if found is None else found()

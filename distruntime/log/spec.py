@@ -51,17 +51,21 @@ class Spec:
 
     def meta(self) -> torch.Tensor:
         """Return a `meta` tensor of this metadata."""
-        flat = torch.empty(self.offset + self._span(), dtype=self.dtype, device="meta")
-        meta = (
+        return self.empty("meta")
+
+    def empty(self, device: str) -> torch.Tensor:
+        """Return an uninitialised tensor of this metadata."""
+        flat = torch.empty(self.offset + self._span(), dtype=self.dtype, device=device)
+        made = (
             flat
             if (flat.size(), (1,), 0) == (self.size, self.stride, self.offset)
             else flat.as_strided(self.size, self.stride, self.offset)
         )
         if self.bits & _CONJ:
-            torch._C._set_conj(meta, True)
+            torch._C._set_conj(made, True)
         if self.bits & _NEG:
-            torch._C._set_neg(meta, True)
-        return meta
+            torch._C._set_neg(made, True)
+        return made
 
     def __repr__(self) -> str:
         return f"{tuple(self.size)} {dtype_name(self.dtype)}"
@@ -107,8 +111,11 @@ def spec_from_wire(fields: list[object]) -> Spec:
 NO_TENSOR = spec((0,), (1,), 0, torch.float32)
 
 
-def layout(spec: Spec) -> list[object]:
-    """Return a spec as templates of groups say it: dtype, sizes, and strides where it is not contiguous."""
+def operand_fields(spec: Spec) -> list[object]:
+    """Return what the templates of groups say of an operand.
+
+    That is its dtype, its sizes, and its strides where it is not contiguous.
+    """
     strides = None if spec.stride == contiguous(spec).stride else list(spec.stride)
     return [dtype_name(spec.dtype), list(spec.size), strides]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-# A stream and the index of its first word.
+# It has a stream and the index of its first word.
 Stretch = list[int]
 
 
@@ -87,8 +87,8 @@ class Stretchable(Protocol):
 def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
     """Append words to a stream of a node's log; return the position after them."""
     # A finalizer that runs in here may issue something, and have the log sent. One can run at an allocation
-    # or a call. So those stand before the log is looked up, or after all is done, and no `isinstance` stands
-    # between.
+    # or a call. So allocations and calls stand before the log is looked up, or after all is done, and no
+    # `isinstance` stands between.
     fresh, count = ([stream, 0],), len(words)
     log: StretchedLog = node.words  # type: ignore[assignment]
     end: int = node.base + log.size + count

@@ -18,9 +18,9 @@ class Templates:
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
         self._next = FIRST_TEMPLATE
-        # The first number of the current generation.
+        # This is the first number of the current generation.
         self.generation = FIRST_TEMPLATE
-        # What the next segment teaches: rows of a number and the fields of its template.
+        # The next segment teaches these: rows of a number and the fields of its template.
         self.untold: list[list[object]] = []
 
     def __len__(self) -> int:

@@ -33,11 +33,11 @@ class Lines:
     rows: list[list[int]]
     groups: list[ProcessGroup]
 
-    def __init__(self, team: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
-        session = session_of_log(team)
-        self.team, self.number, self.rows = team, number, [list(row) for row in rows]
+    def __init__(self, mesh_log: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
+        session = session_of_log(mesh_log)
+        self.mesh_log, self.number, self.rows = mesh_log, number, [list(row) for row in rows]
         self.size = len(rows[0])
-        homes = [session.places.residence(place, numbered=False) for place in team.members]
+        homes = [session.places.residence(place, numbered=False) for place in mesh_log.members]
         groups = groups_of(session)
         self.groups = []
         try:
@@ -51,11 +51,11 @@ class Lines:
         self.sequence = count(1).__next__
         self.serial = Storage(NO_TENSOR)
         at = {k: [group.number, rank] for group, row in zip(self.groups, rows) for rank, k in enumerate(row)}
-        for node, ranks in team.ranks.items():
-            session.post(node, OpenLines(team.number, number, [at[k] for k in ranks]))
+        for node, ranks in mesh_log.ranks.items():
+            session.post(node, OpenLines(mesh_log.number, number, [at[k] for k in ranks]))
 
     def __repr__(self) -> str:
-        return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.team}>"
+        return f"<{len(self.rows)} line{'s' if len(self.rows) > 1 else ''} of {self.size} in {self.mesh_log}>"
 
     def close(self) -> None:
         """Close the members' groups, after what has been issued. Return at once."""
@@ -73,4 +73,4 @@ class Lines:
     def ranks(self) -> torch.Tensor:
         """Return a tensor on the mesh: one int64 that is each member's rank in its line. Return at once."""
         at = {k: rank for row in self.rows for rank, k in enumerate(row)}
-        return numbers(self.team.residence(), tuple(at[k] for k in range(len(at))))
+        return numbers(self.mesh_log.residence(), tuple(at[k] for k in range(len(at))))

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.device_mesh
-from torch.distributed.tensor import DTensor
 
 from ..collectives.group import homes_of
 from ..errors import NotSupportedError, PlacementError, UsageError
@@ -25,12 +24,8 @@ from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.mesh_log import MeshLog, mesh_log_of
-from ..log.shards import belongs, member_of, mesh_of, whole_of
-from ..operators.proxies import wrap
 from ..operators.signatures import template
-from ..operators.transfer import upload
 from ..session.session import Session, active_session, session_of_log
-from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .layout import Layout
 from .line_groups import Lines
@@ -54,9 +49,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __init__(
         self, session: Session, places: Sequence[Place], shape: Sequence[int], mesh_dim_names: Names | None
     ) -> None:
-        self._team: MeshLog = mesh_log_of(session, places)
+        self._mesh_log: MeshLog = mesh_log_of(session, places)
         # The mesh holds its place, so that nobody else gets its number.
-        self._home = self._team.residence()
+        self._home = self._mesh_log.residence()
         # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. `_dims` are
         # their numbers there.
         self._whole = self
@@ -69,19 +64,21 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._layout_of: Layout | None = None
         prepare()
         if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
-            session.on_close.append(end)
+            session.ending.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
         groups: list[MeshGroup] = []
         for dim in self._dims:
             # The group belongs to the members, not to this mesh. So the mesh can go, and its number with it.
             rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-            known, key = self._team.torch_groups, tuple(map(tuple, rows))
+            known, key = self._mesh_log.torch_groups, tuple(map(tuple, rows))
             group = known.get(key)
             if not isinstance(group, MeshGroup):
                 at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
-                group = known[key] = register(name, rows[0], at, partial(self._team.lines_of, rows, Lines))
-                session.on_close.append(partial(forget, group))
+                group = known[key] = register(
+                    name, rows[0], at, partial(self._mesh_log.lines_of, rows, Lines)
+                )
+                session.ending.on_close.append(partial(forget, group))
             groups.append(group)
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]
@@ -90,12 +87,12 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     @property
     def session(self) -> Session:
         """The session whose devices these are."""
-        return session_of_log(self._team)
+        return session_of_log(self._mesh_log)
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The members' places, the last dimension's neighbours next to each other."""
-        return self._team.members
+        return self._mesh_log.members
 
     @property
     def device(self) -> torch.device:
@@ -140,8 +137,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if key not in kept:
             part: Any = super().__getitem__(wanted)
             part.__class__ = DeviceMesh
-            part._team, part._home, part._whole, part._dims, part._context = (
-                self._team,
+            part._mesh_log, part._home, part._whole, part._dims, part._context = (
+                self._mesh_log,
                 self._home,
                 self._whole,
                 key,
@@ -204,7 +201,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         value: Any = torch.tensor(seed, device="cpu").to(self.device)
         if distinct is not None:
             value = value + numbers(self._home, distinct)
-        node = self._team
+        node = self._mesh_log
         with node.lock:
             number, words = template(
                 None,
@@ -244,7 +241,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""
-        with speaking_for(self._team):
+        with speaking_for(self._mesh_log):
             return (
                 super()._flatten(mesh_dim_name)
                 if backend_override is None
@@ -257,7 +254,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         Block until they are open, the first time.
         """
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
-            return self._team.lines_of(self._layout_of.groups(dim), Lines)
+            return self._mesh_log.lines_of(self._layout_of.groups(dim), Lines)
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
         found: Lines | None = kept.get(wanted)
@@ -265,7 +262,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             rows: dict[tuple[int, ...], list[int]] = {}
             for k, at in enumerate(product(*map(range, self._whole._sizes))):
                 rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
-            found = kept[wanted] = self._team.lines_of(list(rows.values()), Lines)
+            found = kept[wanted] = self._mesh_log.lines_of(list(rows.values()), Lines)
         return found
 
     def get_coordinate(self) -> Any:
@@ -311,7 +308,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
         dims = ", ".join(f"{n}={s}" for n, s in zip(names, self.shape))
-        return f"<distruntime.DeviceMesh ({dims}), {self._team.place}>"
+        return f"<distruntime.DeviceMesh ({dims}), {self._mesh_log.place}>"
 
 
 _names = count()
@@ -363,7 +360,7 @@ def init_device_mesh(
         )
     else:
         have = [
-            Place(node.index, name)
+            session.places.place(node.index, name)
             for node in session.nodes
             if node.failed is None
             for name in session.places.devices(node.index)
@@ -382,107 +379,3 @@ def init_device_mesh(
     mesh = DeviceMesh(session, have[:need], sizes, names)
     mesh._layout_of = layout
     return mesh
-
-
-def _mesh_handle(t: Any) -> Any:
-    if isinstance(t, DTensor):
-        raise UsageError(
-            "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, "
-            "t.full_tensor() one of the whole"
-        )
-    if not isinstance(t, DistributedTensor) or not t._handle.place.node.members:
-        got = f"one on {t.place}" if isinstance(t, DistributedTensor) else f"a local {type(t).__name__}"
-        raise UsageError(
-            f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members"
-        )
-    return t._handle
-
-
-def members(t: torch.Tensor) -> list[DistributedTensor]:
-    """Return a proxy of each member's shard, at that member's place: no copies. Return at once."""
-    handle = _mesh_handle(t)
-    return [wrap(DistributedTensor, member_of(handle, k)) for k in range(len(handle.place.node.members))]
-
-
-def shards(t: torch.Tensor) -> list[torch.Tensor]:
-    """Return every member's shard as a local tensor, by rank.
-
-    Block until they are here; raise what poisoned one.
-    """
-    return [*fetch(members(t))]
-
-
-def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
-    """Return a tensor on a mesh made of its members' shards. Return at once.
-
-    Shards are local tensors, which are sent, or proxies at the members' places. Proxies are not copied,
-    unless some of them are shards of another tensor on this mesh.
-
-    Raises:
-        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy
-        lives elsewhere.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise UsageError(f"from_shards takes the mesh itself, from_shards(tensors, mesh), got {mesh!r}")
-    given = list(tensors)
-    if len(given) != len(mesh.places):
-        raise UsageError(
-            f"from_shards takes one tensor for each of the {len(mesh.places)} members of {mesh!r}, "
-            f"got {len(given)}"
-        )
-    for k, t in enumerate(given):
-        if not isinstance(t, torch.Tensor):
-            raise UsageError(
-                f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: "
-                "torch.tensor(...) makes one"
-            )
-        if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
-            raise UsageError(
-                "the shards of a mesh's tensor have one shape and dtype: shard 0 is "
-                f"{tuple(given[0].shape)} {given[0].dtype}, "
-                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: "
-                "dr.primitives works on uneven lists"
-            )
-    for k, (t, place) in enumerate(zip(given, mesh.places)):
-        if isinstance(t, DistributedTensor) and t.place != place:
-            move = (
-                f"t.member({k})"
-                if t._handle.place.node.members
-                else f"t.to(dr.place({place.node}, {place.device!r}))"
-            )
-            raise PlacementError(
-                f"shard {k} lives on {t.place}, member {k} of {mesh!r} is {place}: give what is there, {move}"
-            )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return _FromShards.apply(mesh, *given)  # type: ignore[no-any-return, no-untyped-call]
-    return _put_together(mesh, given)
-
-
-def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> DistributedTensor:
-    handles = []
-    for t, place in zip(given, mesh.places):
-        if isinstance(t, DistributedTensor):
-            own: Any = t.detach().contiguous()
-            handles.append(own._handle)
-        else:
-            home = mesh.session.places.residence(place, numbered=False)
-            handles.append(upload(t, home))
-    # The log would not know that two of its tensors share memory, so the second is a copy.
-    if whole_of(mesh._team, handles) is None:
-        handles = [
-            wrap(DistributedTensor, h).clone()._handle if belongs(mesh._team, h) else h for h in handles
-        ]
-    found: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._team, mesh._home, handles))
-    return found
-
-
-class _FromShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, *given: torch.Tensor) -> Any:
-        ctx.remote = [isinstance(t, DistributedTensor) for t in given]
-        return _put_together(mesh, given)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        parts = [wrap(DistributedTensor, member_of(grad._handle, k)) for k in range(len(ctx.remote))]
-        return None, *(part if remote else part.cpu() for part, remote in zip(parts, ctx.remote))

@@ -18,14 +18,14 @@ from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
-from ..log.spec import Spec, contiguous, layout
+from ..log.spec import Spec, contiguous, operand_fields
 from ..operators.proxies import wrap
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .line_groups import Lines
 
-# The names that torch's functional collectives pass.
+# torch's functional collectives pass these names.
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
@@ -47,7 +47,7 @@ def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
     """Return a tensor; raise `PlacementError` unless it lives on the mesh of these lines."""
     remedy = "Send it to all members: x.to(mesh.device)"
     if isinstance(value, DistributedTensor):
-        if value._handle.place.node is lines.team:
+        if value._handle.place.node is lines.mesh_log:
             return value
         where = f"lives on {value.place}"
         if value._handle.place.node.members:
@@ -56,7 +56,7 @@ def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
         where = "is a local tensor"
     else:
         where = f"is a {type(value).__name__}"
-    raise PlacementError(f"what runs along {lines.team} takes tensors on it; this one {where}. {remedy}")
+    raise PlacementError(f"what runs along {lines.mesh_log} takes tensors on it; this one {where}. {remedy}")
 
 
 def issue_along(
@@ -71,9 +71,9 @@ def issue_along(
     splits: ByteSplits = NO_SPLITS,
 ) -> list[DistributedTensor]:
     """Issue an operation with new results of these specs, or into tensors. Return the results at once."""
-    team = lines.team
-    team.session.require_open()
-    team.require_alive()
+    mesh_log = lines.mesh_log
+    mesh_log.session.require_open()
+    mesh_log.require_alive()
     given, written_to = [on_mesh_of(lines, t) for t in inputs], [on_mesh_of(lines, t) for t in into]
     if (broken := lines.broken) is not None:
         raise NodeFailed(
@@ -96,22 +96,27 @@ def issue_along(
     options = [root, op, factor, not made, *splits]
     fields = [
         f"group::{operation}",
-        [lines.number, options, [layout(h.spec) for h in ins], [layout(h.spec) for h in outs]],
+        [
+            lines.number,
+            options,
+            [operand_fields(h.spec) for h in ins],
+            [operand_fields(h.spec) for h in outs],
+        ],
         {},
         0,
     ]
     line = user_line()
-    relieve(team)
+    relieve(mesh_log)
 
     def issue() -> None:
-        number = team.template(msgpack.packb(fields), fields)
+        number = mesh_log.template(msgpack.packb(fields), fields)
         words = [number, lines.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
         written = [h.storage for h in outs] if not made else []
         concurrent = lines.capabilities.concurrent
-        serial = lines.serial if concurrent else groups_of(session_of_log(team)).launches(team)
+        serial = lines.serial if concurrent else groups_of(session_of_log(mesh_log)).launches(mesh_log)
         issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
 
-    at_one_moment(team.session, issue)
+    at_one_moment(mesh_log.session, issue)
     return [wrap(DistributedTensor, handle) for handle in made] if made else written_to
 
 

@@ -124,7 +124,7 @@ def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], boo
             return True
         if not isinstance(other, _device_mesh.DeviceMesh):
             return False
-        mine, theirs = (getattr(mesh._get_root_mesh(), "_team", None) for mesh in (one, other))
+        mine, theirs = (getattr(mesh._get_root_mesh(), "_mesh_log", None) for mesh in (one, other))
         return mine is theirs and equal(one, other)
 
     return choose

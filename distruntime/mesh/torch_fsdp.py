@@ -138,10 +138,10 @@ def _of_members(make: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(make)
     def choose(reshard: Any, mesh_info: Any) -> Any:
-        team = getattr(mesh_info.mesh, "_team", None)
-        if team is None:
+        mesh_log = getattr(mesh_info.mesh, "_mesh_log", None)
+        if mesh_log is None:
             return make(reshard, mesh_info)
-        with speaking_for(team):
+        with speaking_for(mesh_log):
             return make(reshard, mesh_info)
 
     return choose

@@ -28,8 +28,8 @@ from .line_groups import Lines
 from .operation import even_splits, issue_along, perform, reduction_named
 
 BACKEND = "distruntime"
-# torch sends objects in tensors of these dtypes. This process has one object for all members; a tensor of
-# # another dtype may differ from member to member.
+# torch sends objects in tensors of these dtypes. This process has one object for all members. A tensor of
+# another dtype may differ from member to member.
 _OBJECTS = (
     torch.uint8,
     torch.int64,
@@ -342,9 +342,9 @@ _rows: list[list[int]] = []
 
 
 @contextmanager
-def speaking_for(team: MeshLog) -> Iterator[None]:
+def speaking_for(mesh_log: MeshLog) -> Iterator[None]:
     """Let the groups that torch makes meanwhile be of this mesh's members."""
-    _speaking.append(team)
+    _speaking.append(mesh_log)
     try:
         yield
     finally:
@@ -373,11 +373,14 @@ def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
         name = init_one(*args, **kwargs)
         if not _speaking:
             return name
-        team, rows = _speaking[-1], [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))]
+        mesh_log, rows = (
+            _speaking[-1],
+            [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))],
+        )
         at = {k: rank for row in rows for rank, k in enumerate(row)}
-        ranks = [at[k] for k in range(len(team.members))]
+        ranks = [at[k] for k in range(len(mesh_log.members))]
         group = _c10d._resolve_process_group(name)
-        lines = functools.partial(team.lines_of, rows, Lines)
+        lines = functools.partial(mesh_log.lines_of, rows, Lines)
         if isinstance(group, MeshGroup) and _rows:
             group.use(lines, ranks)
             return name

@@ -149,11 +149,11 @@ def numbers(home: Residence, values: tuple[int, ...]) -> DistributedTensor:
     if not isinstance(found, DistributedTensor):
         if len(kept) >= _MOST_NUMBERS:
             kept.clear()
-        team = home.node
-        assert isinstance(team, MeshLog)
-        places = [team.session.places.residence(place, numbered=False) for place in team.members]
+        mesh_log = home.node
+        assert isinstance(mesh_log, MeshLog)
+        places = [mesh_log.session.places.residence(place, numbered=False) for place in mesh_log.members]
         handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(values, places)]
-        found = kept[values] = wrap(DistributedTensor, mesh_of(team, home, handles))
+        found = kept[values] = wrap(DistributedTensor, mesh_of(mesh_log, home, handles))
     return found
 
 
@@ -202,12 +202,12 @@ def run_for_each(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def _member(home: Any, k: int) -> Any:
-    team = home.node
-    assert isinstance(team, MeshLog)
-    return team.session.places.residence(team.members[k], numbered=False)
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
+    return mesh_log.session.places.residence(mesh_log.members[k], numbered=False)
 
 
-# where shards are uneven --------
+# -- where shards are uneven ---------------------------------------------------------------------------------
 
 
 def _on(value: Any, t: Any) -> Any:

@@ -24,7 +24,7 @@ from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
 from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
 from .proxies import reshape_wrapper, wrap
-from .signatures import entry_for, results_pattern, template
+from .signatures import Call, entry_for, results_pattern, template
 
 PENDING = Spec()
 PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
@@ -36,22 +36,15 @@ PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
 )
 
 
-def ask(
-    cls: type,
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    place: Residence,
-    signature: tuple[object, ...] | None,
-    line: Line,
-) -> Any:
+def ask(call: Call) -> Any:
     """Issue a call whose results only the worker can describe.
 
     Wait for the description: one round trip.
     """
+    cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
     node = place.node
     if node.members:
-        return _ask_each(cls, func, args, kwargs, place, line)
+        return _ask_each(call)
     before_wait(f"{func} (its results depend on data)")
     schema = func._schema
     _, written, shared = aliases(func, args, kwargs)
@@ -65,14 +58,14 @@ def ask(
     returns = list(schema.returns) * count if listed else schema.returns
     shared = shared * count if listed else shared
     storages = [operands[k]._handle.storage for k in written]
-    require_writable(storages, line)
+    require_writable(storages, call.line)
     with node.lock:
         number, words = template(
             func, cls, args, kwargs, 1 if count == 1 and not listed else [1] * count, node
         )
         handles = [new_value(PENDING, place) for _ in range(count)]
         words = [number, *words, *(h.ref for h in handles)]
-        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, line, func)
+        request = ask_specs(words, handles, [t._handle for t in operands], storages, place, call.line, func)
     described = await_specs(
         request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func
     )
@@ -103,37 +96,31 @@ def ask(
         relate(own)
     # These are deterministic: only the meta kernel was wrong.
     deterministic = schema.name in LIARS or schema.name in LOW_PRECISION_LIARS
-    if signature is not None and deterministic and not schema.is_mutable:
+    if call.signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
             number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1, written), node)
-            place.signatures[signature] = entry_for(func, cls, args, number, outcome)
+            place.signatures[call.signature] = entry_for(func, cls, args, number, outcome)
     if listed:
         return out
     return out[0] if count == 1 else tuple(out)
 
 
-def _ask_each(
-    cls: type,
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    home: Residence,
-    line: Line,
-) -> Any:
+def _ask_each(call: Call) -> Any:
     """Call on each member of a mesh by itself, whose results must be alike: one round trip for each."""
-    team = home.node
-    assert isinstance(team, MeshLog)
+    cls, func, home = call.cls, call.func, call.place
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
     found: list[Any] = []
-    # The mesh's tensor, by the id of each member's proxy of it.
+    # Each member's proxy has, by its id, the mesh's tensor here.
     whole: dict[int, Any] = {}
-    for k, place in enumerate(team.members):
-        there = team.session.places.residence(place, numbered=False)
-        own = [_at_member(value, cls, home, k, place, whole) for value in args]
-        named = {name: _at_member(value, cls, home, k, place, whole) for name, value in kwargs.items()}
+    for k, place in enumerate(mesh_log.members):
+        there = mesh_log.session.places.residence(place, numbered=False)
+        own = [_at_member(value, cls, home, k, place, whole) for value in call.args]
+        named = {name: _at_member(value, cls, home, k, place, whole) for name, value in call.kwargs.items()}
         # The arguments are held, as their ids are keys.
-        found.append((ask(cls, func, own, named, there, None, line), own, named))
-    return _joined(cls, func, team, home, [results for results, _, _ in found], whole)
+        found.append((ask(Call(cls, func, own, named, there, None, call.line)), own, named))
+    return _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
 
 
 def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whole: dict[int, Any]) -> Any:
@@ -143,13 +130,15 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
         return member
     if isinstance(value, (list, tuple)):
         return [_at_member(item, cls, home, k, place, whole) for item in value]
-    return torch.device(place.device) if isinstance(value, torch.device) and value == home.lazy else value
+    return (
+        torch.device(place.local_device) if isinstance(value, torch.device) and value == home.lazy else value
+    )
 
 
 def _joined(
     cls: Any,
     func: torch._ops.OpOverload,
-    team: MeshLog,
+    mesh_log: MeshLog,
     home: Residence,
     found: list[Any],
     whole: dict[int, Any],
@@ -157,13 +146,13 @@ def _joined(
     if isinstance(found[0], (list, tuple)):
         if len({len(items) for items in found}) > 1:
             raise _unlike(func, [f"{len(items)} results" for items in found])
-        return type(found[0])(_joined(cls, func, team, home, list(items), whole) for items in zip(*found))
+        return type(found[0])(_joined(cls, func, mesh_log, home, list(items), whole) for items in zip(*found))
     if type(found[0]) is cls:
         if len({id(t._handle.spec) for t in found}) > 1:
             raise _unlike(func, [f"{tuple(t.shape)} {t.dtype}" for t in found])
         target = whole.get(id(found[0]))
         if target is None:
-            return wrap(cls, mesh_of(team, home, [t._handle for t in found]))
+            return wrap(cls, mesh_of(mesh_log, home, [t._handle for t in found]))
         # It was written, and resized on the way.
         if target._handle.spec is not found[0]._handle.spec:
             reshape_wrapper(target, found[0]._handle.spec)

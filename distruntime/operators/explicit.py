@@ -81,7 +81,11 @@ def with_dtype(
 
 
 def to_promote(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outcome: Outcome
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outcome: Outcome,
+    cpu_kernels: bool,
 ) -> frozenset[int]:
     """Return the numbers of the operands to convert to the default dtype, so that a call does not depend on
     it. There are none if it does not depend on it after all.
@@ -103,7 +107,7 @@ def to_promote(
         if not chosen:
             break
         try:
-            found = propagate(func, args, kwargs, partial(_twin, chosen, default))
+            found = propagate(func, args, kwargs, partial(_twin, chosen, default), cpu_kernels)
         except NeedsWorker:
             continue
         except Exception as error:

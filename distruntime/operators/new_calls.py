@@ -7,14 +7,15 @@ Operators that do not travel as they are stand in `special.SPECIAL`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import PlacementError
-from ..log.handle import Residence
-from ..log.line import Line, user_line
+from ..log.handle import REMOTE_TYPES, Residence
+from ..log.line import user_line
 from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
@@ -22,9 +23,10 @@ from ..session.session import active_session
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
+from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
-from .signatures import emit, entry_for, results_pattern, template
+from .signatures import Call, emit, entry_for, results_pattern, template
 from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
@@ -32,7 +34,7 @@ _MOST_SIGNATURES = 1 << 16
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
 for_each_member: list[Callable[..., Any]] = []
 
-# Operators that take index tensors from anywhere, as CUDA's do.
+# These operators take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
     "aten::index",
     "aten::index_put",
@@ -95,7 +97,7 @@ def first_time(
     if local:
         args, kwargs = send_along(cls, func, args, kwargs, place)
         return func(*args, **kwargs)
-    remember = target is None or target.index == place.number
+    remember = target is None or target in (place.lazy, place.device)
     return call(cls, func, args, kwargs, place, signature if remember else None)
 
 
@@ -108,65 +110,62 @@ def call(
     signature: tuple[object, ...] | None,
 ) -> Any:
     """Propagate, remember and issue a call whose operands are all on `place`."""
-    line = user_line()
     tables, default = place.tables, torch.get_default_dtype()
     if signature in place.promoted:
         args, kwargs = promoted(args, kwargs, place.promoted[signature])
         return func(*args, **kwargs)
+    made = Call(cls, func, args, kwargs, place, signature, user_line())
     entry: Any = place.unproven.get(signature) if signature is not None else None
     try:
-        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec) if entry is None else entry[3]
+        outcome = (
+            propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
+            if entry is None
+            else entry[3]
+        )
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
-            outcome = Outcome([], False, aliases(func, args, kwargs)[1], ())
-            return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
-        return ask(cls, func, args, kwargs, place, signature, line)
+            return _issue_new(made, Outcome([], False, aliases(func, args, kwargs)[1], ()))
+        return ask(made)
     # Another thread has changed the default dtype meanwhile.
     if place.tables is not tables:
-        signature = None
+        made = replace(made, signature=None)
     if default is not WORKERS_DEFAULT and depends(func, args, kwargs, outcome):
         named = with_dtype(func, args, kwargs, outcome)
-        integers = to_promote(func, args, kwargs, outcome) if named is None else frozenset()
+        integers = (
+            to_promote(func, args, kwargs, outcome, place.has_cpu_kernels) if named is None else frozenset()
+        )
         if integers:
-            if signature is not None:
+            if made.signature is not None:
                 if len(place.promoted) >= _MOST_SIGNATURES:
                     place.promoted.clear()
-                place.promoted[signature] = integers
+                place.promoted[made.signature] = integers
             args, kwargs = promoted(args, kwargs, integers)
             return func(*args, **kwargs)
-        kwargs = named or kwargs
+        made = replace(made, kwargs=named or kwargs)
     if entry is not None:
-        return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
+        return _issue_new(made, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
     ):
         # Meta kernels resize `out` to other strides than the real ones do.
         if outcome.reshaped and func._schema.returns:
-            return ask(cls, func, args, kwargs, place, None, line)
+            return ask(replace(made, signature=None))
         # Such numbers may say how large `out` must be (arange), and are not in the signature.
         if any(isinstance(a, float) for a in args):
-            signature = None
-    return _issue_new(cls, func, args, kwargs, place, signature, line, outcome)
+            made = replace(made, signature=None)
+    return _issue_new(made, outcome)
 
 
-def _issue_new(
-    cls: type,
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    place: Residence,
-    signature: tuple[object, ...] | None,
-    line: Line,
-    outcome: Outcome,
-) -> Any:
+def _issue_new(call: Call, outcome: Outcome) -> Any:
     """Give a call its template, remember both under its signature, and issue it."""
+    cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
     node = place.node
     # This comes before anything is noted of a call that will not be.
     if outcome.written:
         operands: list[Any] = tensors_of(args, kwargs)
-        require_writable([operands[k]._handle.storage for k in outcome.written], line)
+        require_writable([operands[k]._handle.storage for k in outcome.written], call.line)
     relieve(node)
     with node.lock:
         number, words = template(
@@ -175,19 +174,21 @@ def _issue_new(
         words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
-        # -0j and 0j are one key, so complex numbers are not remembered.
-        if signature is not None and not any(isinstance(a, complex) for a in args):
+        # The keys -0j and 0j are one, so complex numbers are not remembered.
+        if call.signature is not None and not any(isinstance(a, complex) for a in args):
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):
-                place.unproven[signature] = entry
-                correct = _corrector(place.unproven, place.signatures, signature, cls, func, args)
+                place.unproven[call.signature] = entry
+                correct = _corrector(place.unproven, place.signatures, call.signature, cls, func, args)
+                # The number of the template stands behind CHECK, which is 0, the word that emit writes first.
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
-                return emit(cls, (CHECK, *entry[1:]), words, args, kwargs, place, line)
-            place.signatures[signature] = entry
-        # Emit writes the first word.
+                entry = (CHECK, *entry[1:])
+                return emit(cls, entry, words, args, kwargs, place, call.line)
+            place.signatures[call.signature] = entry
+        # Emit writes the first word, and the number of the template stands behind it.
         words.insert(0, WATCH)
-        return emit(cls, (WATCH, *entry[1:]), words, args, kwargs, place, line)
+        return emit(cls, (WATCH, *entry[1:]), words, args, kwargs, place, call.line)
 
 
 def _corrector(
@@ -235,9 +236,7 @@ class _Placeholder:
 
 def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().places.numbered(
-        kwargs["device"].index if kwargs.get("device") is not None else None
-    )
+    place = active_session().places.meant(kwargs.get("device"))
     place.node.session.require_open()
     place.node.require_alive()
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
@@ -276,7 +275,11 @@ def common_place(
         if other is not place:
             place.node.require_alive()
             other.node.require_alive()
-            raise PlacementError(_different(func, first_name, place, name, other, t._handle.spec))
+            whose = [(word, owner(operand)) for word, operand in ((first_name, first), (name, t))]
+            raise PlacementError(
+                _different(func, first_name, place, name, other, t._handle.spec)
+                + "".join(f"\n  `{word}` is {owned[0]}" for word, owned in whose if owned is not None)
+            )
     place.node.require_alive()
     return place
 
@@ -360,18 +363,38 @@ def send_along(
             continue
         indexed = func._schema.name in _INDEXED and name.startswith("indices")
         if k in written or not (t.dim() == 0 or indexed) or t.device.type != "cpu":
-            what = "is local and written by this call" if k in written else f"is a local tensor on {t.device}"
-            host = "" if place.node.members else f" ({place.node.host})"
-            raise PlacementError(
-                f"{func}: `{name}` {tuple(t.shape)} {what}, the other operands live on {place.place}{host}\n"
-                f'  send it there: {name}.to("{place.device}")      or read the remote ones: dr.fetch(...)'
-            )
+            raise PlacementError(f"{func}: {_local(name, t, k in written, place)}")
     sent: tuple[Any, Any] = tree_map_only(
         torch.Tensor,
         lambda t: t if type(t) is cls else wrap(cls, upload(t, place)),
         (list(args), dict(kwargs)),
     )
     return sent
+
+
+def _local(name: str, t: torch.Tensor, written: bool, place: Residence) -> str:
+    """Say of a local operand what it is, and how it comes to where the others are."""
+    others = f"the other operands live on {place.place}" + (
+        "" if place.node.members else f" ({place.node.host})"
+    )
+    read = "or read the remote ones: dr.fetch(...)"
+    owned = owner(t)
+    if owned is not None:
+        whose, module = owned
+        return (
+            f"`{name}` is {whose}: the module is still local, {others}\n"
+            f'  send it there: {module}.to("{place.device}")      {read}'
+        )
+    if isinstance(t, torch.nn.Parameter):
+        return (
+            f"`{name}` {tuple(t.shape)} is a parameter of a module that is still local, {others}\n"
+            f'  send the module there: module.to("{place.device}")      {read}'
+        )
+    what = "is local and written by this call" if written else f"is a local tensor on {t.device}"
+    return (
+        f"`{name}` {tuple(t.shape)} {what}, {others}\n"
+        f'  send it there: {name}.to("{place.device}")      {read}'
+    )
 
 
 def _elsewhere(
@@ -386,8 +409,8 @@ def _elsewhere(
 
     Only the operand's metadata counts.
     """
-    if target.type in ("remote", "lazy"):
-        there = active_session().places.numbered(target.index)
+    if target.type in REMOTE_TYPES:
+        there = active_session().places.meant(target)
         if there is place:
             if target == place.lazy:
                 return NotImplemented

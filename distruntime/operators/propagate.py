@@ -15,11 +15,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import NotSupportedError, of_caller
+from ..errors import NotSupportedError
 from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
+from .rehearsal import refusal, rehearse
 
-# One of torch's operators. Each takes arguments of its own, which its schema says and no type.
+# This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
 Operator: TypeAlias = "torch._ops.OpOverload[..., object]"
 
 
@@ -95,12 +96,12 @@ LIARS = {
 # On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.
 LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
 
-# Operators without a meta kernel whose result is a list; its length follows from the arguments.
+# These operators have no meta kernel, and their result is a list. Its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
     "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
 }
 
-# Views that their schemas do not own up to.
+# The schemas of these views do not own up to them.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
 
 
@@ -161,9 +162,12 @@ def propagate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
 ) -> Outcome:
     """Run `func` on the `meta` device; raise torch's own error where the arguments are wrong, `NeedsWorker`
     where meta cannot tell.
+
+    `cpu_kernels` says whether the call will run kernels of a CPU.
     """
     if func._schema.name in LIARS:
         raise NeedsWorker
@@ -174,7 +178,7 @@ def propagate(
         )
     # A mode that records operators must not see these.
     with _disable_current_modes():
-        return _propagate(func, args, kwargs, spec_of_operand)
+        return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
 
 
 def _propagate(
@@ -182,6 +186,7 @@ def _propagate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
 ) -> Outcome:
     operands = tensors_of(args, kwargs)
     if func._schema.name in LOW_PRECISION_LIARS and any(
@@ -204,12 +209,13 @@ def _propagate(
             word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
         ):
             raise NeedsWorker from None
-        raise of_caller(error) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
-        raise of_caller(error) from None
+        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     finally:
         predicting.now = False
+    rehearse(func, args, kwargs, before, cpu_kernels)
     return outcome(func, args, kwargs, out, metas, before)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import Handle, Residence, Storage, kin_of, next_ref, relate
+from ..log.handle import REMOTE_TYPES, Handle, Residence, Storage, kin_of, next_ref, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
@@ -19,10 +20,23 @@ from ..wire.codec import KIN, OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
 
-# What is remembered of a call: the number of its template, the spec of its one new result, if that is all
-# there is to it, the position of the argument whose storage the result shares, or None, the whole outcome,
-# and the operator. The signature holds the operator's id, so the operator is kept alive here.
+# This is what is remembered of a call: the number of its template, the spec of its one new result (if that is
+# all there is to it), the position of the argument that shares its storage with the result (or None), the
+# whole outcome, and the operator. The signature holds the operator's id, so the operator is kept alive here.
 Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator whose operands are all on one place. Without a signature it is not remembered."""
+
+    cls: type
+    func: torch._ops.OpOverload
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    place: Residence
+    signature: tuple[object, ...] | None
+    line: Line
 
 
 def pattern(value: Any, cls: Any, words: list[object]) -> object:
@@ -36,9 +50,9 @@ def pattern(value: Any, cls: Any, words: list[object]) -> object:
     if isinstance(value, (list, tuple)):
         return ["list", *(pattern(item, cls, words) for item in value)]
     if isinstance(value, torch.device):
-        if value.type in ("lazy", "remote"):
+        if value.type in REMOTE_TYPES:
             # A mesh's place says "member".
-            return ["device", active_session().places.numbered(value.index).place.device]
+            return ["device", active_session().places.meant(value).place.local_device]
         return ["device", str(value)]
     if isinstance(value, torch.Generator):
         raise NotSupportedError(
@@ -163,8 +177,8 @@ def emit(
     return tuple(built) if built else None
 
 
-# A module's function, not a closure: one that calls itself is a reference cycle, which would hold its
-# operands until a collection.
+# This is a module's function, not a closure: a closure that calls itself is a reference cycle, which would
+# hold its operands until a collection.
 def _build(
     cls: type,
     result: Result,

@@ -17,6 +17,7 @@ from ..log.handle import Residence
 from ..log.line import user_line
 from .ask_worker import ask
 from .proxies import wrap
+from .signatures import Call
 from .transfer import item, upload
 
 Special = Callable[[type, torch._ops.OpOverload, Sequence[Any], dict[str, Any]], Any]
@@ -41,20 +42,13 @@ def _refuse(reason: str) -> Special:
 def _pack_padded_sequence(
     cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    # As on a GPU: lengths come from this process's CPU, and the batch sizes stay there.
+    # It runs as on a GPU: the lengths come from this process's CPU, and the batch sizes stay there.
     data, lengths, batch_first = args
     if type(lengths) is cls or type(data) is not cls:
         return NotImplemented
     place: Residence = data._handle.place
-    packed, _ = ask(
-        cls,
-        func,
-        (data, wrap(cls, upload(lengths, place, stay_on_cpu=True)), batch_first),
-        {},
-        place,
-        None,
-        user_line(),
-    )
+    sent = wrap(cls, upload(lengths, place, stay_on_cpu=True))
+    packed, _ = ask(Call(cls, func, (data, sent, batch_first), {}, place, None, user_line()))
     steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
     twin = torch.empty((batch, steps) if batch_first else (steps, batch))
     return packed, func(twin, lengths, batch_first)[1]
@@ -76,15 +70,15 @@ def _never_pinned(
 
 
 def _detached(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # What a worker has is in no graph; and it refuses of what is a view there, as uploads may be
-    # (`torch.tensor` below autograd ends so).
+    # A value on a worker is in no graph. The worker's own `detach_` would refuse what is a view there, as
+    # uploads may be (`torch.tensor` below autograd ends so).
     return args[0]
 
 
 def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # Below autograd torch hands composites over whole: in inference mode, and in what runs inside a dispatch
-    # (a signal's handler, a finalizer). As a whole these would look at metadata where they are to move
-    # values, or say nothing of results that share memory.
+    # (a signal's handler, a finalizer). A whole composite would look at metadata where it is to move values,
+    # or say nothing of results that share memory.
     return func.decompose(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
 
-# Up to here an upload rides in the log itself, above in a payload frame without a copy.
+# Up to so many bytes an upload rides in the log itself. A larger one has a payload frame without a copy.
 INLINE_BYTES = 1 << 14
 # A larger reply comes in parts, or through shared memory.
 PART_BYTES = 1 << 19
+_SMALL = nullcontext(None)
 
 
 def upload(
@@ -69,44 +71,48 @@ def upload(
     head = [
         UPLOAD,
         handle.ref,
-        "cpu" if stay_on_cpu else place.place.device,
+        "cpu" if stay_on_cpu else place.place.local_device,
         dtype_name(contiguous.dtype),
         list(contiguous.shape),
     ]
     loan = session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
     sent = None
     fresh, written = ([handle], []) if into is None else ([], [handle])
-    if loan is not None:
-        loan.memory[: len(data)] = data
-        issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
-    elif len(data) <= INLINE_BYTES:
-        issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
-    else:
-        lasts = non_blocking or len(data) >= LARGE
-        sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
-        if not lasts or non_blocking:
-            sent = None
-    relieve(node)
-    if sent is not None:
-        session.settle(place.worker, sent)
+    # A person may wait for a large one, and is shown how far it is.
+    with session.requests.announcer.uploads.moving(len(data)) if len(data) >= LARGE else _SMALL as move:
+        if loan is not None:
+            loan.memory[: len(data)] = data
+            issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
+        elif len(data) <= INLINE_BYTES:
+            issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
+        else:
+            lasts = non_blocking or len(data) >= LARGE
+            sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
+            if not lasts or non_blocking:
+                sent = None
+        relieve(node)
+        if sent is not None:
+            if move is not None:
+                move.delivery = sent
+            session.settle(place.worker, sent)
     return handle
 
 
 def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
     """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
-    team = home.node
-    assert isinstance(team, MeshLog)
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = tensor_bytes(contiguous)
     if len(data) > INLINE_BYTES:
-        places = [team.session.places.residence(place, numbered=False) for place in team.members]
-        return mesh_of(team, home, [upload(contiguous, place) for place in places], into)
+        places = [mesh_log.session.places.residence(place, numbered=False) for place in mesh_log.members]
+        return mesh_of(mesh_log, home, [upload(contiguous, place) for place in places], into)
     spec = spec_of(contiguous)
     handle = new_value(spec, home) if into is None else into
     head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
     fresh, written = ([handle], []) if into is None else ([], [handle])
     issue(head, fresh, written, [h.storage for h in written], home, user_line())
-    relieve(team)
+    relieve(mesh_log)
     return handle
 
 
@@ -141,15 +147,15 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
         handle = member_of(handle, 0)
     node, nbytes = handle.place.worker, handle.spec.nbytes
     session = session_of_log(node)
-    if node.asynchronous and form != "text" and handle.place.place.device != "cpu":
+    if node.asynchronous and form != "text" and handle.place.place.local_device != "cpu":
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
         return session.fetch(node, handle.ref, after, form, options or {})
     loan = session.shared.take(nbytes)
     shared: dict[str, Plain] = {"shared": loan.name} if loan is not None and node.shared else {}
-    # Fresh pages come as the parts do: a bytearray of 1.6 GB would be zeroed first, for a second in which
-    # nothing else runs.
+    # Fresh pages come as the parts do. A bytearray of 1.6 GB would be zeroed first, and nothing else would
+    # run for a second.
     room = loan if loan is not None else mmap.mmap(-1, nbytes)
     return session.fetch(node, handle.ref, after, form, shared, room)
 

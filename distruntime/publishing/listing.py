@@ -114,7 +114,7 @@ def published(session: Session) -> Publications:
                         f"{owner}/{name}" if owner else name,
                         first.what,
                         sum(portion.nbytes for portion in portions.values()),
-                        tuple(Place(*place) for place in places),
+                        tuple(session.places.known(*place) for place in places),
                         first.shared,
                         owner or session.name,
                     )

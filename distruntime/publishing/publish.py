@@ -48,7 +48,8 @@ from .listing import (
 from .registry import Key, Registry, registry_of
 from .structure import Leaf, described, dump, load, pack_local, unpack_local
 
-_LONGEST = 200  # characters of a name
+# A name has at most so many characters.
+_LONGEST = 200
 # A lookup asks the workers again this often, if somebody gives the name anew while they are asked.
 _TRIES = 20
 _token = count(1).__next__
@@ -106,7 +107,7 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
         try:
             numbers = _issue(session, [name, version, shared, described(thing), daemons, envelope], own)
         except Exception:
-            # After Ctrl-C it may be published all the same, so that goes past here.
+            # After Ctrl-C it may be published all the same, so a KeyboardInterrupt goes past here.
             registry.pinned[name] = before
             ask(session, DropPublished, name, version)
             raise
@@ -165,7 +166,7 @@ def _check_remote(name: str, thing: object, remote: Sequence[DistributedTensor])
 
 def _place_of(session: Session, device: torch.device) -> Place | None:
     # A bare "remote" is the current place, wherever it is read again.
-    home = named(session.places, device) if device.index else None
+    home = named(session.places, device) if device.index is not None else None
     return None if home is None or home.node.members else home.place
 
 
@@ -177,14 +178,16 @@ def _process(node: Node) -> tuple[str, int]:
 
 
 def _record(identity: str, node: Node, tensors: Sequence[DistributedTensor]) -> DaemonRecord:
-    return DaemonRecord(identity, node.index, *_process(node), sorted({t.place.device for t in tensors}))
+    return DaemonRecord(
+        identity, node.index, *_process(node), sorted({t.place.local_device for t in tensors})
+    )
 
 
 def _packed(session: Session, leaf: Leaf, own: dict[Node, list[DistributedTensor]]) -> list[object]:
     """Return one leaf as it travels. A remote one is added to the list of its node."""
     nodes = list(own)
     if isinstance(leaf, Place):
-        return ["place", nodes.index(session.nodes[leaf.node]), leaf.device]
+        return ["place", nodes.index(session.nodes[leaf.node]), leaf.local_device]
     if type(leaf) is not DistributedTensor:
         return ["local", *pack_local(leaf)]
     home = leaf._handle.place
@@ -194,7 +197,7 @@ def _packed(session: Session, leaf: Leaf, own: dict[Node, list[DistributedTensor
         "remote",
         nodes.index(home.worker),
         len(own[home.worker]) - 1,
-        home.place.device,
+        home.place.local_device,
         leaf._handle.spec.wire(),
         *flags,
     ]
@@ -217,7 +220,7 @@ def _issue(
                 [PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line
             )
             node.flush()
-    # All are waited for first, so that what comes after a failure finds no worker half-way.
+    # This waits for all of them first, so that what comes after a failure finds no worker half-way.
     for request in requests.values():
         session.result(request)
     numbers = {}
@@ -404,7 +407,7 @@ class _Adoption:
         raise ProtocolError("what should be a leaf of a publication is none")
 
     def _residence(self, node: Node, device: str) -> Residence:
-        return self._session.places.residence(Place(node.index, device))
+        return self._session.places.residence(self._session.places.place(node.index, device))
 
     def _remote(
         self, node: Node, index: int, device: str, wire: list[object], wants_grad: bool, is_parameter: bool

@@ -13,7 +13,7 @@ from ..log.node import Node
 from ..session.session import Session
 from ..tensors.tensor import DistributedTensor
 
-# What a daemon has: the daemon's identity, and the number by which it knows the tensor, or the memory.
+# It has the daemon's identity, and the number by which that daemon knows the tensor, or the memory.
 Key = tuple[str, int]
 
 
@@ -26,10 +26,10 @@ class Registry:
     def __init__(self) -> None:
         # A publish or a lookup holds it from its beginning to its end.
         self.lock = threading.RLock()
-        # The nodes that have the session's own publications, by name.
+        # Each name of the session's own publications has the nodes that have it.
         self.homes: dict[str, list[Node]] = {}
-        # The memory of these. A storage with one holder could get another slot on the worker, and the
-        # publication would not see that (special.py).
+        # Each name has the memory of its tensors. A storage with one holder could get another slot on the
+        # worker, and the publication would not see that (special.py).
         self.pinned: dict[str, list[Storage]] = {}
         # Each proxy stands with the ref that it had when it was added.
         self._proxies: dict[Key, tuple[DistributedTensor, int]] = {}
@@ -81,7 +81,7 @@ def registry_of(session: Session) -> Registry:
     """Return what a session has published or looked up. It goes with the session."""
     if session not in _registries:
         _registries[session] = Registry()
-        session.on_close.append(lambda: _drop(session))
+        session.ending.on_close.append(lambda: _drop(session))
     return _registries[session]
 
 

@@ -137,7 +137,7 @@ def require_trusted(public: bytes, what: str, claims: str) -> None:
     if public in trusted_keys():
         return
     raise UntrustedError(
-        f"{what} is signed with the key {_text(public)}, whose holder calls himself {claims}. It is neither "
+        f"{what} is signed with the key {_text(public)}, whose holder claims to be {claims}. It is neither "
         f"your own nor listed in {trusted_path()}, and opening what it has signed would run that person's "
         "code here\n"
         "  if you trust them, and `python -m distruntime key` prints this key there, add the line:  "

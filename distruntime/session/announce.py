@@ -1,32 +1,152 @@
-"""What a waiting prompt says at a terminal.
+"""What a prompt, a notebook or a log says while the master waits or moves bytes.
 
-After half a second it says what it waits for and how to leave, after five seconds also how long it has
-waited.
+A wait is said to be for a node, with what runs there, how much is queued ahead, about how long that takes,
+and how to leave. Uploads, fetches, saves and loads that take longer than a second are shown as bars.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import final
 
+from tqdm import tqdm
+
+from ..errors import DistruntimeError
 from ..log.log import Log
 from ..log.node import Node
+from ..wire.link import Delivery
+from ..wire.messages import Status
+from .screen import Screen, screen
 
-_FIRST = 0.5  # seconds of silence
-_COUNTING = 5.0  # seconds from which the line counts
+# From so many seconds on, the line counts.
+_COUNTING = 5.0
+# A transfer that takes longer than so many seconds is shown.
+_LONG = 1.0
+# Transfers with a gap of fewer seconds between them are one.
+_GAP = 1.0
+# The worker is asked what it runs after so many seconds of a wait, and again after each pause of as many.
+_ASKED = 1.0
+# A bar has at most so many columns.
+_COLUMNS = 100
+
+
+@dataclass
+class Wait:
+    """A thread that waits for a node. `queued` counts what it has found ahead when it was first shown."""
+
+    started: float
+    node: Log
+    leave: str
+    first: tuple[float, int] | None = None
+
+
+@final
+class Move:
+    """Stands around an upload. `delivery` is the message that the bytes are in, once there is one."""
+
+    def __init__(self, uploads: Uploads, nbytes: int) -> None:
+        self._uploads, self.nbytes = uploads, nbytes
+        self.delivery: Delivery | None = None
+
+    def __enter__(self) -> Move:
+        self._uploads.begin(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._uploads.end(self)
+
+    def done(self) -> int:
+        """Return how many bytes have left this process, as far as it knows."""
+        trackers = self.delivery.trackers if self.delivery is not None else ()
+        return self.nbytes * sum(tracker.done for tracker in trackers) // len(trackers) if trackers else 0
+
+
+@final
+class Uploads:
+    """The large uploads of all threads. Those with short gaps between them are one transfer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: list[Move] = []
+        self._started = self._last = 0.0
+        self._total = self._done = self._moves = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def moving(self, nbytes: int) -> Move:
+        """Return what stands around an upload of so many bytes."""
+        return Move(self, nbytes)
+
+    def begin(self, move: Move) -> None:
+        """Note that an upload begins."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._under_way and now > self._last + _GAP:
+                self._started, self._total, self._done, self._moves = now, 0, 0, 0
+            self._under_way.append(move)
+            self._moves, self._total = self._moves + 1, self._total + move.nbytes
+
+    def end(self, move: Move) -> None:
+        """Note that an upload has ended."""
+        with self._lock:
+            if move in self._under_way:
+                self._under_way.remove(move)
+            self._done, self._last = self._done + move.nbytes, time.monotonic()
+
+    def text(self, now: float) -> tuple[float, str] | None:
+        """Return since when bytes are sent, and the bar; None where there is nothing to show."""
+        with self._lock:
+            if now < self._started + _LONG or (not self._under_way and now > self._last + _GAP / 2):
+                return None
+            done = self._done + sum(move.done() for move in self._under_way)
+            # How many more are to come only the program knows.
+            total = self._total if self._moves == 1 else None
+            return self._started, bar("uploading", done, total, now - self._started)
+
+
+def bar(what: str, done: int, total: int | None, seconds: float) -> str:
+    """Return a bar with an estimate of what is left."""
+    return str(
+        tqdm.format_meter(
+            done,
+            total,
+            seconds,
+            ncols=_COLUMNS,
+            prefix=what,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+        )
+    )
 
 
 class Announcer:
-    """Says on standard error what the master waits for.
+    """Says what the master waits for, and how far bytes are.
 
-    The pump calls `show`; the waiting thread only notes that it waits.
+    The pump calls `show`; the waiting thread only notes that it waits. `ask` asks a worker what it runs.
     """
 
     def __init__(self) -> None:
-        self._waits: dict[int, tuple[float, Log, str]] = {}
+        self._waits: dict[int, Wait] = {}
         self._shown = ""
+        self._on: Screen | None = None
+        self._shown_at = 0.0
         self._lock = threading.Lock()
+        self.uploads = Uploads()
+        # It tells how many bytes of the large values that were asked for have come, and of how many.
+        self.fetched: Callable[[], tuple[int, int]] = _nothing
+        self._fetching_since: float | None = None
+        # Threads that save or load have an entry here: what they do, since when, the bytes, and how many of
+        # these are there.
+        self._works: dict[int, tuple[str, float, int, Callable[[], int]]] = {}
+        self.ask: Callable[[Node, Callable[[Status], None]], None] = _nobody
+        self._status: Status | None = None
+        self._asked_at = 0.0
 
     @property
     def waiting(self) -> bool:
@@ -35,37 +155,126 @@ class Announcer:
 
     def start_waiting(self, node: Log, leave: str) -> None:
         """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
-        self._waits[threading.get_ident()] = time.monotonic(), node, leave
+        self._waits[threading.get_ident()] = Wait(time.monotonic(), node, leave)
 
     def stop_waiting(self) -> None:
         """Note that this thread has stopped waiting, and take the line away."""
-        self._waits.pop(threading.get_ident(), None)
-        if self._shown and not self._waits:
+        wait = self._waits.pop(threading.get_ident(), None)
+        if self._shown and not self._waits and not self._works:
             with self._lock:
-                sys.stderr.write("\r\x1b[K")
-                sys.stderr.flush()
-                self._shown = ""
+                if wait is not None:
+                    self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
+
+    @contextmanager
+    def working(self, what: str, total: int, there: Callable[[], int]) -> Iterator[None]:
+        """Stand around what moves so many bytes elsewhere. `there` tells how many have been moved."""
+        started = time.monotonic()
+        self._works[threading.get_ident()] = what, started, total, there
+        try:
+            yield
+        finally:
+            self._works.pop(threading.get_ident(), None)
+            with self._lock:
+                if self._shown:
+                    self._finish(bar(what, there(), total, time.monotonic() - started))
+
+    def _finish(self, text: str) -> None:
+        """Take away what is shown."""
+        on, self._on, self._shown, self._status = self._on, None, "", None
+        if on is not None:
+            on.finish(text)
 
     def show(self) -> None:
-        """Show the longest wait if it is long enough to say so."""
-        waits = list(self._waits.values())
-        if not waits or not sys.stderr.isatty():
+        """Show the longest transfer or wait if it is long enough to say so."""
+        if not (self._waits or self._works or self._shown or self.uploads):
             return
-        started, node, leave = min(waits, key=lambda wait: wait[0])
-        seconds = time.monotonic() - started
-        if seconds < _FIRST:
-            return
+        on, now = screen(), time.monotonic()
+        started, text = self._text(on, now)
+        with self._lock:
+            if not text:
+                # A transfer has ended, and nobody waits.
+                if self._shown and not self._waits and not self._works:
+                    self._finish(self._shown)
+                return
+            if now < started + on.first:
+                return
+            due = not self._shown or now > self._shown_at + on.pause(now - started)
+            # A wait that has just ended must not be shown after its line was taken away.
+            if text != self._shown and due and (self._waits or self._works or self.uploads):
+                on.show(text)
+                self._on, self._shown, self._shown_at = on, text, now
+
+    def _text(self, on: Screen, now: float) -> tuple[float, str]:
+        """Return what there is to say, and since when it is so."""
+        works = sorted(list(self._works.values()), key=lambda work: work[1])
+        if works and now > works[0][1] + _LONG:
+            what, started, total, there = works[0]
+            return started, bar(what, min(total, there()), total, now - started)
+        found = self.uploads.text(now) or self._fetching(now)
+        if found is not None:
+            return found
+        waits = sorted(list(self._waits.values()), key=lambda wait: wait.started)
+        if not waits or now < waits[0].started + on.first:
+            return now, ""
+        return waits[0].started, self._waiting(waits[0], on, now)
+
+    def _fetching(self, now: float) -> tuple[float, str] | None:
+        """Return since when large values come, and the bar; None where there is nothing to show."""
+        done, total = self.fetched()
+        # A value that is still to be computed is waited for; it is fetched once its bytes come.
+        if not done:
+            self._fetching_since = None
+            return None
+        if self._fetching_since is None:
+            self._fetching_since = now
+        since = self._fetching_since
+        return (since, bar("fetching", done, total, now - since)) if now > since + _LONG else None
+
+    def _waiting(self, wait: Wait, on: Screen, now: float) -> str:
+        node, seconds = wait.node, now - wait.started
         left = sum(len(flight.line_table) for flight in tuple(node.flights))
+        if wait.first is None:
+            wait.first = now, left
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
         what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
         if isinstance(node, Node):
             if node.presence.absence is not None:
                 what = f"{node.presence.absence.text}; it goes on when there is a connection again"
-            if node.presence.connecting:
-                what = "another worker is to take its place"
-        text = f"waiting for {node}{count}: {what} ({leave})"
-        with self._lock:
-            if text != self._shown and self._waits:
-                sys.stderr.write(f"\r{text}\x1b[K")
-                sys.stderr.flush()
-                self._shown = text
+            elif node.presence.connecting:
+                what = node.presence.sought
+            else:
+                what += self._runs(node, on, seconds, now)
+                what += _estimate(wait.first, left, seconds, now)
+        return f"waiting for {node}{count}: {what} ({wait.leave})"
+
+    def _runs(self, node: Node, on: Screen, seconds: float, now: float) -> str:
+        """Return what the node runs, as it has last said; ask it again if that was a while ago."""
+        if seconds > max(_ASKED, on.first - _COUNTING) and now > self._asked_at + _ASKED:
+            self._asked_at = now
+            # The wait itself tells of an end.
+            with suppress(DistruntimeError):
+                self.ask(node, self._hear)
+        status = self._status
+        if status is None or status.running is None:
+            return ""
+        name = status.running.removesuffix(".default").replace("::", ".")
+        return f", now {name[:_COLUMNS]} for {status.seconds:.1f} s"
+
+    def _hear(self, status: Status) -> None:
+        self._status = status
+
+
+def _estimate(first: tuple[float, int], left: int, seconds: float, now: float) -> str:
+    """Return about how long the rest takes, at the pace since the wait was first shown."""
+    since, before = first
+    if seconds < _COUNTING or left == 0 or before - left < 2:
+        return ""
+    return f", about {left * (now - since) / (before - left):.0f} s left"
+
+
+def _nothing() -> tuple[int, int]:
+    return 0, 0
+
+
+def _nobody(node: Node, then: Callable[[Status], None]) -> None:
+    """Ask nobody: there is no session yet."""

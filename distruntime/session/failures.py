@@ -43,7 +43,7 @@ _OF_MORE_THAN_A_TEXT = (
     "UnicodeTranslateError",
     "ExceptionGroup",
 )
-# What a reply may become: nothing else is looked up, and nothing is unpickled.
+# A reply may become one of these: nothing else is looked up, and nothing is unpickled.
 _KNOWN: dict[str, type[BaseException]] = {
     name: cls
     for name, cls in vars(builtins).items()
@@ -97,7 +97,7 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     # Simulated GPUs are main memory.
     simulated = node.welcome is not None and node.welcome.simulated
     device = f"cuda:{card[1]}" if card else "cpu"
-    there = [h for h in everyone if h.place.device == device or (simulated and not card)]
+    there = [h for h in everyone if h.place.local_device == device or (simulated and not card)]
     lines = [
         f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
         for h in there[:_MOST_HOLDERS]
@@ -129,5 +129,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
     if out_of_memory(failure):
         lines += _holders(node, cause, poisoned)
     error = _class(failure.kind)("\n".join(lines))
-    error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
+    # An ordinary operator's failure has none: it would show torch's frames and ours.
+    if failure.traceback:
+        error.__cause__ = WorkerTraceback(f"### worker traceback, {node}\n{failure.traceback}")
     return error

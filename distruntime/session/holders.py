@@ -61,9 +61,9 @@ def held(
     """
     storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
-    # Instances refer to their class. Nobody else's objects may be held, not for a moment: a tuple that
-    # another thread is just building cannot be finished while there is a second reference to it. All at once,
-    # so that a storage's id stays its own.
+    # Instances refer to their class. No object of anybody else may be held, not for a moment: a tuple that
+    # another thread is just building cannot be finished while there is a second reference to it. All handles
+    # are found at once, so that a storage's id stays its own.
     found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
     handle = storage = None
     try:

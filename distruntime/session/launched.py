@@ -13,9 +13,10 @@ from .timeouts import left_until
 
 log = logging.getLogger("distruntime")
 
-# Lines of a crash that an error quotes.
+# An error quotes at most so many lines of a crash.
 _MOST_WORDS = 12
-# So often within so many seconds dead workers are started again: one that dies at once would be for ever.
+# Dead workers are started again so often within so many seconds. Without a limit, one that dies at once would
+# be started for ever.
 _MOST_RESTARTS = 5
 _SPELL = 60.0
 
@@ -69,7 +70,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         worker = self.of(node)
         if worker is None:
             dead = has_died(node.welcome.process)
-            return f"(pid {node.welcome.pid}) died: there is no such process any more" if dead else None
+            return f"(pid {node.welcome.pid}) died: the process is gone" if dead else None
         deadline = time.monotonic() + wait
         ended = worker.poll()
         while ended is None and time.monotonic() < deadline:

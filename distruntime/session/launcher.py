@@ -24,6 +24,7 @@ class LaunchSpec:
         environment: variables that it needs beside those of its machine.
         directory: a folder on this machine for what it writes, which only this user can enter. It goes with
             the session.
+        logs: a folder on this machine for its log, which stays; None: there is none, so take `directory`.
     """
 
     node: int
@@ -35,6 +36,7 @@ class LaunchSpec:
     simulate_cuda: int
     environment: Mapping[str, str]
     directory: Path
+    logs: Path | None = None
 
     def arguments(self, key: Path | None = None) -> list[str]:
         """Return the arguments of the `distruntime-worker` that is to be started. It ends with its session.

@@ -1,4 +1,14 @@
-"""The places of a session and their numbers, which torch knows them by, and the current one."""
+"""The places of a session and their numbers, which torch knows them by, and the current one.
+
+Places are counted from 0: the GPUs of node 0, then its CPU, the GPUs of node 1, then its CPU, and so on.
+
+- Without GPUs, node n is `remote:n`.
+- With g GPUs on each node, GPU i of node n is `remote:k` with k = n * (g + 1) + i. Its CPU comes after them.
+
+GPUs come first. So `remote:0` is where new tensors go at the start, and `remote:i` is `cuda:i` of a lone
+node. A place keeps its number as long as the session lasts, whatever worker has the node. If another worker
+brings a device that its node did not have, that device gets the next number.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +17,25 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import torch
+
 from ..errors import PlacementError
 from ..log.current import current_device, current_gpu, current_member, current_mesh, current_node
-from ..log.handle import Place, Residence
+from ..log.handle import BARE, UNNUMBERED, Place, Residence
 from ..log.log import Log
 from ..log.node import Node
 
-# So many places that are known at the start keep their numbers. The rest of torch's 127 device indices are
-# given out and taken back.
-_PINNED = 64
-_LAST = 126
-# Members of meshes on places without a number have this index: their tensors know their place without one.
-_UNNUMBERED = 127
+# So many places have a number of their own. The rest of torch's device indices are for meshes and for more
+# places: they are given out and taken back, the highest first.
+_OWN = 80
+_NUMBERS = UNNUMBERED
 
 
 class Places:
     """The places that the nodes of a session offer.
 
-    A place has a number from its first use until no tensor lives there any more.
+    The first 80 keep their numbers. Any other place, and a mesh, has a number from its first use until no
+    tensor lives there any more.
     """
 
     def __init__(self, nodes: list[Node], require_open: Callable[[], None]) -> None:
@@ -34,25 +45,47 @@ class Places:
         self._residences: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
         self._nameless: weakref.WeakValueDictionary[Place, Residence] = weakref.WeakValueDictionary()
         self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
-        self._pinned: list[Residence] = []
-        self._free = list(range(_LAST, 0, -1))
+        # The places with their numbers, by what they are spelled by. A factory without a number looks here.
+        self._known: dict[tuple[int, str], Place] = {}
+        # The places that have a number of their own, by number.
+        self.own: list[Place] = []
+        self._held: list[Residence] = []
+        self._free = list(range(_NUMBERS))
         self._numbering = threading.RLock()
 
-    def pin(self, place: Place) -> None:
-        """Let a place keep its number, as long as there are few."""
-        if len(self._pinned) < _PINNED:
-            self._pinned.append(self.residence(place))
+    def enter(self, node: Node) -> None:
+        """Give the devices of a node their numbers, as long as there are some, and bring them into use."""
+        names = [row[0] for row in node.welcome.devices]
+        for name in sorted(names, key=lambda name: name == "cpu"):
+            with self._numbering:
+                place = self._known.get((node.index, name)) or self._own_number(node.index, name)
+            if place.number != UNNUMBERED:
+                self._held.append(self.residence(place))
+
+    def _own_number(self, node: int, name: str) -> Place:
+        """Return a place that has just come, with the next number if it is to have one."""
+        number = len(self.own)
+        # A mesh may have the number of a device that came late.
+        if number < _OWN and number in self._free:
+            self._free.remove(number)
+            self.own.append(Place(node, name, number))
+            found = self.own[number]
+        else:
+            found = Place(node, name)
+        self._known[node, name] = found
+        return found
 
     def leave(self, node: Node) -> None:
-        """Give up a lost node's places, which another worker has from now on.
-
-        Tensors that lived there keep the places' numbers for as long as they are alive.
-        """
-        self._pinned = [residence for residence in self._pinned if residence.node is not node]
+        """Give up a lost node's residences: another worker has its places, and their numbers, from now on."""
+        self._held = [residence for residence in self._held if residence.node is not node]
         for known in (self._residences, self._nameless):
             for place, residence in list(known.items()):
                 if residence.node is node:
                     del known[place]
+        for number, residence in list(self._by_number.items()):
+            # A number that is not the place's own stays with the tensors that have it.
+            if residence.node is node and residence.place.number == number:
+                del self._by_number[number]
 
     def devices(self, node: int) -> list[str]:
         """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
@@ -66,12 +99,21 @@ class Places:
                 f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} "
                 f"{have}"
             )
-        welcome = self._nodes[node].welcome
-        assert welcome is not None
-        return [row[0] for row in welcome.devices]
+        return [row[0] for row in self._nodes[node].welcome.devices]
+
+    def place(self, node: int, device: str) -> Place:
+        """Return the place with its number; raise `PlacementError` if it does not exist."""
+        have = self.devices(node)
+        if device not in have:
+            raise PlacementError(f"{self._nodes[node]} has no device {device!r}: it has {', '.join(have)}")
+        return self.known(node, device)
+
+    def known(self, node: int, device: str) -> Place:
+        """Return a place with its number, if it has one, whether there is such a place or not."""
+        return self._known.get((node, device)) or Place(node, device)
 
     def residence(self, place: Place, numbered: bool = True) -> Residence:
-        """Return the place in use; raise `PlacementError` if it does not exist or 126 places are in use.
+        """Return the place in use; raise `PlacementError` if it does not exist or 127 places are in use.
 
         `numbered` false takes no number for a place that has none: its tensors cannot be named by `x.device`,
         only by `x.place`.
@@ -80,60 +122,75 @@ class Places:
         if found is None and not numbered:
             found = self._nameless.get(place)
             if found is None:
-                found = self._nameless[place] = Residence(place, self._nodes[place.node], _UNNUMBERED, _keep)
+                found = self._nameless[place] = Residence(place, self._nodes[place.node], UNNUMBERED, _keep)
         if found is not None:
             return found
         self._require_open()
-        have = self.devices(place.node)
-        if place.device not in have:
-            node = self._nodes[place.node]
-            raise PlacementError(f"{node} has no device {place.device!r}: it has {', '.join(have)}")
+        place = self.place(place.node, place.local_device)
         with self._numbering:
             found = self._residences.get(place)
             if found is not None:
                 return found
-            return self._enter(place, self._nodes[place.node])
+            node = self._nodes[place.node]
+            if place.number == UNNUMBERED:
+                return self._number(place, node)
+            found = Residence(place, node, place.number, _keep)
+            self._residences[place] = self._by_number[place.number] = found
+            return found
 
-    def entered(self, place: Place, team: Log) -> Residence:
-        """Return the place of a mesh in use, numbered; raise `PlacementError` if 126 places are in use."""
+    def entered(self, place: Place, log: Log) -> Residence:
+        """Return the place of a mesh in use, numbered; raise `PlacementError` if 127 places are in use."""
         with self._numbering:
-            return self._residences.get(place) or self._enter(place, team)
+            return self._residences.get(place) or self._number(place, log)
 
-    def _enter(self, place: Place, node: Log) -> Residence:
+    def _number(self, place: Place, node: Log) -> Residence:
+        """Bring a place into use that has a number for so long only."""
         if not self._free:
             # Meshes that nobody has any more are in cycles.
             gc.collect()
         if not self._free:
             raise PlacementError(
-                f"{_LAST} places hold live tensors, or are meshes, the most that torch can tell apart (a "
-                "device index has 7 bits); "
+                f"{_NUMBERS} places have a number of their own, hold live tensors, or are meshes. That is "
+                "the most that torch can tell apart (a device index has 7 bits); "
                 f"let go of the tensors of some place before you put one on {place}"
             )
-        found = Residence(place, node, self._free.pop(), self._free.append)
-        self._residences[place] = self._by_number[found.number] = found
+        number = max(self._free)
+        self._free.remove(number)
+        # A mesh's place shows the number. A node's does not: whoever holds it may do so for longer.
+        if place.members:
+            place = Place(place.node, place.local_device, number, place.members)
+        found = Residence(place, node, number, self._free.append)
+        self._residences[place] = self._by_number[number] = found
         return found
 
-    def numbered(self, number: int | None) -> Residence:
-        """Return the place that "remote:number" means; "remote" and "remote:0" are the current place."""
-        if not number:
-            return self.current()
+    def numbered(self, number: int) -> Residence:
+        """Return the place that "remote:number" means."""
         found = self._by_number.get(number)
         if found is None:
+            if 0 <= number < len(self.own):
+                return self.residence(self.own[number])
             self._require_open()
-            if number == _UNNUMBERED:
+            if number == UNNUMBERED:
                 member: Residence | None = current_member.get()
                 if member is not None:
                     return member
                 raise PlacementError(
-                    '"remote:127" is what tensors show whose place has no number, and names none: name it, '
-                    "dr.on(x.place)"
+                    '"remote:127" is the device of places that have no number, and names none of them. '
+                    "dr.place(node, device) and x.place return a place with its number. Beyond the "
+                    f"{_OWN} places of a session that have one, name the place: dr.on(place), x.to(place)"
                 )
-            have = ", ".join(f"remote:{r.number} is {r.place}" for r in self._pinned[:8])
+            have = ", ".join(f"remote:{place.number} is {place}" for place in self.own[:8])
             raise PlacementError(
-                f'no place has the number of "remote:{number}": {have}; "remote" alone is the current place. '
-                "dr.nodes() lists them"
+                f'no place has the number of "remote:{number}": {have}{", …" if len(self.own) > 8 else ""}; '
+                '"remote" alone is the current place. dr.nodes() lists them'
             )
         return found
+
+    def meant(self, device: torch.device | None) -> Residence:
+        """Return the place that a torch device means. "remote" alone is the current place, and so is None."""
+        if device is None or device.index is None or device.type == BARE:
+            return self.current()
+        return self.numbered(device.index)
 
     def current(self, *, like_torch: bool = True) -> Residence:
         """Return the current place: by context, else by `set_place`, else node 0.
@@ -156,12 +213,12 @@ class Places:
                 if like_torch and any(name.startswith("cuda") for name in self.devices(node))
                 else "cpu"
             )
-        return self.residence(Place(node, device))
+        return self.residence(self.known(node, device))
 
-    def number_of(self, place: Place) -> int:
-        """Return the number of a place, 0 while it has none."""
+    def number_of(self, place: Place) -> int | None:
+        """Return the number of a place, None while it has none."""
         found = self._residences.get(place)
-        return found.number if found is not None else 0
+        return found.number if found is not None else None
 
     def forget(self, node: Log | None = None) -> None:
         """Send every call to `node`, or to all, down the slow path, which does not know it either."""

@@ -8,13 +8,7 @@ from ..errors import PlacementError
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import Place
 from .session import active_session
-from .spelling import on_node
-
-
-def _checked(node: int, device: str | None) -> None:
-    have = active_session().places.devices(node)
-    if device is not None and device not in have:
-        raise PlacementError(f"node {node} has no device {device!r}: it has {', '.join(have)}")
+from .spelling import on_node, require_alone
 
 
 def _single(place: Place) -> tuple[str, int]:
@@ -22,19 +16,20 @@ def _single(place: Place) -> tuple[str, int]:
         raise PlacementError(
             f"{place} are a mesh, and this takes one place: enter the mesh instead, `with mesh:`"
         )
-    return place.device, place.node
+    return place.local_device, place.node
 
 
 def place(node: int, device: DeviceLike = "cpu") -> Place:
-    """Return the place of a node's device: "cpu", "cuda:1", or as a number (-1 is the CPU)."""
-    name = device_name(device)
-    _checked(node, name)
-    return Place(node, name)
+    """Return the place of a node's device: "cpu", "cuda:1", or as a number (-1 is the CPU).
+
+    torch takes it as a device: `torch.ones(2, device=dr.place(1))`.
+    """
+    return active_session().places.place(node, device_name(device))
 
 
 def node(index: int) -> AbstractContextManager[None]:
     """Return a context in which new tensors go to node `index`. Operations run where their operands are."""
-    _checked(index, None)
+    active_session().places.devices(index)
     return node_context(index, None)
 
 
@@ -49,16 +44,21 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     `device` left out is the node's `cuda:0`, if it has one, else its CPU.
     """
     if isinstance(node, Place):
+        require_alone(node, "device", device)
         device, node = _single(node)
-    name = on_node(active_session().places, node, device).device
-    _checked(node, name)
-    return node_context(node, name, default=True)
+    found = on_node(active_session().places, node, device)
+    return node_context(found.node, found.local_device, default=True)
 
 
 def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
     """Make this node, and device, the default for new tensors of the session: what a REPL wants."""
     if isinstance(node, Place):
+        require_alone(node, "device", device)
         device, node = _single(node)
-    name = device_name(device) if device is not None else None
-    _checked(node, name)
-    active_session().places.default = (node, name)
+    places = active_session().places
+    if device is None:
+        # It raises if there is no such node.
+        places.devices(node)
+        places.default = (node, None)
+    else:
+        places.default = (node, places.place(node, device_name(device)).local_device)

@@ -18,8 +18,8 @@ from .requests import Requests
 
 log = logging.getLogger("distruntime")
 
-# Seconds between looks of the pump: while something is in flight, while another thread reads the socket and
-# must not be disturbed, and while nothing is in flight.
+# The pump looks at intervals of so many seconds: while something is in flight, while another thread reads the
+# socket and must not be disturbed, and while nothing is in flight.
 _TICK, _WAITED, _IDLE = 0.001, 0.005, 0.2
 
 
@@ -40,7 +40,7 @@ class Pump:
 
     def __init__(self, session: Owner) -> None:
         self._session = session
-        # It is no Event: an Event's lock is taken in Python code, where Ctrl-C can come before the code that
+        # An Event would not do: its lock is taken in Python code, where Ctrl-C can come before the code that
         # gives it back, and then nobody gets it.
         self._stirred: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stir, self.parked = partial(self._stirred.put, None), [False]

@@ -12,6 +12,7 @@ from typing import Protocol, final
 
 from ..errors import ProtocolError
 from ..log.node import Node
+from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerEvent
 from ..wire.codec import Buffer, decode
 from ..wire.inbox import Frames
@@ -34,7 +35,6 @@ from ..wire.shield import shield
 from ..wire.tally import Tally
 from .launched import LaunchedWorkers
 from .requests import Requests
-from .worker_warnings import WorkerWarnings
 
 # A waiting thread looks so many seconds for its reply before it sleeps.
 _SPIN = 0.0002
@@ -127,7 +127,7 @@ class Receiver:
                 try:
                     peer, frames = self._arrived.popleft()
                 except IndexError:
-                    # Such a reader has taken it: a signal's handler, between these two lines.
+                    # A reader within this one has taken it: a signal's handler, between these two lines.
                     break
                 self.take(peer, frames)
 

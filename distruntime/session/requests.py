@@ -41,7 +41,19 @@ class Request(Generic[T_co]):
     `then` runs once, in the thread that reads it.
     """
 
-    __slots__ = ("buffer", "cause", "done", "form", "lost", "node", "number", "payload", "then", "value")
+    __slots__ = (
+        "buffer",
+        "came",
+        "cause",
+        "done",
+        "form",
+        "lost",
+        "node",
+        "number",
+        "payload",
+        "then",
+        "value",
+    )
 
     def __init__(self, number: int, node: Node, form: str = "") -> None:
         # `form` is what was asked for: see replies.py.
@@ -51,6 +63,8 @@ class Request(Generic[T_co]):
         self.payload: Buffer | None = None
         # The parts of a large reply are put together here.
         self.buffer: Loan | mmap.mmap | None = None
+        # So many bytes of these have come.
+        self.came = 0
         # This is set if the value is poisoned.
         self.cause: Cause | None = None
         # This says why no reply will come, if none will.
@@ -88,6 +102,9 @@ class Requests:
         self._arrived = threading.Condition()
         self._followers = 0
         self.announcer = Announcer()
+        self.announcer.fetched = self._fetched
+        # So many bytes of large values have come since there were none to come.
+        self._came = 0
 
     def new(self, node: Node, form: str = "") -> Request[R]:
         """Return a new request; its reply must be of `form`, one of `replies.FORMS`, or a tensor."""
@@ -118,6 +135,7 @@ class Requests:
             payload, buffer = payloads[0] if payloads else None, request.buffer
             room = buffer.memory if isinstance(buffer, Loan) else buffer
             request.value, request.payload = require(request.form, value, payload, room), payload
+            self._came += request.came
             self.discard(request)
             request.finish()
 
@@ -130,6 +148,16 @@ class Requests:
         if room is None or len(payloads) != 1 or not 0 <= offset <= len(room) - len(payloads[0]):
             raise ProtocolError("a part does not fit what was asked for")
         memoryview(room)[offset : offset + len(payloads[0])] = payloads[0]
+        request.came += len(payloads[0])
+
+    def _fetched(self) -> tuple[int, int]:
+        """Return how many bytes of large values have come, and of how many, since there were none to come."""
+        large = [request for request in list(self._open.values()) if request.buffer is not None]
+        if not large:
+            self._came = 0
+            return 0, 0
+        sizes = [len(r.buffer.memory if isinstance(r.buffer, Loan) else r.buffer) for r in large if r.buffer]
+        return self._came + sum(request.came for request in large), self._came + sum(sizes)
 
     def fail(self, node: Node, number: int, fields: object) -> None:
         """Take a `Failed`."""
@@ -168,7 +196,7 @@ class Requests:
                 read(limit)
             return True
         finally:
-            # No call until the mark is gone: Ctrl-C strikes between calls.
+            # No call may come until the mark is gone, because Ctrl-C strikes between calls.
             if not again and _READER in self._reader and self._reader[_READER] == me:
                 del self._reader[_READER]
                 if self._followers:

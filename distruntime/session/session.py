@@ -14,30 +14,31 @@ from itertools import count
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError, WaitTimeout
-from ..log.handle import Place
+from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
 from ..log.ledger import Cause
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
+from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import (
     AskMemory,
-    Detach,
+    AskStatus,
     Fetch,
-    Goodbye,
     Message,
     Plain,
     Question,
+    Status,
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
 from ..wire.tally import Tally
+from .ending import Ending
 from .failures import out_of_memory, remote_error
 from .holders import lost_lines
 from .launched import LaunchedWorkers
@@ -47,7 +48,6 @@ from .receiver import Connector, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
 from .timeouts import checked, deadline_in
-from .worker_warnings import WorkerWarnings
 
 log = logging.getLogger("distruntime")
 P = ParamSpec("P")
@@ -55,16 +55,12 @@ R = TypeVar("R")
 
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
-# The end of a session waits so many seconds for workers to hear of it.
-_LAST_WORD = 1.0
-# It waits so many seconds for its own thread to end, and as many for all its workers before they are killed.
-_LAST_STEPS = 2.0
 
 
 class Signals(Protocol):
     """Who waits for a signal of another worker, as it is noted a file up: see `meeting.Meeting`."""
 
-    # Whether the workers know each other.
+    # It is True once the workers know each other.
     done: bool
 
     def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
@@ -72,7 +68,10 @@ class Signals(Protocol):
 
 
 class Session:
-    """What `init_master_worker` returns. A context manager: leaving it shuts the session down."""
+    """One master's session; users hold the `Session` of `cluster/user_session.py`, which shows less.
+
+    A context manager: leaving it shuts the session down.
+    """
 
     def __init__(self, channel: Channel, nodes: list[Node], name: str) -> None:
         self.channel, self.nodes, self.name = channel, nodes, name
@@ -87,46 +86,42 @@ class Session:
         # These are the logs of meshes.
         self.meshes: list[MeshLog] = []
         self.places = Places(nodes, self.require_open)
-        # Tells what of the user's lived on a worker that is lost.
+        # It tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
+        self.requests.announcer.ask = self._ask_status
         self.warnings = WorkerWarnings()
-        # Gives numbers to what streams wait for across nodes.
+        # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
         self.shared = SharedPool()
         self.challenge = Challenge(self.shared)
         self.closed: str | None = None
         self.workers = LaunchedWorkers()
         self.connector: Connector
-        # Called when the session is to end, while its workers still answer. Each is told until when
-        # (monotonic) those are waited for that cannot be reached; None: for as long as it takes.
-        self.before_end: list[Callable[[float | None], None]] = []
-        self.on_close: list[Callable[[], None]] = []
-        # Called when the session is over, and not only left by this process.
-        self.on_end: list[Callable[[], None]] = []
-        # Called when a worker is declared dead.
+        # The session calls these when a worker is declared dead.
         self.on_loss: list[Callable[[Node], None]] = []
-        # Called when a worker has come in the place of one that was lost.
+        # The session calls these when a worker has come in the place of one that was lost.
         self.on_return: list[Callable[[Node], None]] = []
-        # Called when a worker says that a group has broken.
+        # The session calls this when a worker says that a group has broken.
         self.on_broken: Callable[[Node, int, str], None] = _unknown
         # These are the Groups of its workers, a layer up.
         self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
         self.meeting: Signals | None = None
-        # Whether workers wait for each other. Then what has gathered for one may be what another waits for.
+        # It is True if workers wait for each other. Then what has gathered for one may be what another waits
+        # for.
         self.joined = False
-        # Says what strangers do, and not too often.
+        # It says what strangers do, and not too often.
         self.strangers = Tally(log.warning)
         self._pid = os.getpid()
         self.receiver = Receiver(self)
         self.pump = Pump(self)
+        self.ending = Ending(self)
         # Logs wake the pump by these, on the hot path.
         self.stir, self.parked = self.pump.stir, self.pump.parked
 
     def __repr__(self) -> str:
-        count = len(self.nodes)
-        return f"<distruntime session, {count} node{'s' if count != 1 else ''}, {self.closed or 'open'}>"
+        return f"<session {self.name!r} of {len(self.nodes)}, {self.closed or 'open'}>"
 
     def __enter__(self) -> Session:
         return self
@@ -145,8 +140,7 @@ class Session:
         self.pump.start()
 
     def _set_up(self, node: Node) -> None:
-        for name, *_ in node.welcome.devices:
-            self.places.pin(Place(node.index, name))
+        self.places.enter(node)
 
     @property
     def logs(self) -> Sequence[Log]:
@@ -215,6 +209,11 @@ class Session:
         request.form = type(message).__name__
         self.post(node, message)
         return request
+
+    def _ask_status(self, node: Node, then: Callable[[Status], None]) -> None:
+        """Ask a worker what it runs; `then` hears of it, unless there is no answer."""
+        asked = self.ask(node, AskStatus)
+        asked.when_done(lambda answered: then(answered.value) if answered.value is not None else None)
 
     def result(self, request: Request[object], timeout: float | None = None) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).
@@ -298,6 +297,13 @@ class Session:
 
         Return False past the timeout (seconds).
         """
+        if not self.drain(node, timeout):
+            return False
+        self.raise_unread(node)
+        return True
+
+    def drain(self, node: Node, timeout: float | None = None) -> bool:
+        """Block until a worker has run everything issued so far. Return False past the timeout (seconds)."""
         timeout = checked(timeout)
         node.require_alive()
         with node.lock:
@@ -310,7 +316,6 @@ class Session:
             self.requests.discard(request)
             return False
         self.raise_for(request)
-        self.raise_unread(node)
         return True
 
     def raise_unread(self, node: Node) -> None:
@@ -325,7 +330,8 @@ class Session:
             node.ledger.unread.clear()
             if more:
                 log.warning(
-                    "%s: %s%d more failed operation%s",
+                    "%s: besides the operation whose error is raised now, %s%d other%s failed; each of their "
+                    "results raises its own cause",
                     node,
                     "at least " if more >= 999 else "",
                     more,
@@ -454,49 +460,11 @@ class Session:
         at most, and beyond that for a checkpoint whose workers can be reached. Ctrl-C ends that, too.
         """
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
-        if self.closed is not None or self.foreign:
-            return
-        unread: list[tuple[Node, Cause]] = []
-        try:
-            deadline = self._prepare_end(limit)
-            if raise_unread:
-                for node in self.logs:
-                    node.flush()
-                there = [node for node in self.nodes if node.failed is None and node.presence.absence is None]
-                busy = next((n for n in there if n.flights), None)
-
-                def idle() -> bool:
-                    here = [n for n in there if n.failed is None and n.presence.absence is None]
-                    return not any(n.flights for n in here)
-
-                self.requests.wait(idle, self.receiver.read, deadline, busy, "Ctrl-C ends the session now")
-                unread = [
-                    (n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in self.nodes if n.ledger.unread
-                ]
-        finally:
+        if self.closed is None and not self.foreign:
             try:
-                late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
-                if late and self.lasting:
-                    log.warning(
-                        "%s has not heard that the session %r is over, and may keep it until its time is "
-                        "over",
-                        late[0],
-                        self.name,
-                    )
+                self.ending.shut_down(limit, raise_unread)
             finally:
-                # Ctrl-C may have come again. This takes no more than 2 s for the pump, and as many for all
-                # workers together.
-                with shield:
-                    self._leave("it was shut down")
-                    self.workers.stop(time.monotonic() + _LAST_STEPS)
-                    for callback in (
-                        *self.on_close,
-                        *([] if any(node.presence.taken for node in self.nodes) else self.on_end),
-                    ):
-                        callback()
-        self.warnings.show()
-        if unread:
-            raise remote_error(*unread[0])
+                self.warnings.show()
 
     def detach(self, timeout: float | None = None) -> None:
         """Leave the session to its workers: see `dr.detach`. Block as `shutdown` does."""
@@ -508,61 +476,7 @@ class Session:
                 "init_master_worker(session=...), "
                 "or end it with shutdown()"
             )
-        late: list[Node] = []
-        try:
-            deadline = self._prepare_end(limit)
-            for node in self.logs:
-                node.flush()
-            late = self._part(Detach("the master leaves"), deadline)
-        finally:
-            with shield:
-                self._leave("it was detached; resume=True attaches to it again")
-                self.workers.leave()
-                for callback in self.on_close:
-                    callback()
-        if late:
-            raise WaitTimeout(
-                f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost"
-            )
-
-    def _prepare_end(self, limit: float | None) -> float | None:
-        """Wait for what must be over before the end; return until when (monotonic) the rest is waited for.
-
-        Workers that cannot be reached are waited for once, not once for each thing that is waited for.
-        """
-        deadline = deadline_in(limit)
-        for callback in self.before_end:
-            callback(deadline)
-        if limit is None or any(
-            node.failed is None and node.presence.absence is not None for node in self.nodes
-        ):
-            return deadline
-        return time.monotonic() + limit
-
-    def _part(self, word: Message, deadline: float | None) -> list[Node]:
-        """Say the last word to each worker, and wait until it has arrived there.
-
-        Return the workers where it has not.
-        """
-        said = {node: self.post(node, word) for node in self.nodes if node.failed is None}
-
-        def late() -> list[Node]:
-            # A word may get its number a moment later, as another thread may just be using the socket.
-            return [
-                n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
-            ]
-
-        self.requests.wait(lambda: not late(), self.receiver.read, deadline, next(iter(said), None))
-        return late()
-
-    def _leave(self, why: str) -> None:
-        self.closed = why
-        self.places.forget()
-        self.requests.lose(None, "shutdown")
-        self.pump.stop(_LAST_STEPS)
-        self.channel.close()
-        self.strangers.finish()
-        self.shared.close()
+        self.ending.leave(limit)
 
 
 def _unknown(node: Node, group: int, reason: str) -> None:

@@ -12,8 +12,9 @@ from typing import TypeGuard
 
 import torch
 
+from ..errors import PlacementError
 from ..log.current import device_name
-from ..log.handle import Place, Residence
+from ..log.handle import REMOTE_TYPES, Place, Residence
 from .places import Places
 
 
@@ -29,8 +30,7 @@ class DeviceIndex(int):
 def is_remote(where: object) -> TypeGuard[str | torch.device]:
     """Whether this is "remote" or "remote:3", as a text or as a torch device."""
     if isinstance(where, torch.device):
-        # "lazy" is what proxies claim in C++.
-        return where.type in ("remote", "lazy")
+        return where.type in REMOTE_TYPES
     return isinstance(where, str) and where.partition(":")[0] in ("remote", "lazy")
 
 
@@ -47,20 +47,37 @@ def named(places: Places, where: object) -> Residence | None:
     if isinstance(where, Place):
         return places.residence(where)
     if is_remote(where):
-        return places.numbered(torch.device(where).index)
+        return places.meant(torch.device(where))
     return None
 
 
-def indexed(places: Places, where: int | str | torch.device | None) -> Residence:
-    """Return the place that a function of `torch.remote` is given: an index, or a device with that index.
+def require_alone(where: object, name: str, other: object) -> None:
+    """Raise `PlacementError` if something is named beside a place, which says both node and device."""
+    if other is not None:
+        raise PlacementError(
+            f"{where!r} names a node and its device, and {name}={other!r} was given besides: "
+            "expected one of the two. dr.place(node, device) is the place of a node's device"
+        )
 
-    None and index 0 are the current place.
+
+def indexed(places: Places, where: object) -> Residence:
+    """Return the place that a function of `torch.remote` is given: a place, its device, or its number.
+
+    None is the current place. Raises `PlacementError` for anything else.
     """
+    if where is None:
+        return places.current()
     if isinstance(where, DeviceIndex):
         return places.residence(where.place)
-    if isinstance(where, (str, torch.device)):
-        return places.numbered(torch.device(where).index)
-    return places.numbered(where)
+    found = named(places, where)
+    if found is not None:
+        return found
+    if isinstance(where, int) and not isinstance(where, bool):
+        return places.numbered(where)
+    raise PlacementError(
+        f'torch.remote knows places: got {where!r}, expected "remote:1", its number 1, x.device or '
+        'dr.place(node, device), as in dr.place(0, "cuda:1")'
+    )
 
 
 def on_node(
@@ -79,10 +96,10 @@ def on_node(
     """
     have = places.devices(node)
     if device is not None:
-        return Place(node, device_name(device))
+        return places.place(node, device_name(device))
     if like in have:
-        return Place(node, like)
-    return Place(node, otherwise or ("cuda:0" if "cuda:0" in have else "cpu"))
+        return places.place(node, like)
+    return places.place(node, otherwise or ("cuda:0" if "cuda:0" in have else "cpu"))
 
 
 def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
@@ -91,5 +108,5 @@ def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
     Without a device that is the node's device of the same name. What is on a GPU goes to a GPU, so a node
     without one refuses it.
     """
-    on_gpu = own.device.partition(":")[0] == "cuda"
-    return on_node(places, node, device, like=own.device, otherwise="cuda:0" if on_gpu else "cpu")
+    on_gpu = own.local_device.partition(":")[0] == "cuda"
+    return on_node(places, node, device, like=own.local_device, otherwise="cuda:0" if on_gpu else "cpu")

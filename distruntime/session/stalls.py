@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 import time
 import warnings
@@ -11,6 +12,9 @@ from types import CodeType
 from ..errors import UsageError
 from ..log.line import code_text, line_text, place_of, user_line
 from .tables import table_html, table_text
+
+# Fewer waits than so many at one line are no matter, and so many sentences of advice are enough.
+_MANY, _MOST_ADVICE = 20, 3
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Stall:
 
 
 class Stalls(list[Stall]):
-    """The waits of a session's master; prints as a table."""
+    """The waits of a session's master. Prints as a table, with advice below it."""
 
     def _rows(self) -> list[list[str]]:
         return [
@@ -32,11 +36,44 @@ class Stalls(list[Stall]):
             *([f"{s.seconds:.4f} s", str(s.count), s.why, s.line] for s in self),
         ]
 
+    def advice(self) -> list[str]:
+        """Return what would spare the longest of these waits, a sentence or two for each."""
+        found = [text for stall in self if stall.count >= _MANY and (text := _advice(stall))]
+        return found[:_MOST_ADVICE]
+
     def __repr__(self) -> str:
-        return table_text(self._rows()) if self else "no waits so far"
+        return "\n".join([table_text(self._rows()), *self.advice()]) if self else "no waits so far"
 
     def _repr_html_(self) -> str:
-        return table_html(self._rows())
+        advice = "".join(f"<p>{html.escape(text)}</p>" for text in self.advice())
+        return table_html(self._rows()) + advice
+
+
+def _advice(stall: Stall) -> str:
+    """Return how a program does without many waits of one kind; nothing where they are meant or harmless."""
+    where, line = stall.line.split()[:1], stall.count
+    at = f" at {where[0]}" if where else ""
+    if stall.why == "a full window":
+        return (
+            f"{line} times the worker had as much work as it may have{at}. So it is the worker that takes "
+            "the time: nothing here is to be gained."
+        )
+    if "depend on data" in stall.why or stall.why.startswith("aten"):
+        name = stall.why.split()[0].removesuffix(".default")
+        return (
+            f"{line} times {name} waited for the shape of its result{at}. A form whose shape does not depend "
+            "on data does not wait: torch.where(condition, x, y) or a mask, for example."
+        )
+    if stall.why == "repr" or stall.why.startswith("explicit"):
+        return (
+            f"{line} fetches one by one{at}: collect the tensors in a list, and call dr.fetch(list) once."
+            if stall.why == "explicit fetch"
+            else ""
+        )
+    return (
+        f"{line} reads one by one{at}: collect the tensors in a list, and call dr.fetch(list) once after the "
+        "loop. If the loop must go on meanwhile, dr.fetch_async(x) gives a future."
+    )
 
 
 _lock = threading.Lock()
@@ -69,7 +106,7 @@ def before_wait(why: str) -> None:
     if _mode == "default" or why.startswith("explicit"):
         return
     line = line_text(user_line())
-    text = f"{why} makes the master wait for a worker\n  at {line}\n  dr.fetch_async gives a future instead"
+    text = f"{why} blocks until a worker answers\n  at {line}\n  `await dr.fetch_async(x)` does not block"
     if _mode == "error":
         raise UsageError(text)
     warnings.warn(text, stacklevel=2)

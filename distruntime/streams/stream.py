@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout
+from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout, without_our_frames
 from ..log.current import DeviceLike, current_streams, enter_stream, leave_stream
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.issue import issue
@@ -28,36 +28,38 @@ from ..operators.signatures import template
 from ..operators.transfer import item
 from ..session.requests import Request
 from ..session.session import active_session, session_of_log
-from ..session.spelling import is_remote, named, on_node
+from ..session.spelling import named, on_node, require_alone
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import AWAIT, STAMP, AskPassed, Cancel, Notify, OpenStream, Signal
+from ..wire.messages import AWAIT, STAMP, AskPassed, Notify, OpenStream, Signal
+from .cancel import drop
 
 # Each device has at most so many streams of one priority, as on CUDA. More Stream objects share them.
 _MOST = 32
 _TIME = spec((), (), 0, torch.float64)
 
 T = TypeVar("T")
-Where = int | Place | torch.device | None
+Where = int | str | torch.device | None
 
 
 def _residence(node: Where, device: DeviceLike | None) -> Residence:
     places = active_session().places
-    if isinstance(node, torch.device) and not is_remote(node):
+    for place, name, other in ((node, "device", device), (device, "node", node)):
+        found = named(places, place)
+        if found is not None:
+            require_alone(place, name, other)
+            return found
+    if isinstance(node, (str, torch.device)):
         raise PlacementError(
             "a stream belongs to a device of a node: "
             f'node=1, device="cuda:0", or x.device of a remote tensor; got {node}'
         )
-    if isinstance(node, (Place, torch.device)):
-        found = named(places, node)
-        assert found is not None
-        return found
     if node is None and device is None:
         return places.current()
     current = places.current().place
     index = current.node if node is None else node
-    like = current.device if index == current.node else None
+    like = current.local_device if index == current.node else None
     return places.residence(on_node(places, index, device, like=like))
 
 
@@ -93,8 +95,10 @@ class Stream:
     As a context it is current, and with it its node and device.
 
     Args:
-        node: the node's number, a `Place`, or the `device` of a remote tensor; default: the current place.
-        device: "cpu", "cuda:1" or a number (-1 is the CPU); default: the node's `cuda:0`, else its CPU.
+        node: the node's number, a place, or the `device` of a remote tensor. By default it is the current
+            node. A place and a tensor's `device` name the device, too, so `device` is not given besides.
+        device: "cpu", "cuda:1" or a number (-1 is the CPU). By default a stream on the current node is on the
+            current device. A stream on another node is on its `cuda:0`, or on its CPU if it has no GPU.
         priority: as in `torch.cuda.Stream`: lower numbers run first, on GPUs.
 
     Returns at once. Raises `PlacementError` where the node or device is not there.
@@ -106,7 +110,7 @@ class Stream:
                 f"a stream's priority is a small whole number, as in torch.cuda.Stream; got {priority!r}"
             )
         self.residence, self.priority = _residence(node, device), priority
-        log, name = self.residence.node, self.residence.place.device
+        log, name = self.residence.node, self.residence.place.local_device
         several = isinstance(log, MeshLog) and any(len(ranks) > 1 for ranks in log.ranks.values())
         if log.asynchronous and several:
             raise NotSupportedError(
@@ -130,7 +134,7 @@ class Stream:
             else:
                 self.number = pool[0]
                 pool.append(pool.pop(0))
-        # Where the number goes when this object dies; a device's default stream keeps its own.
+        # The number goes there when this object dies. A device's default stream keeps its own.
         self._idle: Callable[[int], None] | None = idle.append
 
     def __del__(self) -> None:
@@ -254,12 +258,7 @@ class Stream:
         Reading a dropped result raises `StreamCancelled`. What runs, ends; what is issued afterwards runs.
         Waits that it stands in are dropped too.
         """
-        log = self.check()
-        with log.lock:
-            log.flush()
-            position = log.base if log.order is None else log.order.cancelled(self.number)
-        for worker in workers_of(log):
-            session_of_log(log).post(worker, Cancel(log.stream_on_wire(self.number), position))
+        drop(self.check(), [self.number])
 
 
 class Event:
@@ -340,7 +339,7 @@ class Event:
             # The logs of one worker keep the order among each other.
             if not others:
                 continue
-            # First it is settled who will send the signal. If the other node is lost just now, or Ctrl-C
+            # This settles first who will send the signal. If the other node is lost just now, or Ctrl-C
             # comes, nothing must be waiting for it.
             for worker in others:
                 _have_signalled(recorded, source, worker, number)
@@ -519,7 +518,7 @@ def default_stream(node: Where = None, device: DeviceLike | None = None) -> Stre
 def current_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:
     """Return the stream that a device's instructions go to now, in this thread or asyncio task."""
     residence = _residence(node, device)
-    entered = current_streams.get().get((residence.place.node, residence.place.device))
+    entered = current_streams.get().get((residence.place.node, residence.place.local_device))
     if isinstance(entered, Stream) and entered.residence.node is residence.node:
         return entered
     return Stream._numbered(residence, 0)
@@ -562,6 +561,7 @@ def set_implicit_waits(enabled: bool) -> None:
             _order_of(node).implicit = enabled
 
 
+@without_our_frames
 def synchronize(
     node: int | None = None, device: DeviceLike | None = None, timeout: float | None = None
 ) -> None:
@@ -596,7 +596,8 @@ def synchronize_device(residence: Residence, timeout: float | None) -> None:
     numbers = [0]
     if log.order is not None:
         pools = log.order.pools.items()
-        numbers += [number for (name, _), pool in pools if name == residence.place.device for number in pool]
+        own = residence.place.local_device
+        numbers += [number for (name, _), pool in pools if name == own for number in pool]
     for number in numbers:
         left = left_until(deadline)
         Stream._numbered(residence, number).synchronize(left)

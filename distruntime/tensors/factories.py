@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, drop_frames, without_our_frames
 from ..log.current import DeviceLike, device_name
-from ..log.handle import Place, Residence
+from ..log.handle import Residence
 from ..session.session import active_session
 from ..session.spelling import named
 from .tensor import DistributedTensor
@@ -25,7 +25,7 @@ class Factory(Protocol):
     __name__: str
 
     def __call__(
-        self, *args: object, device: DeviceLike | Place | None = None, **kwargs: object
+        self, *args: object, device: DeviceLike | None = None, **kwargs: object
     ) -> DistributedTensor:
         """Return a new tensor."""
 
@@ -46,9 +46,13 @@ def _remote(function: _TorchFactory) -> Factory:
     """
 
     @functools.wraps(function)
-    def make(*args: object, device: DeviceLike | Place | None = None, **kwargs: object) -> DistributedTensor:
-        # What torch makes at a place of the session is a proxy.
-        return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
+    def make(*args: object, device: DeviceLike | None = None, **kwargs: object) -> DistributedTensor:
+        try:
+            # What torch makes at a place of the session is a proxy.
+            return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
     del make.__wrapped__
@@ -60,14 +64,14 @@ def _remote(function: _TorchFactory) -> Factory:
     return make
 
 
-def _target(device: DeviceLike | Place | None, like_torch: bool = True) -> Residence:
-    session = active_session()
+def _target(device: DeviceLike | None, like_torch: bool = True) -> Residence:
+    places = active_session().places
     if device is None:
-        return session.places.current(like_torch=like_torch)
-    found = named(session.places, device)
+        return places.current(like_torch=like_torch)
+    found = named(places, device)
     if found is not None:
         return found
-    return session.places.residence(Place(session.places.current().place.node, device_name(device)))
+    return places.residence(places.place(places.current().place.node, device_name(device)))
 
 
 empty = _remote(torch.empty)
@@ -86,6 +90,7 @@ tensor = _remote(torch.tensor)
 
 
 def _class(name: str, dtype: torch.dtype) -> TensorClass:
+    @without_our_frames
     def make(*args: object, device: DeviceLike | None = None) -> DistributedTensor:
         place = _target(device, like_torch=False)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):

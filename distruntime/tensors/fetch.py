@@ -13,7 +13,7 @@ from typing import TypeVar, overload
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import DistruntimeError, WaitTimeout
+from ..errors import DistruntimeError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
 from ..log.spec import Spec
 from ..operators.transfer import request, tensor_from
@@ -35,8 +35,9 @@ class Fetched(concurrent.futures.Future[T]):
         super().__init__()
         self._pending: list[Request[object]] = []
 
+    @without_our_frames
     def result(self, timeout: float | None = None) -> T:
-        """Block for the values, at most `timeout` seconds; raise what poisoned them, or `TimeoutError`."""
+        """Block for the values, at most `timeout` seconds; raise what poisoned them, or `WaitTimeout`."""
         # The waiting thread reads the socket itself: handing over from another would cost half a round trip
         # more.
         timeout = checked(timeout)
@@ -47,9 +48,25 @@ class Fetched(concurrent.futures.Future[T]):
                 if not session_of_log(reply.node).result(reply, left):
                     break
             return super().result(left_until(deadline))
+        except concurrent.futures.TimeoutError:
+            # The outcome may be a `TimeoutError` itself, or have come at this moment.
+            if self.done():
+                return super().result()
+            raise _late(timeout) from None
         finally:
-            # Else what is raised would hold this frame, the future, and so itself.
+            # Otherwise the error that is raised would hold this frame, the future, and so itself.
             del self
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block for the outcome, at most `timeout` seconds; return what poisoned the values, None if nothing.
+
+        Raise `WaitTimeout` after `timeout` seconds.
+        """
+        timeout = checked(timeout)
+        try:
+            return super().exception(timeout)
+        except concurrent.futures.TimeoutError:
+            raise _late(timeout) from None
 
     def set_outcome(self, value: T | None, error: BaseException | None) -> None:
         """Set the outcome, unless somebody has cancelled the future meanwhile.
@@ -65,11 +82,19 @@ class Fetched(concurrent.futures.Future[T]):
         except concurrent.futures.InvalidStateError:
             log.debug("a value came for a future that was cancelled")
         finally:
-            # Else it would hold this frame and itself.
+            # Otherwise it would hold this frame and itself.
             del error
 
     def __await__(self) -> Generator[object, None, T]:
         return asyncio.wrap_future(self).__await__()
+
+
+def _late(timeout: float | None) -> WaitTimeout:
+    # In Python 3.10 the TimeoutError that futures raise is not the builtin one.
+    return WaitTimeout(
+        f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
+        "  dr.nodes() shows what the workers do; a future of dr.fetch_async can be asked again"
+    )
 
 
 @overload
@@ -95,7 +120,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         for leaf in leaves
     ]
     future: Fetched[T] = Fetched()
-    # They are by storage and metadata, so that tied tensors travel once and stay tied.
+    # The keys are storage and metadata, so that tied tensors travel once and stay tied.
     replies: dict[tuple[int, Spec], Request[object]] = {}
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
@@ -170,6 +195,7 @@ def fetch(tree: torch.Tensor, timeout: float | None = None) -> torch.Tensor: ...
 def fetch(tree: T, timeout: float | None = None) -> T: ...
 
 
+@without_our_frames
 def fetch(tree: T, timeout: float | None = None) -> T:
     """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
 
@@ -181,16 +207,8 @@ def fetch(tree: T, timeout: float | None = None) -> T:
     travels = bool(future._pending)
     try:
         return future.result(timeout)
-    except (TimeoutError, concurrent.futures.TimeoutError):
-        # An operation has failed with it.
-        if future.done():
-            raise
-        raise WaitTimeout(
-            f"the values did not come within {timeout:g} s\n  waited for at {line_text(user_line())}\n"
-            "  dr.nodes() shows what the workers do; dr.fetch_async gives a future to ask again"
-        ) from None
     finally:
-        # Else what is raised would hold this frame, the future, and so itself.
+        # Otherwise the error that is raised would hold this frame, the future, and so itself.
         del future
         if travels:
             note_wait("explicit fetch", started)

@@ -25,9 +25,10 @@ _DEFAULT_DTYPES = (torch.int64, torch.bool)
 
 def _where(handle: Handle) -> str:
     place = handle.place
+    """Return the place as the device that torch takes, and in parentheses what it stands for."""
     if place.node.members:
-        return f"device='remote:{place.number}', member 0 of {len(place.node.members)}"
-    return f"device='remote:{place.number}', place=({place.place.node}, '{place.place.device}')"
+        return f"device='remote:{place.number}' (member 0 of {len(place.node.members)})"
+    return f"device='remote:{place.number}' ({place.place})"
 
 
 def summary(spec: Spec, where: str, state: str) -> str:

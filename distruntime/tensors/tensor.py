@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.types import Number
 
-from ..errors import NotSupportedError, PlacementError, UsageError
+from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import DeviceLike, current_gpu, device_name
 from ..log.handle import Handle, Place, Residence
 from ..log.mesh_log import MeshLog
@@ -23,7 +23,7 @@ from ..operators.dispatch import dispatch
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
-from ..session.spelling import DeviceIndex, named, twin_on
+from ..session.spelling import DeviceIndex, named, require_alone, twin_on
 from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
 
@@ -64,6 +64,7 @@ class DistributedTensor(torch.Tensor):
         """Where the tensor lives: its node's number and the device there."""
         return self._handle.place.place
 
+    @without_our_frames
     def member(self, k: int) -> DistributedTensor:
         """Return a proxy of the `k`-th member's shard of a tensor on a mesh. Return at once.
 
@@ -73,8 +74,8 @@ class DistributedTensor(torch.Tensor):
         if not members:
             raise UsageError(f"member() is of tensors on a mesh; this one lives on {self.place}")
         if not isinstance(k, int) or not -len(members) <= k < len(members):
-            raise IndexError(
-                f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}"
+            raise of_caller(
+                IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
             )
         if self.requires_grad and torch.is_grad_enabled():
             return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
@@ -87,7 +88,7 @@ class DistributedTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
-        kind, _, index = self.place.device.partition(":")
+        kind, _, index = self.place.local_device.partition(":")
         number = DeviceIndex(index if kind == "cuda" else -1)
         number.place = self.place
         return number
@@ -97,10 +98,11 @@ class DistributedTensor(torch.Tensor):
         """False, as `device.type` is "remote"; the device on the node is in `place`."""
         return False
 
+    @without_our_frames
     def to(
         self,
         *args: object,
-        device: DeviceLike | Place | None = None,
+        device: DeviceLike | None = None,
         node: int | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
@@ -114,7 +116,7 @@ class DistributedTensor(torch.Tensor):
             dtype = args[0].dtype
             kwargs = {"dtype": dtype, **dict(zip(("non_blocking", "copy"), args[1:])), **kwargs}
             target, rest = args[0].device, ()
-        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, Place, int))):
+        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int))):
             target, rest = args[0], args[1:]
         if target is None and node is None:
             return _to(self, *args, **kwargs)
@@ -126,15 +128,16 @@ class DistributedTensor(torch.Tensor):
         # `destination` is held until the copy lives there, so that its number stays its own.
         return _to(self, destination.lazy, *rest, **kwargs)
 
-    def _destination(self, target: DeviceLike | Place | None, node: int | None) -> Residence | torch.device:
+    def _destination(self, target: DeviceLike | None, node: int | None) -> Residence | torch.device:
         """Return the place that a `.to` names, or the device of this process that it names."""
         places = active_session().places
-        if node is not None and not isinstance(target, Place):
-            return places.residence(twin_on(places, node, target, self.place))
         found = named(places, target)
         if found is not None:
+            require_alone(target, "node", node)
             return found
-        assert target is not None and not isinstance(target, Place)
+        if node is not None:
+            return places.residence(twin_on(places, node, target, self.place))
+        assert target is not None
         device = target if isinstance(target, int) else torch.device(target)
         if isinstance(device, int) or device.type == "cuda":
             if self._handle.place.node.members:
@@ -142,13 +145,15 @@ class DistributedTensor(torch.Tensor):
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
                     "x.member(k).cuda()"
                 )
-            return places.residence(Place(self.place.node, device_name(device)))
+            return places.residence(places.place(self.place.node, device_name(device)))
         return device
 
+    @without_our_frames
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """Return a local copy. Block until it is here."""
         return super().to(torch.device("cpu"), memory_format=memory_format)
 
+    @without_our_frames
     def cuda(
         self,
         device: DeviceLike | None = None,
@@ -171,6 +176,7 @@ class DistributedTensor(torch.Tensor):
         text = render(self, self._handle, suffixes_of(self))
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
+    @without_our_frames
     def __format__(self, spec: str) -> str:
         return (
             format(self.item(), spec)
@@ -178,13 +184,17 @@ class DistributedTensor(torch.Tensor):
             else object.__format__(self, spec)
         )
 
+    @without_our_frames
     def item(self) -> Number:
         """Return the one element as a Python number. Block until it is here."""
         if self.numel() != 1:
-            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+            raise of_caller(
+                RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+            )
         value: Number = item(self._handle)
         return value
 
+    @without_our_frames
     def __round__(self, ndigits: int | None = None) -> Number:
         return round(self.item(), ndigits)
 
@@ -200,19 +210,24 @@ class DistributedTensor(torch.Tensor):
             return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
         return super().type(dtype, non_blocking)
 
+    @without_our_frames
     def tolist(self) -> Numbers:
         """Return the values as nested lists of numbers. Block until they are here."""
         return download(self._handle, "tolist").tolist()
 
+    @without_our_frames
     def numpy(self, *, force: bool = False) -> Array:
         """Refuse, as a CUDA tensor does; with `force=True` fetch first."""
         if not force:
-            raise TypeError(
-                f"a tensor on {self.place} has no memory in this process for numpy: "
-                "use x.cpu().numpy(), or dr.fetch(x).numpy()"
+            raise of_caller(
+                TypeError(
+                    f"can't convert a tensor on {self.place} to numpy; fetch it first: "
+                    "x.detach().cpu().numpy(), or x.numpy(force=True)"
+                )
             )
         return self.detach().cpu().numpy()
 
+    @without_our_frames
     def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.numpy()
 
@@ -221,11 +236,13 @@ class DistributedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same value without history; assigning makes this tensor the other one's value."""
-        # Below autograd, as torch's own: what is written through it does not count in this tensor's version.
+        # This runs below autograd, as torch's own does: what is written through it does not count in this
+        # tensor's version.
         found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
         return found
 
     @data.setter
+    @without_our_frames
     def data(self, other: torch.Tensor) -> None:
         # torch's own setter changes the wrapper's sizes, dtype and device, and would silently
         # keep the old value.
@@ -238,13 +255,18 @@ class DistributedTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
         self._handle = alias._handle
 
+    @without_our_frames
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) "
-                "support the deepcopy protocol at the moment"
+            raise of_caller(
+                RuntimeError(
+                    "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                    "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
+                    "because of a torch.nn.utils.weight_norm usage, see "
+                    "https://github.com/pytorch/pytorch/pull/103001"
+                )
             )
         with torch.no_grad():
             twin = self.clone()
@@ -261,6 +283,7 @@ class DistributedTensor(torch.Tensor):
     def __copy__(self) -> torch.Tensor:
         return self.detach().requires_grad_(self.requires_grad)
 
+    @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
@@ -268,12 +291,14 @@ class DistributedTensor(torch.Tensor):
             "or pass fetched tensors to the function"
         )
 
+    @without_our_frames
     def data_ptr(self) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} has no address in this process; "
             "compare tensors with `is`, or fetch: x.cpu().data_ptr()"
         )
 
+    @without_our_frames
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it:
         its size.
@@ -286,6 +311,7 @@ class DistributedTensor(torch.Tensor):
             "dr.fetch(x) gives a local tensor that has one"
         )
 
+    @without_our_frames
     def storage(self) -> NoReturn:
         if self._handle.place.node.members:
             raise NotSupportedError(
@@ -298,9 +324,11 @@ class DistributedTensor(torch.Tensor):
             "dr.fetch(x) gives a local tensor that has one"
         )
 
+    @without_our_frames
     def _typed_storage(self) -> NoReturn:
         self.storage()
 
+    @without_our_frames
     def share_memory_(self) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} is not in this machine's memory; "
@@ -311,14 +339,17 @@ class DistributedTensor(torch.Tensor):
         """False: the memory is a worker's."""
         return False
 
+    @without_our_frames
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be exported by DLPack; fetch it first: x.cpu().__dlpack__()"
         )
 
+    @without_our_frames
     def __dlpack_device__(self) -> NoReturn:
         self.__dlpack__()
 
+    @without_our_frames
     def record_stream(self, stream: object) -> None:
         """Let the memory be used again only after what `stream` has been given until this tensor dies.
 
@@ -350,11 +381,11 @@ class _Member(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        team = ctx.home.node
+        mesh_log = ctx.home.node
         zeros = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
         own = grad.contiguous()
-        assert isinstance(team, MeshLog)
+        assert isinstance(mesh_log, MeshLog)
         assert isinstance(zeros, DistributedTensor) and isinstance(own, DistributedTensor)
-        handles = [member_of(zeros._handle, k) for k in range(len(team.members))]
+        handles = [member_of(zeros._handle, k) for k in range(len(mesh_log.members))]
         handles[ctx.k] = own._handle
-        return wrap(DistributedTensor, mesh_of(team, ctx.home, handles)), None
+        return wrap(DistributedTensor, mesh_of(mesh_log, ctx.home, handles)), None

@@ -46,13 +46,13 @@ def issue_function(
     issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
 
 
-def read_function(node: Node, function: str) -> object:
-    """Return what a call without arguments returns, of numbers, strings and lists.
+def read_function(node: Node, function: str, args: Sequence[object] = ()) -> object:
+    """Return what a call with constants returns, of numbers, strings and lists.
 
     Block until everything issued before it has run.
     """
     session = session_of_log(node)
-    number, _ = template(None, DistributedTensor, (), {}, 1, node, name=f"distruntime::{function}")
+    number, _ = template(None, DistributedTensor, args, {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
         request: Request[list[object]] = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))

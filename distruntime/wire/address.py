@@ -7,7 +7,7 @@ import socket
 
 from ..errors import ConfigurationError
 
-# Seconds that the kernel keeps a connection to itself through which nothing has come, about.
+# The kernel keeps a connection to itself for about so many seconds while nothing comes through it.
 _SILENT = 5
 
 
@@ -20,6 +20,8 @@ def resolve(address: str) -> list[str]:
     port = rest.rpartition(":")[2]
     if transport != "tcp":
         return []
+    if ":" not in rest.rpartition("]")[2]:
+        raise unusable(address, "the port is missing")
     if port != "*" and not (port.isdecimal() and int(port) < 65536):
         raise unusable(address, f"{port!r} is no port")
     try:
@@ -51,7 +53,8 @@ def listener(address: str, backlog: int) -> socket.socket | None:
         try:
             made = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT and len(where) > 1:  # no IPv6 here
+            # This machine has no IPv6.
+            if error.errno == errno.EAFNOSUPPORT and len(where) > 1:
                 continue
             raise
         try:
@@ -60,10 +63,10 @@ def listener(address: str, backlog: int) -> socket.socket | None:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((name, 0 if port == "*" else int(port)))
             made.listen(backlog)
+            # The kernel keeps a connection through which nothing comes: libzmq's own peers speak at once.
             if hasattr(
                 socket,
                 "TCP_DEFER_ACCEPT",
-                # Who says nothing waits with the kernel, and not with libzmq, whose peers speak at once.
             ):
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
             # Otherwise libzmq's thread would wait for a connection that has gone before it was accepted.
@@ -90,6 +93,11 @@ def wants_ipv6(address: str, resolved: list[str]) -> bool:
 
 def unusable(address: str, error: Exception | str) -> ConfigurationError:
     """Return the error of an address that cannot be listened at or dialled."""
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return ConfigurationError(
+            f"got address {address!r}: it is in use: another program listens there already. Choose another "
+            "port, or end that program"
+        )
     return ConfigurationError(
         f"got address {address!r}: {error}. Expected tcp://host:port or ipc://path (at most 107 characters "
         "of path)."

@@ -42,22 +42,21 @@ from .wake import Wake
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _ZAP_DOMAIN = "distruntime"
-# Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
+# These are plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# The flags of a message to send, by how many frames follow the peer's name.
+# The k-th entry has the flags of a message with k frames behind the peer's name.
 _FLAGS = [(_MORE,) * frames + (_NOBLOCK,) for frames in range(8)]
-# Connections that the kernel holds until they are accepted.
+# The kernel holds at most so many connections until they are accepted.
 _BACKLOG = 1024
-# Seconds for a connection to prove its key. That takes four short messages, and who is slower dials again. So
-# long does a silent stranger hold a descriptor.
+# A connection has so many seconds to prove its key. The proof takes four short messages, and a peer that is
+# slower dials again. A silent stranger holds a descriptor for that long.
 HANDSHAKE = 2.0
-# How often in a row the other side hangs up in the handshake before it is taken to hold another key: one that
-# is flooded hangs up, too.
+# A peer that hangs up so often in a row, in the handshake, is taken to hold another key. A flooded peer hangs
+# up, too.
 HANG_UPS = 8
-# Bytes a second: a network that brings fewer is as good as none. A frame takes 16 s on it, and who has waited
-# that long for the rest of one waits for what does not come: its length was changed on the way, or the other
-# side has gone.
+# A network that brings fewer bytes a second is as good as none. A frame takes 16 s on it. If the rest of a
+# frame has not come by then, it does not come: its length was changed on the way, or the other side has gone.
 _SLOWEST = 1 << 15
 _CLOSED = "this channel is closed, or belongs to the process that forked this one"
 
@@ -66,7 +65,7 @@ _CLOSED = "this channel is closed, or belongs to the process that forked this on
 # first at once would make two of each, and then use one socket side by side. So the first such frame is an
 # empty one, under this lock. A finalizer may come in between.
 _first = threading.RLock()
-# Not empty: it has been made.
+# It has an item once that frame has been made.
 _begun: list[bool] = []
 
 
@@ -135,28 +134,28 @@ class Channel:
         self.sent_bytes = 0
         self._keys = keys
         self._lock = threading.Lock()
-        # The thread that uses the socket now.
+        # This is the number of the thread that uses the socket now.
         self._owner: int | None = None
-        # Messages that came meanwhile.
+        # Messages wait here if they come while another thread uses the socket.
         self._late: deque[tuple[Peer | Link, Delivery | None, Long | Sequence[Part], Sequence[int]]] = deque()
         self._closed = False
-        self._waiting = (
-            # Invariant: True => some thread is between a fruitless drain and the end of its poll.
-            False
-        )
+        # Invariant: while it is True, some thread is between a fruitless drain and the end of its poll.
+        self._waiting = False
         self._woken = False
         self._wake = Wake()
-        # A message on its way into the socket. It is one `map`, whose next item is the next frame whatever an
-        # interrupt did to the last: pyzmq runs signal handlers after each frame, and a message cut in two
-        # would swallow the next.
+        # This is a message on its way into the socket. It is one `map`, and its next item is the next frame,
+        # whatever an interrupt did to the last. pyzmq runs signal handlers after each frame, and a message
+        # that is cut in two would swallow the next.
         self._unsent: map[object] | None = None
-        # A context of its own: there is one ZAP handler per context, and close() can be complete.
+        # The channel has a context of its own, because there is one ZAP handler per context, and so that
+        # close() can be complete.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._context, self._socket, has_key=keys is not None)
         self._inbox = Inbox(self._socket, self._connections)
-        self._dialled: dict[Peer, str] = {}  # where
+        # Each dialled peer has its address here.
+        self._dialled: dict[Peer, str] = {}
         try:
             self._set_up(name, server=listen is not None)
             if silence:
@@ -166,14 +165,14 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a
-        # message in two.
+        # These are the C methods, past pyzmq's Python layer. They cost half as much, and they run no bytecode
+        # on which Ctrl-C could cut a message in two.
         self._send_frame: Callable[[Part, int], object] = zmq.backend.Socket.send.__get__(self._socket)
         self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._socket)
         self._polling = False
         self._poll = select.poll()
         self._fd: int = self._option(zmq.FD)
-        # In this order they are reported: connections before their messages.
+        # They are reported in this order: connections before their messages.
         self._watched = self._connections.fd, self._fd, self._wake.fd
         for fd in self._watched:
             self._poll.register(fd, select.POLLIN)
@@ -248,10 +247,8 @@ class Channel:
         if not frames:
             raise ValueError("got no frames, expected at least one")
         long = False
-        for frame in (
-            frames
-            # Nothing may fail once the first frame is in: the next message would become the tail of this one.
-        ):
+        # Nothing may fail once the first frame is in: the next message would become the tail of this one.
+        for frame in frames:
             if type(frame) is not bytes and not (
                 isinstance(frame, (bytearray, zmq.Frame))
                 or (isinstance(frame, memoryview) and frame.contiguous)
@@ -267,20 +264,19 @@ class Channel:
         delivery = Delivery(to, frames) if type(to) is Link else None
         parts: Long | Sequence[Part] = Long(frames) if long else frames
         trackers: Sequence[zmq.MessageTracker] = ()
-        if (
-            not copy
-            # Pyzmq runs Python code to make these, which an interrupt may end: not between two frames.
-        ):
+        # pyzmq runs Python code to make these, which an interrupt may end. So they are not made between two
+        # frames.
+        if not copy:
             parts, trackers = _tracked(parts)
             if delivery is not None:
                 delivery.trackers = trackers
         flags: Sequence[int] = (
             _FLAGS[len(frames)] if len(frames) < len(_FLAGS) else (_MORE,) * len(frames) + (_NOBLOCK,)
         )
-        # Else Ctrl-C could come between the lock and the `try`.
+        # Otherwise Ctrl-C could come between the lock and the `try`.
         with shield:
-            # Never wait for the lock: its holder may be in a finalizer that waits for a lock of this
-            # thread's, or may be this very thread.
+            # This must never wait for the lock: its holder may be in a finalizer that waits for a lock of
+            # this thread's, or may be this very thread.
             if not self._lock.acquire(blocking=False):
                 self._late.append((to, delivery, parts, flags))
                 self._send_late()
@@ -292,7 +288,8 @@ class Channel:
                     if self._unsent is not None:
                         self._finish_sending()
                     if self._late:
-                        self._drain_late()  # first come, first sent
+                        # What came first is sent first.
+                        self._drain_late()
                     peer = to if isinstance(to, bytes) else to.peer
                     if delivery is not None:
                         delivery.link.keep(delivery)
@@ -340,7 +337,7 @@ class Channel:
                 # They are younger, and stay so.
                 self._drain_late()
                 link.acknowledge(received)
-                # Before the frames are read: see Delivery.done.
+                # This comes before the frames are read: see Delivery.done.
                 link.peer = peer
                 for delivery in link.kept:
                     long = any(map(is_large, delivery.frames))
@@ -384,7 +381,7 @@ class Channel:
                 if self._closed:
                     raise ChannelClosed(_CLOSED)
                 if self._connections.poll(0):
-                    # Before their messages, which are then received with their fd.
+                    # The connections are read before their messages, so each message is received with its fd.
                     self._connections.read()
                 self._inbox.drain()
                 self._waiting = waiting = not self._inbox.messages and timeout != 0
@@ -415,7 +412,7 @@ class Channel:
 
     def wake(self) -> None:
         """Make a waiting receive() return, or else the next one that would wait. From any thread."""
-        # No lock: signal handlers call this.
+        # This takes no lock, because signal handlers call it.
         self._woken = True
         self._wake.signal()
 
@@ -449,15 +446,11 @@ class Channel:
     def _set_up(self, name: Peer | None, *, server: bool) -> None:
         router = self._socket
         router.linger = 0
-        router.sndhwm = router.rcvhwm = (
-            # The windows of the command log bound memory; a send must never block or drop.
-            0
-        )
+        # The windows of the command log bound memory; a send must never block or drop.
+        router.sndhwm = router.rcvhwm = 0
         router.router_mandatory = True
-        router.router_handover = (
-            # A peer that reconnects under its name replaces its half-open predecessor.
-            True
-        )
+        # A peer that reconnects under its name replaces its half-open predecessor.
+        router.router_handover = True
         router.maxmsgsize = FRAME + ROOM
         router.backlog = _BACKLOG
         router.handshake_ivl = round(HANDSHAKE * 1000)
@@ -570,7 +563,7 @@ class Channel:
     def _spin(self, end: float) -> None:
         """Look for a message until `end`, leaving the lock to senders in between."""
         while time.perf_counter() < end:
-            # Libzmq's own thread may need this core to bring what is looked for.
+            # libzmq's own thread may need this core to bring what is looked for.
             _yield()
             with self._lock:
                 self._owner = threading.get_ident()
@@ -605,7 +598,7 @@ class Channel:
                 self._send_late()
 
     def _polled(self, timeout: float | None) -> list[tuple[int, int]]:
-        # A signal handler waits within a wait: a poll object takes one at a time.
+        # A signal handler may wait within a wait, and a poll object serves one at a time.
         if self._polling:
             nested = select.poll()
             for fd in self._watched:
@@ -623,8 +616,8 @@ class Channel:
         for fd, _ in ready:
             if fd == self._fd:
                 try:
-                    # One message, and the next receive() looks for more: two looks less on the way of a lone
-                    # reply.
+                    # This reads one message, and the next receive() looks for more. That saves two looks on
+                    # the way of a lone reply.
                     self._inbox.read()
                 except zmq.Again:
                     # Something else kept libzmq busy.
@@ -648,9 +641,9 @@ class _OnlyKey:
         return hmac.compare_digest(key, self._public)
 
 
-# The open channels of this process. A fork copies them half alive (no IO thread): in the child they count as
-# closed, and are kept for ever, since even their destructors would speak to threads that the child does not
-# have.
+# These are the open channels of this process. A fork copies them half alive, without their IO thread. In the
+# child they count as closed. They are kept there for ever, since even their destructors would speak to
+# threads that the child does not have.
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 _abandoned: list[Channel] = []
 

@@ -126,15 +126,15 @@ def daemons_from(rows: Sequence[object]) -> list[DaemonRecord] | None:
 # -- plain values: arguments of operators, and results that are no tensors -------------------------
 # What msgpack has travels as it is, and everything else as a list that starts with its tag.
 
-# Stands where an operand word of the instruction goes.
+# It stands where an operand word of the instruction goes.
 OPERAND: list[Plain] = ["operand"]
 # Stands in a template for the results of an instruction that returns nothing and only checks: its last word
 # lists the refs of its operands' kin, or is None.
 KIN: list[Plain] = ["kin"]
 
-# Lists in lists: a thousand would end in a RecursionError.
+# Lists may be nested so deep. A thousand levels would end in a RecursionError.
 _DEEPEST = 64
-# Digits of an integer; Python itself refuses more than 4300.
+# An integer may have so many digits. Python itself refuses more than 4300.
 _LONGEST = 4000
 Constant: TypeAlias = (
     "bool | int | float | complex | str | torch.dtype | torch.memory_format | torch.layout | torch.device"
@@ -226,7 +226,7 @@ def tensor_bytes(tensor: torch.Tensor, lasting: bool = False) -> memoryview:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return memoryview(b"")
-    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    # `view(-1)` would not do: a dimension of size 1 keeps whatever stride it had.
     flat = dense.as_strided((dense.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy() if lasting else np.asarray(_Memory(flat)))  # type: ignore[arg-type]
 

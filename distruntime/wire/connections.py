@@ -22,10 +22,10 @@ from .strangers import Strangers
 
 Peer = bytes
 
-# Without HANDSHAKE_FAILED_PROTOCOL, which tells more: libzmq 4.3.5 raises it for each message too that cannot
-# be decrypted, and loses its `errno` over it. The connection then counts as one whose reader is slow: it
-# never ends, and when the other side closes it, the next heartbeat aborts this process. One byte changed on
-# the way was enough (2026-11: one in sixty meddled connections).
+# HANDSHAKE_FAILED_PROTOCOL would tell more, and is left out: libzmq 4.3.5 raises it for each message too that
+# cannot be decrypted, and loses its `errno` over it. The connection then counts as one whose reader is slow:
+# it never ends, and when the other side closes it, the next heartbeat aborts this process. One byte changed
+# on the way was enough (2026-11: one in sixty meddled connections).
 _MONITORED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -48,7 +48,7 @@ class PeerEvent:
     peer: Peer | None
     address: str
     detail: str = ""
-    # Whether it is sure that a dialled peer did not get in; libzmq then does not dial it again by itself.
+    # It is True if a dialled peer surely did not get in. libzmq then does not dial it again by itself.
     final: bool = True
 
 
@@ -70,9 +70,9 @@ class Connections:
         self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, has_key: bool
     ) -> None:
         self.strangers = Strangers(most_strangers())
-        # The connections through which nothing has come yet, by fd.
+        # Nothing has come yet through these connections. The keys are their fds.
         self.unplaced = self.strangers.names
-        # Fds that have been hung up on, as there were too many of these.
+        # These fds were hung up on, as there were too many such connections.
         self._crowded_out: set[int] = set()
         self.doubted: set[int] = set()
         self._ghosts: set[int] = set()
@@ -81,19 +81,19 @@ class Connections:
         # Each peer that dialled us has the fd of its connection here.
         self.placed: dict[Peer, int] = {}
         self._has_key = has_key
-        # A failed handshake was reported, of whom has dialled us or we have; libzmq then reports the end of
-        # that connection.
+        # It is True after libzmq has reported a failed handshake of a peer, whoever dialled. libzmq then
+        # reports the end of that connection.
         self._refused = False
         self._refused_by: set[Peer] = set()
         self._dialled_at: dict[str, Peer] = {}
-        # The dialled peers that are connected now.
+        # These dialled peers are connected now.
         self._reached: set[Peer] = set()
         self._peer_of: dict[int, Peer] = {}
         self._events: deque[PeerEvent] = deque()
         self._router = router
         self._monitor = context.socket(zmq.PAIR)
-        # By hand, not by get_monitor_socket(): past its default high-water mark libzmq's IO thread would
-        # block on unread events.
+        # The monitor is made by hand, not by get_monitor_socket(): past its default high-water mark, libzmq's
+        # IO thread would block on unread events.
         self._monitor.rcvhwm = 0
         router.monitor("inproc://monitor", _MONITORED)
         self._monitor.connect("inproc://monitor")
@@ -101,11 +101,11 @@ class Connections:
         self._receive: Callable[[int], bytes] = zmq.backend.Socket.recv.__get__(self._monitor)
         self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(self._monitor)
         self.fd: int = self._option(zmq.FD)
-        # Libzmq signals the fd only to a reader that has found nothing once.
+        # libzmq signals the fd only to a reader that has found nothing once.
         self._option(_EVENTS)
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        # Whether there is anything to read: a third of what asking libzmq costs.
+        # It says whether there is anything to read. That takes a third of what asking libzmq takes.
         self.poll = poll.poll
 
     def dial(self, peer: Peer, endpoints: Iterable[str]) -> None:
@@ -176,7 +176,7 @@ class Connections:
         while len(self._raw) == 2 or self._option(_EVENTS) & _POLLIN:
             if len(self._raw) < 2:
                 while self._option(_RCVMORE):
-                    # The rest of a report of which an interrupt cost a frame.
+                    # This receives the rest of a report of which an interrupt cost a frame.
                     self._receive(_NOBLOCK)
                 self._raw = []
                 self._raw.extend(map(self._receive, (_NOBLOCK, _NOBLOCK)))
@@ -217,7 +217,8 @@ class Connections:
                 return lost
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if dialled is None:
-                    return None  # accepted: place() reports it
+                    # The connection is accepted, and place() reports it.
+                    return None
                 self._reached.add(dialled)
                 return PeerEvent("connected", dialled, endpoint)
             case zmq.EVENT_DISCONNECTED if dialled is None and (
@@ -260,7 +261,7 @@ class Connections:
             return None
         keys = "another key, or none" if self._has_key else "a key, where none is held here"
         return PeerEvent(
-            "handshake_failed", peer, endpoint, f"the other side has {keys}; or it does not speak ZeroMQ"
+            "handshake_failed", peer, endpoint, f"the other side has {keys}; or it is no distruntime peer"
         )
 
     def _lost_stranger(self, fd: int, endpoint: str) -> PeerEvent | None:
@@ -277,15 +278,15 @@ class Connections:
                     "handshake_failed", None, endpoint, "too many others had not said who they are either"
                 )
             )
-        keys = "another key, or none" if self._has_key else "a key, where none is held here"
-        why = f"it has {keys}; or does not speak ZeroMQ; or it hung up before it said who it is"
+        keys = "wrong or missing key" if self._has_key else "it has a key, where none is held here"
+        why = f"{keys}, or it is no distruntime peer, or it hung up during the handshake"
         return None if reported else PeerEvent("handshake_failed", None, endpoint, why)
 
     def _lost(self, fd: int, endpoint: str) -> PeerEvent | None:
         self.doubted.discard(fd)
         peer = self._peer_of.pop(fd, None)
         if peer is None:
-            # Never said its name, or has come back on another connection since.
+            # The peer never said its name, or it has come back on another connection since.
             return None
         del self.placed[peer]
         self._ghosts.add(fd)

@@ -35,7 +35,8 @@ class Deadline:
             source, value = self.variable, os.environ.get(self.variable, "")
             if value == "":
                 return self.seconds
-        if hasattr(value, "total_seconds"):  # a timedelta
+        # This is a timedelta.
+        if hasattr(value, "total_seconds"):
             value = value.total_seconds()
         try:
             seconds = float(value)  # type: ignore[arg-type]
@@ -53,7 +54,16 @@ CONNECT = Deadline(
     30.0,
     "DISTRUNTIME_TIMEOUT",
     "init_master_worker(timeout=), restart(timeout=)",
-    "workers to start, answer or dial in",
+    "workers to start or answer",
+)
+# A cluster's scheduler may start the workers that dial in. Its machines may have to boot, and to read torch
+# over a network. torchrun waits as long for its members.
+DIAL = Deadline(
+    "dial",
+    600.0,
+    "DISTRUNTIME_DIAL_TIMEOUT",
+    "init_master_worker(timeout=), restart(timeout=)",
+    "workers to dial in, where `listen=` is given",
 )
 UNREACHABLE = Deadline(
     "unreachable",
@@ -93,6 +103,9 @@ DETACH = Deadline(
 ASK = Deadline(
     "ask", 1.0, "DISTRUNTIME_ASK_TIMEOUT", "", "dr.nodes() and dr.memory() for one worker's figures"
 )
+LOOK = Deadline(
+    "look", 5.0, "DISTRUNTIME_LOOK_TIMEOUT", "", "a worker to answer `python -m distruntime status`"
+)
 REPR = Deadline(
     "repr",
     2.0,
@@ -118,4 +131,4 @@ ORPHAN = Deadline(
     "a worker whose master has died to stop by itself, before it is ended",
 )
 
-DEADLINES = (CONNECT, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, REPR, MEET, GROUP, ORPHAN)
+DEADLINES = (CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, LOOK, REPR, MEET, GROUP, ORPHAN)

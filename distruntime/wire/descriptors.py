@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 
 from ..errors import ConfigurationError
 
-# A channel takes 15 with keys (two threads' and six sockets' own, the listener), a group some 8: this is for
-# one, and something to live on.
+# A channel with keys takes 15 descriptors (two threads' and six sockets' own, and the listener), and a group
+# takes some 8. This is enough for one of each, and for something to live on.
 ENOUGH = 24
 # Some systems allow a thousand times as many descriptors. Programs that are started from here may walk
 # through all of them.
 _MUCH = 1 << 20
-# Strangers, at least and at most.
+# At least and at most so many strangers may be connected at a time.
 _FEW, _MANY = 16, 48
 
 
@@ -34,7 +34,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MUCH if hard == resource.RLIM_INFINITY else min(hard, _MUCH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # Where the system has a limit of its own, as macOS.
+        # A system may have a limit of its own, as macOS has.
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

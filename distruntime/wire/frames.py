@@ -16,15 +16,15 @@ from typing import TypeAlias, final
 import numpy as np
 import zmq
 
-# Bytes of a frame at most. Half of it is less memory for each stranger, and takes longer: the frames of 64
-# MiB are 128 calls of libzmq.
+# A frame has at most so many bytes. Half of it would take less memory for each stranger, and more time: the
+# frames of 64 MiB are 128 calls of libzmq.
 FRAME = (1 << 19) + (1 << 12)
-# Bytes that libzmq itself puts around a frame: with CURVE a command's name, a nonce, flags and a box, 33 in
-# all.
+# libzmq itself puts at most so many bytes around a frame: with CURVE a command's name, a nonce, flags and a
+# box, 33 in all.
 ROOM = 1 << 10
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# A frame as it is sent.
+# This is a frame as it is sent.
 Part: TypeAlias = Buffer | zmq.Frame
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # A place says which of the message's frames the piece belongs to, where the piece begins in it, and how many
@@ -92,7 +92,7 @@ class Joined:
         return bytes(self.buffer)
 
 
-# A frame as it arrives: a large one as libzmq holds it, or as its pieces have been joined.
+# This is a frame as it arrives: a large one as libzmq holds it, or as its pieces have been joined.
 Arrived: TypeAlias = bytes | zmq.Frame | Joined
 
 
@@ -108,11 +108,9 @@ class Coming:
     """
 
     def __init__(self, large: tuple[tuple[int, memoryview], ...] = (), got: int = 0) -> None:
-        self._large = (
-            # The large frames that have begun: which of the message's they are, and their memory.
-            large
-        )
-        # Bytes of the last of them that have come.
+        # These large frames have begun. Each entry has the frame's number in the message, and its memory.
+        self._large = large
+        # So many bytes of the last of them have come.
         self._got = got
 
     def with_piece(self, place: bytes, piece: Buffer) -> Coming:
@@ -128,8 +126,7 @@ class Coming:
             if large and (got != len(large[-1][1]) or index < large[-1][0]):
                 raise Nonsense
             try:
-                # Not a bytearray, which is zeroed first: for a second in which nothing else runs, if it has
-                # 1.6 GB.
+                # A bytearray would be zeroed first: with 1.6 GB nothing else would run for a second.
                 large, got = (*large, (index, memoryview(np.empty(size, np.uint8)))), 0  # type: ignore[arg-type]
             except (MemoryError, ValueError, OverflowError):
                 raise Nonsense from None

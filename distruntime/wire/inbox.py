@@ -22,11 +22,11 @@ class _Receive(Protocol):
     def __call__(self, flags: int, copy: bool = True, /) -> bytes | zmq.Frame: ...
 
 
-# Payload frames this large stay where libzmq received them, smaller ones become bytes: a copy is cheaper than
-# keeping a message alive (pyzmq's COPY_THRESHOLD draws the same line for sending).
+# Payload frames this large stay where libzmq received them, and smaller ones become bytes: a copy is cheaper
+# than keeping a message alive (pyzmq's COPY_THRESHOLD draws the same line for sending).
 LARGE = 65536
 
-# Plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
+# These are plain integers: `&` of two of pyzmq's enumerations costs 4 us, a tenth of a round trip.
 _EVENTS, _POLLIN, _SRCFD, _RCVMORE, _NOBLOCK = (
     int(zmq.EVENTS),
     int(zmq.POLLIN),
@@ -34,8 +34,8 @@ _EVENTS, _POLLIN, _SRCFD, _RCVMORE, _NOBLOCK = (
     int(zmq.RCVMORE),
     int(zmq.NOBLOCK),
 )
-# How to receive a frame: as bytes, or as zmq.Frame, which costs 2 us more and knows the connection that it
-# came through.
+# A frame is received as bytes, or as zmq.Frame, which costs 2 us more and knows the connection that it came
+# through.
 _BYTES, _FRAME = ((_NOBLOCK,), (True,)), ((_NOBLOCK,), (False,))
 
 
@@ -46,18 +46,18 @@ class Inbox:
     def __init__(self, router: zmq.Socket[bytes], connections: Connections) -> None:
         self.messages: list[tuple[Peer, Frames]] = []
         self.received_bytes = 0
-        # What has been read of the next message so far. It is not empty only within read(), or after an
+        # This has what was read of the next message so far. It is empty except within read(), or after an
         # interrupt there.
         self._partial: list[bytes | zmq.Frame] = []
         # Invariant: _partial holds fewer frames <=> an interrupt came while a frame was received, and cost
         # it.
         self._expected = 0
-        # The pieces of large messages that have come, by their sender. An entry is replaced, never changed in
-        # place.
+        # Each sender of a large message has the pieces here that have come. An entry is replaced, never
+        # changed in place.
         self._coming: dict[Peer, Coming] = {}
         self._connections = connections
-        # The C methods, past pyzmq's Python layer: half the cost, and no bytecode on which Ctrl-C could cut a
-        # message in two.
+        # These are the C methods, past pyzmq's Python layer. They cost half as much, and they run no bytecode
+        # on which Ctrl-C could cut a message in two.
         self._receive: _Receive = zmq.backend.Socket.recv.__get__(router)
         self._option: Callable[[int], int] = zmq.backend.Socket.get.__get__(router)
 
@@ -68,10 +68,8 @@ class Inbox:
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
         self._connections.close_ended()
-        if (
-            self._coming
-            # What came through connections that have ended is read: nothing more comes of their messages.
-        ):
+        # What came through connections that have ended is read: nothing more comes of their messages.
+        if self._coming:
             self._coming = {
                 peer: coming for peer, coming in self._coming.items() if self._connections.open(peer)
             }
@@ -92,11 +90,12 @@ class Inbox:
         if not partial:
             self._expected = 1
             try:
-                partial.extend(map(self._receive, *_BYTES))  # the sender's name
+                # This frame is the sender's name.
+                partial.extend(map(self._receive, *_BYTES))
             except zmq.Again:
                 self._expected = 0
                 raise
-        # Received as bytes, above.
+        # It was received as bytes, above.
         peer: bytes = partial[0]  # type: ignore[assignment]
         if len(partial) < 2:
             known = peer in connections.placed or peer in connections.dialled
@@ -131,10 +130,8 @@ class Inbox:
         if frames is not None:
             self.received_bytes += sum(map(len, frames))
         entries = ((peer, frames),) if frames is not None else ()
-        self.messages += (
-            # These statements hold no call and no jump, so no interrupt falls in between.
-            entries
-        )
+        # These statements hold no call and no jump, so no interrupt falls in between.
+        self.messages += entries
         self._coming = coming
         self._partial = []
         self._expected = 0
@@ -177,5 +174,5 @@ def _connection(frame: zmq.Frame) -> int | None:
     try:
         return int(frame.get(_SRCFD))
     except zmq.ZMQError:
-        # Noise that passed for ZMTP 1, which carries no properties.
+        # This is noise that passed for ZMTP 1, which carries no properties.
         return None

@@ -133,11 +133,12 @@ def write_private(path: Path, text: str) -> None:
     Raise `FileExistsError` where there is one, or `OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+    # mkstemp gives the file the mode 0600.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(text)
-        # Appears whole or not at all, and never replaces another's key.
+        # The key appears whole or not at all, and it never replaces another one.
         os.link(temporary, path)
     finally:
         os.unlink(temporary)
@@ -209,7 +210,8 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
     try:
         KeyPair.generate().save(default)
     except ConfigurationError:
-        # If it does, another process was faster on its own first use: share its key.
+        # If the file exists by now, another process was faster at its own first use, and this one shares its
+        # key.
         if not default.exists():
             raise
     return KeyPair.load(default)
@@ -249,15 +251,13 @@ def is_local(address: str) -> bool:
 
 
 def _is_private(address: str) -> bool:
-    if not address.startswith("ipc://") or address.startswith(
-        "ipc://@"
-        # Linux's abstract sockets have no file and so no owner.
-    ):
+    # Linux's abstract sockets have no file and so no owner.
+    if not address.startswith("ipc://") or address.startswith("ipc://@"):
         return False
     try:
         status = Path(address[len("ipc://") :]).parent.stat()
     except OSError:
-        # choose() cannot vouch for what is not there; binding there fails on its own.
+        # choose() cannot vouch for what is not there. Binding there fails on its own.
         return False
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 

@@ -18,11 +18,11 @@ from .frames import Part
 
 Buffer = bytes | bytearray | memoryview
 
-# Messages that come unacknowledged at most: an acknowledgement for each would cost a lone read a tenth.
+# At most so many messages come unacknowledged. An acknowledgement for each would cost a lone read a tenth.
 EVERY = 32
-# Bytes of payload that come unacknowledged at most.
+# At most so many bytes of payload come unacknowledged.
 MUCH = 4 << 20
-# Bytes of payload whose sender waits to use the memory again, and so is told at once.
+# The sender of a payload of so many bytes waits to use the memory again, and so is told at once.
 LARGE = 1 << 20
 
 
@@ -44,7 +44,7 @@ class Delivery:
         self.link, self.frames = link, frames
         # They tell whether ZeroMQ reads the frames' memory still, where it reads it in place.
         self.trackers: Sequence[Tracker] = ()
-        # Counts the link's messages from 1; it is 0 until the message is in order.
+        # It counts the link's messages from 1. It is 0 until the message is in order.
         self.number = 0
 
     @property
@@ -58,7 +58,7 @@ class Delivery:
             return True
         if link.peer is None and self.number and all(tracker.done for tracker in self.trackers):
             self.copy_frames()
-            # Else it is being sent again, perhaps with the frames as they were.
+            # Otherwise it is being sent again, perhaps with the frames as they were.
             return link.peer is None
         return False
 
@@ -85,9 +85,10 @@ class Link:
         self.kept: deque[Delivery] = deque()
         self.sent = self.acknowledged = self.received = 0
         self._since = self._bytes = 0
-        # Whether a part has come since the last acknowledgement: its sender waits to use the memory again.
+        # It is True if a part has come since the last acknowledgement: its sender waits to use the memory
+        # again.
         self._pending = False
-        # Nothing will arrive any more.
+        # It is True once nothing will arrive any more.
         self.over = False
 
     def end(self) -> None:

@@ -10,50 +10,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
-# The contract between master and worker: a change of any message or opcode changes this number.
-PROTOCOL = 8
+# This is the contract between master and worker. A change of any message or opcode changes this number.
+PROTOCOL = 10
 
-# What msgpack brings: the words of a log, the arguments of templates, and whatever a field does not say more
+# msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
 Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, Plain] | None"
 T_co = TypeVar("T_co", covariant=True)
 
-# Words that a segment may hold where an instruction starts. A negative word frees the ref of that number. A
+# A segment may hold these words where an instruction starts. A negative word frees the ref of that number. A
 # word from FIRST_TEMPLATE on is a template; the words of its operands (refs, floats) and the refs of its
 # results follow.
 
-# CHECK, number, [spec, ...], then an instruction: run it, and report in `Done` where its results differ from
-# the predicted specs.
+# The words are CHECK, number, [spec, ...], then an instruction. The worker runs it, and reports in `Done`
+# where its results differ from the predicted specs.
 CHECK = 0
-# LEARN, request, then an instruction: run it, and reply with the specs of its results. A result that is no
-# tensor is replied itself.
+# The words are LEARN, request, then an instruction. The worker runs it, and replies with the specs of its
+# results. A result that is no tensor is replied itself.
 LEARN = 1
-# UPLOAD, ref, device, dtype, sizes, data: make a tensor from bytes, from the payload frame of that number, or
-# from the shared memory of that name.
+# The words are UPLOAD, ref, device, dtype, sizes, data. The worker makes a tensor from bytes, from the
+# payload frame of that number, or from the shared memory of that name.
 UPLOAD = 2
-# FORGET, number: drop the templates below that number. Numbers are never used again.
+# The words are FORGET, number. The worker drops the templates below that number. Numbers are never used
+# again.
 FORGET = 3
-# WAIT, stream, position, seconds or None, text: go on when that stream has run up to that position. The text
-# says who recorded it.
+# The words are WAIT, stream, position, seconds or None, text. The stream goes on when that other stream has
+# run up to that position. The text says who recorded it.
 WAIT = 4
-# AWAIT, number, seconds or None, text: go on when `Signal` has come with that number.
+# The words are AWAIT, number, seconds or None, text. The stream goes on when `Signal` has come with that
+# number.
 AWAIT = 5
-# STAMP, ref: note the time when this stream gets here, for `elapsed_time`.
+# The words are STAMP, ref. The worker notes the time when this stream gets here, for `elapsed_time`.
 STAMP = 6
-# RELEASE, ref, count: free a value that `count` streams use. The last of them frees it.
+# The words are RELEASE, ref, count. They free a value that `count` streams use: the last of these frees it.
 RELEASE = 7
-# HOST, ref, result: copy a GPU's value into pinned memory. A fetch of the copy is answered when it is done.
+# The words are HOST, ref, result. The worker copies a GPU's value into pinned memory. A fetch of the copy is
+# answered when it is done.
 HOST = 8
-# TAKE, ref, k, result: give the value of a mesh's k-th member here a name of its own. Both names are for one
-# memory.
+# The words are TAKE, ref, k, result. They give the value of a mesh's k-th member here a name of its own. Both
+# names are for one memory.
 TAKE = 9
-# GIVE, [ref, ...], result: make a mesh's value of those of its members here.
+# The words are GIVE, [ref, ...], result. The worker makes a mesh's value of those of its members here.
 GIVE = 10
-# PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]: keep these values under a
-# name, and reply.
+# The words are PUBLISH, request, [name, version, shared, what, nodes, envelope], [ref, ...]. The worker keeps
+# these values under a name, and replies.
 PUBLISH = 11
-# ADOPT, token, version, [ref or 0, ...]: give the values of what `FindPublished` found under this token these
-# refs. Version 0 lets go of them.
+# The words are ADOPT, token, version, [ref or 0, ...]. They give these refs to the values that
+# `FindPublished` found under this token. Version 0 lets go of them.
 ADOPT = 12
 # WATCH, then an instruction: run it, and report in `Warned` what its kernel warns of. CHECK and LEARN do so
 # too.
@@ -63,15 +66,15 @@ FIRST_TEMPLATE = 16
 BEFORE_INSTRUCTION = {CHECK: 3, LEARN: 2, WATCH: 1}
 
 
-def stream_number(team: int, stream: int) -> int:
+def stream_number(mesh: int, stream: int) -> int:
     """Return the number by which messages name a stream of a mesh.
 
-    A worker's own (`team` -1) keep theirs, which are below 4096.
+    A worker's own (`mesh` -1) keep theirs, which are below 4096.
     """
-    return (team + 1) << 12 | stream
+    return (mesh + 1) << 12 | stream
 
 
-def team_and_stream(number: int) -> tuple[int, int]:
+def mesh_and_stream(number: int) -> tuple[int, int]:
     """Return whose stream a message names (-1: the worker's own), and its number there."""
     return (number >> 12) - 1, number & 4095
 
@@ -110,10 +113,11 @@ class Hello:
     """Master to worker: open a session, or go on with one.
 
     `mode` is "new"; "again", on a new connection of the same master, which proves itself by the `token` it
-    had given; "resume", of another master, which gets what was published; or "force new" and "force resume",
-    in spite of a master that is there. `received` counts the messages that have come on earlier connections.
-    When the master is gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`,
-    until it knows that the master has died. `process` is the master's: see identity.py.
+    had given; "resume", of another master, which gets what was published; "auto", which is "resume" if the
+    session is there and "new" if not; or "force new", "force resume" and "force auto", in spite of a master
+    that is there. `received` counts the messages that have come on earlier connections. When the master is
+    gone, the worker keeps the session for `keep` seconds, or, unless it is `lasting`, until it knows that
+    the master has died. `process` is the master's: see identity.py.
     """
 
     protocol: int
@@ -185,7 +189,7 @@ class Bury:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Master to worker: from now on stretches may name this stream, of this worker's own log (`team` -1) or
+    """Master to worker: from now on stretches may name this stream, of this worker's own log (`mesh` -1) or
     of a mesh's.
 
     Number 0, the default stream of every device, is always there.
@@ -194,7 +198,7 @@ class OpenStream:
     stream: int
     device: str
     priority: int
-    team: int
+    mesh: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +219,12 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTeam:
+class OpenMesh:
     """Master to worker: from now on segments of this mesh may come. `devices` are those of its members here,
     in the order of the mesh.
     """
 
-    team: int
+    mesh: int
     devices: list[str]
 
 
@@ -230,7 +234,7 @@ class OpenLines:
     rank: [group, rank], ...
     """
 
-    team: int
+    mesh: int
     number: int
     members: list[list[int]]
 
@@ -253,7 +257,7 @@ class MeshBody:
     own too, but that stream 0 takes turns with this worker's. An instruction runs for each member here.
     """
 
-    team: int
+    mesh: int
     start: int
     templates: list[Plain]
     words: list[Plain]
@@ -329,9 +333,7 @@ class MemoryHeld(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Where a stream is in its log, the operator that it runs, if any, and for how many seconds it has run
-    its stretch.
-    """
+    """Where a stream is in its log, the operator that it runs, if any, and for about how many seconds."""
 
     position: int
     running: str | None
@@ -344,6 +346,46 @@ class TurnsTaken(NamedTuple):
     session: str
     turns: int
     seconds: float
+
+
+class SessionRow(NamedTuple):
+    """A session on a worker: whose it is, and what it does there. Times are in seconds.
+
+    `away` counts since the master has gone, and is None while the master is there. About `queued`
+    instructions have not begun.
+    """
+
+    name: str
+    host: str
+    pid: int
+    lasting: bool
+    away: float | None
+    age: float
+    values: int
+    queued: int
+    running: str | None
+    seconds: float
+
+
+class WorkerReport(NamedTuple):
+    """A worker as it describes itself.
+
+    `address` is where it listens, or which master it dials. `processor` is in percent of one core, and
+    `busy` in percent for each of `devices`: None where nobody knows.
+    """
+
+    host: str
+    pid: int
+    address: str
+    version: str
+    torch: str
+    python: str
+    age: float
+    simulated: bool
+    processor: float
+    devices: list[DeviceRow]
+    busy: list[float | None]
+    sessions: list[SessionRow]
 
 
 class ChannelOffer(NamedTuple):
@@ -476,6 +518,16 @@ class AskStatus(Question[Status]):
 @dataclass(frozen=True, slots=True)
 class AskTurns(Question[list[TurnsTaken]]):
     """Master to worker: say how the sessions have shared this worker's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskWorker(Question[WorkerReport]):
+    """Master to worker: describe yourself. Whoever holds the key may ask it, without a session too."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskStacks(Question[str]):
+    """Master to worker: say where your threads are. Whoever holds the key may ask it, as with `AskWorker`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -765,14 +817,15 @@ class Failure:
 
     seq: int
     position: int
-    # The exception's class, "IndexError" or "torch.OutOfMemoryError": rebuilt from an allow-list, never
-    # unpickled.
+    # This is the exception's class, "IndexError" or "torch.OutOfMemoryError". The master rebuilds it from an
+    # allow-list and never unpickles it.
     kind: str
     text: str
     traceback: str
     op: str
     operands: str
-    # Where it happened, if that is not the worker that tells of it: a copy or a collective has brought it.
+    # It happened at this node, if that is not the worker that tells of it: a copy or a collective has brought
+    # it.
     node: int = -1
 
 
@@ -785,7 +838,7 @@ Message = (
     | Bury
     | OpenStream
     | Segment
-    | OpenTeam
+    | OpenMesh
     | OpenLines
     | MeshSegment
     | MeshBody
@@ -796,6 +849,8 @@ Message = (
     | AskMemory
     | AskStatus
     | AskTurns
+    | AskWorker
+    | AskStacks
     | AskPassed
     | AskChannel
     | ListenForPeers

@@ -25,18 +25,18 @@ from ..errors import ProtocolError
 from .descriptors import are_out, spare
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
-# A challenge's segment begins with this; then the bytes of a secret and of a nonce.
+# A challenge's segment begins with this mark. The bytes of a secret and of a nonce follow.
 _MARK, _NONCE = (
     b"distruntime mine",
     16,
 )
-# Bytes; glibc's own limit for what follows is 32 MiB.
+# malloc keeps memory of at most so many bytes for itself. glibc's own limit for what follows is 32 MiB.
 _LARGEST_KEPT = (32 << 20) - (1 << 16)
 
-# Bytes from which the detour pays: below, a frame on the socket is as fast.
+# From so many bytes on the detour pays. Below, a frame on the socket is as fast.
 LEAST = 1 << 18
 _SMALLEST = 1 << 20
-# Bytes that a session keeps at most; past that, transfers take the socket.
+# A session keeps at most so many bytes. Beyond that, transfers take the socket.
 _MOST = 1 << 30
 
 
@@ -156,10 +156,10 @@ def _make(size: int) -> Segment | None:
         # No shared memory is no error: the socket carries the bytes.
         return None
     try:
-        # Now, and not as a bus error when the pages are touched.
+        # This fails now, and not as a bus error when the pages are touched.
         os.posix_fallocate(descriptor, 0, size)
-        # A worker opens the file for writing, and whoever may do that may cut it: the next touch of the pages
-        # would end this process.
+        # A worker opens the file for writing, and whoever may do that may cut it. The next touch of the pages
+        # would then end this process.
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
@@ -189,10 +189,9 @@ class Attached:
         self._mapped: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: object) -> mmap.mmap:
-        if (
-            not self._proven
-            # First: to tell the secret maps the challenge's segment, which may be anybody's until then.
-        ):
+        # This comes first: telling the secret maps the challenge's segment, which may be anybody's until
+        # then.
+        if not self._proven:
             if self._map(self._challenge).find(self.nonce) < 0:
                 raise ProtocolError(
                     f"{self._challenge} is not the memory of this session's master: it has not written "
@@ -206,7 +205,8 @@ class Attached:
         try:
             memory = self._map(self._challenge)
         except (OSError, ValueError, ProtocolError):
-            # Another machine, another container or another user: the socket carries the bytes.
+            # The other end is on another machine, in another container or of another user: the socket carries
+            # the bytes.
             return b""
         return memory[len(_MARK) : len(_MARK) + _NONCE] if memory[: len(_MARK)] == _MARK else b""
 
@@ -225,7 +225,7 @@ class Attached:
             except OSError as error:
                 if not are_out(error):
                     raise
-                # Else an upload would fail that the socket could have brought.
+                # Otherwise an upload would fail that the socket could have brought.
                 with spare.lent():
                     found = _opened(name)
             self._mapped[name] = found
@@ -263,7 +263,7 @@ class KeptMemory:
     """
 
     def __init__(self, most: int = 1 << 28) -> None:
-        # Bytes that lie idle at most.
+        # At most so many bytes lie idle.
         self._most = most
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._total = 0
@@ -317,7 +317,7 @@ class Challenge:
         """Return whether a worker has told the secret, and write its nonce where it looks for it."""
         if self._loan is None or not compare_digest(secret, self._secret) or len(nonce) != _NONCE:
             return False
-        # 65,000 workers on: those of the first have looked long ago.
+        # Some 65,000 workers have come since, so the first ones have looked long ago.
         if self._next + _NONCE > _SMALLEST:
             self._next = len(_MARK) + _NONCE
         self._loan.memory[self._next : self._next + _NONCE] = nonce

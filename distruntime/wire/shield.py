@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 
-# Without the enums that the public function makes: 0.6 us for there and back.
+# The public function makes enums: without them it takes 0.6 us there and back.
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 
 _SIGINT = int(signal.SIGINT)

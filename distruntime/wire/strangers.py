@@ -13,8 +13,9 @@ import socket
 import sys
 from typing import final
 
-_GREETING = 64  # bytes
-# Bytes, of which no handshake and first message has as many.
+# A peer that has sent no more bytes than this has sent a greeting at most.
+_GREETING = 64
+# No handshake and first message has more bytes than this.
 _HANDSHAKE = 4096
 
 _libc = ctypes.CDLL(None)
@@ -99,5 +100,5 @@ class Strangers:
 
     @staticmethod
     def _port(name: bytes) -> bytes:
-        # Family and port of IPv4 and IPv6, or a path.
+        # The name of an IPv4 or IPv6 socket begins with its family and port. Any other name is a path.
         return name[:4] if len(name) in (16, 28) else name

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import final
 
-# Lines that are written as they come.
+# So many lines are written as they come.
 _FIRST = 10
-_EVERY = 60.0  # seconds between sums
+# So many seconds lie between sums.
+_EVERY = 60.0
 
 
 @final
@@ -26,9 +27,9 @@ class Tally:
         self._write, self._clock = write, clock
         self._left = _FIRST
         self._counted = 0
-        # The last line that was counted.
+        # This is the last line that was counted.
         self._last = ""
-        # When the minute began, if there is one.
+        # The minute began at this time, if there is one.
         self._began: float | None = None
 
     def note(self, line: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _TRAINING = ("training", "train", "use_input_stats")
-_PURE = ("backward", "functional", "_no_")  # "_no_update", "_no_training"
+# The last stands for "_no_update" and "_no_training".
+_PURE = ("backward", "functional", "_no_")
 
 
 def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:

@@ -25,7 +25,7 @@ class Wake:
         try:
             os.write(self._write_fd, b"\1\0\0\0\0\0\0\0")
         except BlockingIOError:
-            # Full, and so readable already.
+            # It is full, and so it is readable already.
             pass
 
     def clear(self) -> None:
@@ -33,7 +33,8 @@ class Wake:
         try:
             os.read(self.fd, 4096)
         except BlockingIOError:
-            pass  # empty already
+            # It is empty already.
+            pass
 
     def __del__(self) -> None:
         os.close(self.fd)

@@ -77,7 +77,7 @@ def test_warn_only_is_forwarded(session: object) -> None:
 def test_a_new_session_and_a_new_worker_are_told(fresh_session: Callable[..., Any]) -> None:
     torch.use_deterministic_algorithms(True)
     with fresh_session(world_size=2):
-        dr.restart(1)
+        dr.restart(1, force=True)
         found = dr.config()
         assert found is not None and all(one.use_deterministic_algorithms for one in found.values())
     with fresh_session(world_size=1):

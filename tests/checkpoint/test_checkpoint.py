@@ -302,7 +302,7 @@ def test_local_tensors_come_back_local_whatever_their_size(session: object, tmp_
 def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
     fresh_session(simulate_cuda=2)
     tree = {
-        "cpu": torch.randn(3).to("remote:1"),
+        "cpu": torch.randn(3).to(dr.place(0)),
         "gpu": there(torch.randn(3), 1).cuda(1),
         "here": torch.randn(2),
     }

@@ -114,7 +114,7 @@ def test_a_refused_key_ends_the_first_meeting_only(connection: Connection, first
         connection.seek("again", 1.0)
     report(connection, "auth_failed", connection.dial(2.0), 2.0)
     assert (connection.failure is not None) is first
-    assert connection.failure is None or "has another key" in connection.failure
+    assert connection.failure is None or "the keys do not match" in connection.failure
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -185,7 +185,7 @@ def test_why_nobody_has_answered(connection: Connection) -> None:
     report(connection, "connected", peer, 0.0)
     assert "accepts connections but did not answer as a worker within 7 s" in connection.unanswered(7.0)
     report(connection, "handshake_failed", peer, 0.0)
-    assert "it has another key" in connection.unanswered(7.0)
+    assert "the keys do not match" in connection.unanswered(7.0)
 
 
 def test_one_that_asks_for_a_place_again_and_again_is_kept_once() -> None:

@@ -54,6 +54,8 @@ model.tied is model.layers[0], len(model.state_dict()), type(model).__name__
 dr.names()
 dr.lookup("nett")
 from distruntime.wire.messages import AskMemory
+from distruntime.session.session import active_session
+session = active_session()
 session.value(session.ask(session.nodes[0], AskMemory)).values < 80
 dr.shutdown()
 """

@@ -325,7 +325,7 @@ def test_a_session_outlives_its_nursery_and_restarts_a_worker_without_it() -> No
         pids = [node.pid for node in dr.nodes()]
         os.kill(parent(pids[0]), signal.SIGKILL)
         assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2.0
-        dr.restart(0, timeout=STARTING)
+        dr.restart(0, force=True, timeout=STARTING)
         assert torch.ones(2, device=REMOTE).to(node=0).sum().item() == 2.0
         assert dr.nodes()[1].pid == pids[1] and dr.nodes()[0].pid != pids[0]
     finally:

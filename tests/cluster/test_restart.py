@@ -118,7 +118,10 @@ def test_restart_of_a_worker_that_lives_begins_anew(fresh_session: Callable[...,
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
     old = dr.nodes()[0].pid
-    dr.restart(0)
+    with pytest.raises(dr.UsageError, match=r"node 0 .* runs .*dr\.restart\(0, force=True\)"):
+        dr.restart(0)
+    assert x.sum().item() == 3
+    dr.restart(0, force=True)
     assert dr.nodes()[0].pid != old
     with pytest.raises(dr.NodeFailed, match=r"dr\.restart"):
         x.sum().item()
@@ -257,7 +260,7 @@ def test_a_daemon_that_comes_back_takes_its_place(fresh_session: Callable[..., A
         started = time.monotonic()
         first.process.kill()
         first.process.wait()
-        with pytest.raises(dr.NodeFailed, match="died: there is no such process"):
+        with pytest.raises(dr.NodeFailed, match="died: the process is gone"):
             until(lambda: x.sum().item() is None)
         assert session.nodes[0].state == "lost" and time.monotonic() - started < 30
         old = session.nodes[0]
@@ -300,7 +303,9 @@ def test_a_daemons_last_words_count_though_its_end_is_seen_with_them(
         worker.stop()
 
 
-def test_a_daemon_that_is_stopped_has_left(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_daemon_that_is_stopped_has_left(
+    fresh_session: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
     try:
         fresh_session(workers=[worker.address])
@@ -309,8 +314,13 @@ def test_a_daemon_that_is_stopped_has_left(fresh_session: Callable[..., Any], tm
         with pytest.raises(dr.NodeFailed, match="left: the worker was stopped"):
             until(lambda: x.sum().item() is None)
         assert dr.nodes()[0].state == "left"
-        with pytest.raises(dr.ConnectionFailed, match="no worker came at"):
+        start = f"distruntime-worker --listen {worker.address}"
+        with pytest.raises(dr.ConnectionFailed) as caught:
             dr.restart(0, timeout=0.3)
+        text = str(caught.value)
+        assert f"no replacement for node 0 appeared at {worker.address} within 0.3 s" in text
+        assert f"Start one there: {start}. It joins by itself" in text
+        assert f"Start another worker in its place within 0.3 s: {start}" in caplog.text
     finally:
         dr.shutdown()
         worker.stop()

@@ -9,8 +9,7 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import choose
 from distruntime.wire.messages import AskDevices, AskMemory, Goodbye, Reply, Welcome
+from forked_masters import start_master
 from greeting_samples import HELLO
 from network import Network
 from processes import PATH, ListeningWorker, until, waits_less
@@ -56,15 +56,17 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def master(code: str, *, status: int = 0) -> str:
     """Run a master in a process of its own; return what it printed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH)}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os, signal, torch\nimport distruntime as dr\n{code}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout
+    with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
+        source = (
+            f"import os, signal, torch\nos.dup2(os.open({errors.name!r}, os.O_WRONLY), 2)\n"
+            f"import distruntime as dr\n{code}"
+        )
+        process = start_master(source, environment, output)
+        ended = process.wait(110)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert ended == status, Path(errors.name).read_text()
+        return Path(output.name).read_text()
 
 
 KILLED = -signal.SIGKILL
@@ -125,7 +127,7 @@ def test_resume_of_an_unknown_session_lists_those_that_exist() -> None:
     with pytest.raises(dr.ConnectionFailed, match="no session 'two' to resume: there are 'one'"):
         dr.init_master_worker(session="two", resume=True)
     with pytest.raises(
-        dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=True.*force=True"
+        dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=\"auto\".*force=True"
     ):
         dr.init_master_worker(session="one", world_size=1)
 
@@ -193,7 +195,7 @@ def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
     ):
         dr.init_master_worker(session="second", workers=[daemon.address], resume=True)
     with pytest.raises(
-        dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=True"
+        dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=\"auto\""
     ):
         dr.init_master_worker(session="first", workers=[daemon.address])
     dr.init_master_worker(session="first", workers=[daemon.address], force=True)
@@ -318,10 +320,11 @@ def test_a_master_that_greets_again_is_not_refused_for_its_own_first_greeting(
     daemon: ListeningWorker,
 ) -> None:
     """The answer to the first was lost, and its connection lives on, as far as the worker knows."""
-    session = dr.init_master_worker(session="twice", workers=[daemon.address])
+    dr.init_master_worker(session="twice", workers=[daemon.address])
+    connector = active_session().connector
     with closing(Channel(keys=choose(daemon.address))) as second:
         second.connect(daemon.address, b"again")
-        second.send(b"again", [encode(session.connector.hello("resume"))])
+        second.send(b"again", [encode(connector.hello("resume"))])
         answers: deque[Any] = deque()
         until(lambda: second.receive(0.1, into=answers) or answers)
         assert isinstance(decode(answers[0][1][0]), Welcome)
@@ -354,7 +357,8 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(
 
 def test_an_ended_session_leaves_nothing_on_its_worker(daemon: ListeningWorker) -> None:
     """The reader's variables held the last session in which messages had to wait for a large value."""
-    [node] = dr.init_master_worker(workers=[daemon.address]).nodes
+    dr.init_master_worker(workers=[daemon.address])
+    [node] = active_session().nodes
     x = torch.ones(1_000_000).to(REMOTE)  # through shared memory
     node.shared = False
     assert x.sum().item() == 1_000_000 and shared_memory(daemon.process.pid)

@@ -5,6 +5,7 @@ anything is sent.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import torch
 
 import distruntime as dr
 from apart import apart, listening
+from distruntime.session.session import Session
 from distruntime.testing import check_data_channel
 from distruntime_worker.collectives.data_channel import find, names, nccl
 from distruntime_worker.collectives.data_channel.gloo import Gloo
@@ -134,6 +136,40 @@ def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
             check_data_channel("gloo", sizes=(1,))
 
 
+class Recorded(Liar):
+    """gloo, and a reduction tells how many operations torch's flight recorder has of this process."""
+
+    capabilities = Gloo.capabilities
+
+    def __init__(self, membership: dr.Membership) -> None:
+        super().__init__(membership)
+        self._gloo = Gloo(membership)
+
+    def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> None:
+        self._gloo.all_reduce(data, op)
+        recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+        data.fill_(len(recorded.get("entries", [])))
+
+    def abort(self) -> None:
+        self._gloo.abort()
+
+
+def test_torchs_flight_recorder_is_off_unless_it_is_asked_for(
+    fresh_session: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch 2.11 it ends a process in which groups run their first operations side by side."""
+    dr.register_data_channel("Recorded", Recorded)
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+    for size, wanted in (("", [0.0]), ("1", [1.0])):
+        if size:
+            monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
+        with fresh_session(data_channel="Recorded", world_size=2, simulate_cuda=2):
+            mesh = dr.init_device_mesh("cuda", (4,))
+            found = dr.lines.all_reduce(mesh.lines(), torch.ones(1, device=mesh.device))
+            assert [shard.tolist() for shard in dr.shards(found)] == [wanted] * 4
+
+
 # How one is found
 
 
@@ -187,7 +223,7 @@ def test_what_is_no_data_channel_is_not_registered(name: str, factory: Any, text
         dr.register_data_channel(name, factory)
 
 
-def test_a_channel_that_a_worker_does_not_have(session: dr.Session) -> None:
+def test_a_channel_that_a_worker_does_not_have(session: Session) -> None:
     with pytest.raises(
         dr.ConfigurationError,
         match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls",
@@ -230,7 +266,7 @@ def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return tensors
 
 
-def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
+def test_what_a_channel_lacks_is_refused(session: Session) -> None:
     group = dr.new_group([0, 1], backend="tcp")
     with pytest.raises(
         dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"
@@ -252,7 +288,7 @@ def test_what_a_channel_lacks_is_refused(session: dr.Session) -> None:
     ],
 )
 def test_what_gloo_does_not_reduce_is_refused(
-    session: dr.Session, op: Any, dtype: torch.dtype, text: str
+    session: Session, op: Any, dtype: torch.dtype, text: str
 ) -> None:
     with pytest.raises(dr.NotSupportedError, match=text):
         dr.all_reduce(pair(dtype), op)
@@ -267,7 +303,7 @@ linux = pytest.mark.skipif(
 
 
 @linux
-def test_on_one_machine_they_listen_on_loopback_only(session: dr.Session) -> None:
+def test_on_one_machine_they_listen_on_loopback_only(session: Session) -> None:
     before = {node.index: listening(node.pid) for node in dr.nodes()}
     for backend in ("tcp", "tcp+tls", "gloo"):
         group = dr.new_group([0, 1], backend=backend)

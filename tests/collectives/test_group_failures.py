@@ -20,6 +20,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
+from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import AskStatus, Welcome
@@ -206,11 +207,11 @@ def test_a_member_that_stops_for_a_while_only_delays(fresh_session: Any) -> None
 
 def _interrupted() -> None:
     """Child of the next test."""
-    with dr.init_master_worker() as session:
+    with dr.init_master_worker():
         values = each([0, 1])
         group = dr.new_group([0, 1])
         dr.synchronize()
-        with stopped(session.workers[1].pid):
+        with stopped(active_session().workers[1].pid):
             results = dr.functional.all_reduce(values, group=group)
             for wait in (results[0].cpu, lambda: dr.barrier(group)):
                 try:
@@ -355,7 +356,6 @@ def test_a_master_that_is_gone_before_its_greeting_is_read_keeps_no_session_in_u
 
 def test_groups_come_and_go_without_leaving_connections(session: object) -> None:
     """Closed groups let go of their sockets on the workers."""
-    from distruntime.session.session import active_session
 
     pid = active_session().workers[0].pid
 

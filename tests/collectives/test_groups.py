@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import blocked, stopped, until
+from processes import blocked, stopped, until, waits_less
 
 
 def each(*values: float, size: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -417,3 +418,14 @@ def test_a_cancelled_stream_with_a_collective_on_it(session: object) -> None:
         assert [t.tolist() for t in late] == [[3.0] * 3] * 2
     drain()
     group.close()
+
+
+def test_shapes_are_compared_before_the_group_meets(fresh_session: Callable[..., Any]) -> None:
+    """A group that has yet to meet takes seconds, and here it cannot meet."""
+    session = fresh_session(world_size=2)
+    x, y = torch.ones(3, device=REMOTE), torch.ones(3, device=REMOTE).to(node=1)
+    y.sum().item()
+    with stopped(session.workers[1].pid):
+        for call in (dr.all_reduce, dr.functional.all_reduce):
+            with pytest.raises(dr.UsageError, match=r"\[0\] is \(3,\) float32, \[1\] is \(2,\) float32"):
+                waits_less(5, lambda call=call: call([x, y[:2]]))

@@ -297,9 +297,9 @@ def test_as_one_all_to_all_where_copies_would_be_more_than_places() -> None:
     def exchanged(x: dr.Partition, y: dr.Partition, size: Shape) -> bool:
         cuts = [plans.cuts_of(size, p.shape) for p in (x, y)]
         plan = plans.transfer(x.places, cuts[0], y.places, cuts[1], x.shape, y.shape, 4)
-        (step,), (back,) = plan.steps, plan.adjoint.steps
-        assert (step.exchange is None) == (back.exchange is None)
-        return step.exchange is not None
+        (stage,), (back,) = plan.stages, plan.adjoint.stages
+        assert (stage.exchange is None) == (back.exchange is None)
+        return stage.exchange is not None
 
     assert exchanged(part(N4, (4, 1)), part(N4, (1, 4)), (8, 8))
     assert not exchanged(part(N4, (4, 1)), part(N4, (1, 4)), (1, 8))

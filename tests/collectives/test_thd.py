@@ -186,7 +186,7 @@ def test_barrier(ranks: list[int], group: dr.ProcessGroup) -> None:
 
 def test_broadcast_cuda() -> None:
     group = dr.new_group(WORLD)
-    assert {p.device for p in group.places} == {"cuda:0"}
+    assert {p.local_device for p in group.places} == {"cuda:0"}
     broadcasts(WORLD, group, "cuda:0")
     group.close()
 

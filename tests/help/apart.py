@@ -24,7 +24,8 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """Return the addresses where a process accepts TCP connections."""
     sockets, found = set(), set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        # The file may have been closed meanwhile.
+        with suppress(FileNotFoundError):
             sockets |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(file)))
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from agree import some
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# The module warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -43,6 +44,7 @@ def _by_hand() -> dict[str, tuple[Any, ...] | tuple[tuple[Any, ...], dict[str, A
         return _draw(4 * k, 4), _draw(4 * k, 4), _draw(4 * k), _draw(4 * k)
 
     convolution = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    # The optional operand of "bilinear" has no say in what the others are cast to.
     return {
         "_addmm_activation": ((m, m, n), {"use_gelu": True}),
         "_convolution": (two, k2, bias, *convolution, False, True, True, True),
@@ -63,7 +65,7 @@ def _by_hand() -> dict[str, tuple[Any, ...] | tuple[tuple[Any, ...], dict[str, A
             m.half(),
             _draw(3, 4, 4).half(),
             bias,
-        ),  # an optional operand has no say in what the others are cast to
+        ),
         "chain_matmul": ([m, n, m],),
         "conv1d.padding": (one, k1, bias, [1], "same"),
         "conv2d.padding": (two, k2, bias, [1, 1], "same"),

@@ -17,9 +17,11 @@ from distruntime.wire.messages import AskMemory
 from network import Network
 from processes import pause
 
-# What is added to a product of it tells of every step, of its order, and of steps that ran twice.
+# A product with this prime, to which something is added each time, tells of every step, of its order, and of
+# steps that ran twice.
 _PRIME = 6364136223846793005
-# Numbers of float32: frames of one size are copied, those of the other are the user's own memory.
+# These are numbers of float32. Frames of the first size are copied, and those of the second are the user's
+# own memory.
 _BYTES_200K, _BYTES_3M = (
     50_000,
     750_000,
@@ -119,7 +121,8 @@ class Trouble:
         self._longest = longest
         self._steps = set(self._random.sample(range(1, steps), faults))
         self._threads: list[threading.Thread] = []
-        self._one = threading.Lock()  # trouble at a time
+        # It allows one trouble at a time.
+        self._one = threading.Lock()
         self.done: list[str] = []
 
     def __call__(self, step: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import distruntime as dr
-from agree import quietly, some
+from agree import quietly, seed, some
 from op_samples import UNINITIALISED, differentiable
 
 with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def run_entry(op: OpInfo, side: Side, samples: int, layouts: int) -> Iterator[li
     """Yield, for each sample input of an entry, what comes of it in each combination of layouts: RIGHT, or
     what is wrong.
     """
-    torch.manual_seed(0)
+    seed(0)
     grad = differentiable(op, torch.float32)
     for sample in some(
         list(quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=grad)))), samples
@@ -73,12 +73,11 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
 
     def run(args: Any, kwargs: Any) -> list[Any]:
         """All that comes out, gradients last."""
-        torch.manual_seed(2)
+        seed(2)
         result = op.op(*args, **kwargs)
         result = tree_map_only(DTensor, lambda t: t.full_tensor(), result)
-        processed = sample.output_process_fn_grad(
-            result
-        )  # keeps what is well defined, such as the sizes of eigenvectors but not their signs
+        # This keeps what is well defined, such as the sizes of eigenvectors but not their signs.
+        processed = sample.output_process_fn_grad(result)
         outs = [t for t in tree_leaves(processed) if isinstance(t, torch.Tensor) and t.requires_grad]
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         grads: Any = ()
@@ -100,7 +99,8 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
     try:
         with _Watch() as watch:
             wanted = run(args, kwargs)
-    except (RuntimeError, AssertionError):  # the plain operator does not do it here: jiterator
+    except (RuntimeError, AssertionError):
+        # The plain operator does not run here: it is one of jiterator's.
         return []
     drawn = op.name in UNINITIALISED or watch.drawn
     found = []
@@ -110,7 +110,8 @@ def _sample(op: OpInfo, sample: SampleInput, grad: bool, side: Side, layouts: in
             with side.playing():
                 got = run(*there(one()))
             found.append(_verdict(wanted, got, side.members, drawn))
-        except Exception as error:  # any: it is a verdict
+        except Exception as error:
+            # An error of any kind is a verdict.
             found.append(_words(error))
         finally:
             signal.alarm(0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from distruntime.wire.frames import FRAME, ROOM
 
-# The start of ZMTP 3.1 with CURVE, as a client's: signature, version, mechanism, as-server.
+# ZMTP 3.1 with CURVE starts so on a client: signature, version, mechanism, as-server.
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 _CHUNK = b"\0" * (1 << 16)
 
@@ -40,12 +40,12 @@ class Flood:
         self, port: int, silent: int, half_open: float, bombs: int = 0, holders: int = 0, again: float = 0.0
     ) -> None:
         self._port, self._again = port, again
-        self._resting: list[tuple[float, str]] = []  # until when, and of what kind
+        # Each entry says until when, and of what kind.
+        self._resting: list[tuple[float, str]] = []
         self._wanted = {"silent": silent, "bomb": bombs, "holder": holders}
         self._rate = half_open
-        self._open: dict[
-            int, tuple[socket.socket, str, int]
-        ] = {}  # by fd: the socket, its kind, bytes that are still to be sent
+        # Each fd has the socket, its kind, and how many bytes are still to be sent.
+        self._open: dict[int, tuple[socket.socket, str, int]] = {}
         self._poll = select.poll()
         self._next = 0.0
         self.made = 0
@@ -179,7 +179,7 @@ def listening(pid: int) -> list[int]:
         try:
             inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
         except OSError:
-            continue  # closed meanwhile
+            continue
     ports = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

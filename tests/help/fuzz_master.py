@@ -45,8 +45,10 @@ from fuzz_seeds import ROOT, Recording, Seed
 from fuzz_worker import Finding, holdings
 from processes import pause
 
-_ATTACK = 1.5  # seconds until the relay hangs up, whatever the master still waits for
-_ROUND = 40.0  # seconds that a master may take for a round
+# After so many seconds the relay hangs up, whatever the master still waits for.
+_ATTACK = 1.5
+# A master may take so many seconds for a round.
+_ROUND = 40.0
 _DEVICES = ("cpu", "cuda:0")
 
 
@@ -113,9 +115,8 @@ def _session(rng: random.Random, addresses: list[str]) -> list[str]:
         return [*wrong, f"node 0 is gone:\n{traceback.format_exc()[-3000:]}"]
     for act in rng.sample(_ACTS, rng.randrange(2, 7)):
         attempt(act)
-    attempt(
-        lambda: dr.synchronize(0, timeout=5)
-    )  # brings what waited there for the other node, and it is lost
+    # This brings what waited there for the other node, and it is lost.
+    attempt(lambda: dr.synchronize(0, timeout=5))
     try:
         if (kept + 1).tolist() != [1.0, 3.0, 5.0, 7.0, 9.0]:
             wrong.append(f"node 0 computes {(kept + 1).tolist()}")
@@ -270,14 +271,14 @@ class Relay:
     def __init__(self, address: str, worker: str, mutator: Mutator, counts: Counter[str]) -> None:
         self._near, self._far = Channel(listen=address), Channel()
         self._worker = worker
-        self._ways: dict[
-            bytes, bytes
-        ] = {}  # from each connection of the master to one of its own to the worker
+        # Each connection of the master has one of its own to the worker.
+        self._ways: dict[bytes, bytes] = {}
         self._mutator, self._random, self._counts = mutator, mutator.random, counts
         self._rate = self._random.choice((0.02, 0.1, 0.3, 0.0))
         self._inject = self._random.choice((0.0, 0.05, 0.3))
         self._spare_welcome = self._random.random() < 0.85
-        self._one = self._random.randrange(3, 40)  # this message is changed whatever the rate
+        # This message is changed whatever the rate is.
+        self._one = self._random.randrange(3, 40)
         self._master: bytes | None = None
         self._requests: list[int] = [1]
         self._ends = time.monotonic() + 60.0
@@ -303,7 +304,8 @@ class Relay:
             for near, far in self._ways.items():
                 self._say(self._near, near, [goodbye])
                 self._say(self._far, far, [goodbye])
-            while not self._stop.is_set():  # the master may look for the worker again
+            # The master may look for the worker again.
+            while not self._stop.is_set():
                 for peer, frames in self._near.receive(0.05):
                     if isinstance(decode(frames[0]), Hello):  # type: ignore[arg-type]
                         self._say(self._near, peer, [encode(Refused("the relay has hung up", False))])

@@ -35,7 +35,6 @@ INTS = [
     1 << 32,
     1 << 53,
     1 << 62,
-    # Fmt: skip.
     (1 << 63) - 1,
     1 << 63,
     (1 << 64) - 1,
@@ -69,22 +68,20 @@ OPTIONS = [
     "x",
     "",
 ]
+# msgpack's own limit is 1024 levels. `bomb` writes by hand what is deeper.
 DEPTHS = [
     3,
     50,
     400,
     10_000,
-]  # msgpack's own limit is 1024 levels; what is deeper is written by hand, in `bomb`
+]
 
-# Operators that a mutated call may name. Whoever holds the key may run any; what is not here would end the
-# worker by its nature or be a crash of torch's own, which checks no arguments of functions that only its
-# autograd calls:
-#   distruntime::resize_storage     frees memory under tensors that are then read, as torch's own does:
-#                                   a segmentation fault
-#   distruntime::set_rng_state      takes the recorded state only: torch copies any bytes of the right length
-#                                   into its generator
-#   backwards, fused optimizers, _-names    read past the end of what does not have the sizes that their
-#                                   forward promised
+# A mutated call may not name these operators. Whoever holds the key may run any, but these would end the
+# worker by their nature, or crash torch itself, which checks no arguments of functions that only its autograd
+# calls. `resize_storage` frees memory under tensors that are then read, as torch's own does: a segmentation
+# fault. `set_rng_state` takes the recorded state only: torch copies any bytes of the right length into its
+# generator. Backward functions, fused optimizers and private operators read past the end of what does not
+# have the sizes that their forward promised.
 UNSAFE = (
     "resize_storage",
     "set_rng_state",
@@ -274,7 +271,8 @@ class Mutator:
             TypeError,
             AttributeError,
             RecursionError,
-        ):  # msgpack takes it no more than a master could send it
+        ):
+            # msgpack takes such a message no more than a master could send it.
             return [self.noise()]
         if self.random.random() < 0.06:
             k = self.random.randrange(len(frames))
@@ -321,9 +319,9 @@ class Mutator:
             seeds = [*seeds[:cut], *other[random.randrange(len(other)) :]]
         start = random.randrange(max(1, len(seeds) - most)) if random.random() < 0.3 else 0
         seeds = seeds[start : start + most]
-        calm = (
-            random.random() < 0.6
-        )  # changed in one place only: what is behind it makes sense, as long as anybody reads it
+        # If it is calm, it is changed in one place only: what is behind makes sense, as long as anybody reads
+        # it.
+        calm = random.random() < 0.6
         rate = 0.0 if calm else random.choice((0.02, 0.1, 0.5))
         found: list[Any] = []
         for seed in seeds:

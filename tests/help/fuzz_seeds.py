@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,8 +36,10 @@ from distruntime.wire.messages import (
     AskDevices,
     AskMemory,
     AskPassed,
+    AskStacks,
     AskStatus,
     AskTurns,
+    AskWorker,
     Bury,
     Hello,
     ListenForPeers,
@@ -53,8 +56,10 @@ from processes import STARTING, until
 FILE = Path(__file__).with_suffix(".msgpack")
 ROOT = FILE.parents[2]
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
-KEEP = 0.5  # seconds that a worker keeps the session of a hostile master
-_SHORT = 256  # bytes of a payload that are kept; of a longer one only its length
+# A worker keeps the session of a hostile master for so many seconds.
+KEEP = 0.5
+# So many bytes of a payload are kept. Of a longer one only its length is kept.
+_SHORT = 256
 _DEFAULTS: dict[Any, Any] = {
     int: 0,
     str: "",
@@ -130,7 +135,8 @@ def _harmless(message: Any) -> Any:
 def _stored(message: Any) -> list[Any]:
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     if isinstance(message, Hello):
-        values["shared"] = ""  # is of a process that is gone
+        # The real one is of a process that is gone.
+        values["shared"] = ""
     if "host" in values and not isinstance(message, ListenForPeers):
         values["host"] = "here"
     if "process" in values:
@@ -138,9 +144,8 @@ def _stored(message: Any) -> list[Any]:
     if isinstance(message, Welcome):
         values["left"] = [[name, ["a-boot:pid:[1]", 1, "1"]] for name, _ in message.left]
     if isinstance(message, OpenGroup):
-        values["factory"] = (
-            b""  # a pickled class: what holds the key may run code, and a mutated pickle would
-        )
+        # This would be a pickled class: who holds the key may run code, and so would a mutated pickle.
+        values["factory"] = b""
     return [type(message).__name__, values]
 
 
@@ -203,7 +208,8 @@ def tapped_worker(path: str, *arguments: str) -> int:
     from distruntime_worker.cli import main
 
     rows: list[Any] = []
-    channels: list[Channel] = []  # the first is the daemon's
+    # The first one is the daemon's.
+    channels: list[Channel] = []
     send, receive = Channel.send, Channel.receive
 
     def note(channel: Channel, ours: bool, frames: Any) -> None:
@@ -272,7 +278,8 @@ class _Tapped:
     def _read(self) -> list[list[Any]]:
         found: list[list[Any]] = []
         for number, (_, path) in enumerate(self.processes):
-            if not path.exists():  # killed, by the script
+            # The script has killed the worker.
+            if not path.exists():
                 continue
             streams: dict[str, list[Any]] = {"master": [], "worker": [], "peer": []}
             for of_daemon, ours, *frames in msgpack.unpackb(path.read_bytes()):
@@ -314,6 +321,7 @@ def _calm(value: Any) -> Any:
         return "the worker's words\n  of an error"
     # A relative folder is one of the fuzzed worker's own.
     if isinstance(value, str):
+        value = value.replace(socket.gethostname(), "here")
         value = re.sub(r"(/[\w.-]+)+/checkpoint\b", "checkpoint", value)
     return re.sub(r"(/[\w.-]+){3,}", "/a/path", value) if isinstance(value, str) else value
 
@@ -339,7 +347,8 @@ def _plain_operations() -> None:
 
 def _uploads() -> None:
     with dr.on(0, "cpu"):
-        for count in (1, 100, 9000, 200_000):  # inline, inline, a payload frame, shared memory
+        # The first two go inline, the third in a payload frame, the last through shared memory.
+        for count in (1, 100, 9000, 200_000):
             torch.arange(count, dtype=torch.float32).to("remote").sum().item()
         torch.ones(3, 0).to("remote").cpu()
         torch.ones(2, dtype=torch.bfloat16).to("remote").copy_(torch.zeros(2, dtype=torch.bfloat16)).cpu()
@@ -352,7 +361,8 @@ def _reads() -> None:
         x = torch.arange(600_000, dtype=torch.float32, device="remote")
         x[:5].cpu(), x[:6000].cpu(), x[:100_000].cpu(), x.cpu()
         active_session().nodes[0].shared = False
-        x.cpu()  # in parts
+        # This one comes in parts.
+        x.cpu()
         x[3].item(), bool(x[0]), repr(x), repr(x[:3]), (x[:2].to(torch.complex64))[1].item()
         dr.fetch({"a": x[:3], "b": [x[:3], x[7]]})
         dr.nodes(), dr.memory(0)
@@ -413,7 +423,8 @@ def _streams() -> None:
 
 
 def _between_workers() -> None:
-    until(lambda: active_session().groups.meeting.done)  # else the master passes signals on
+    # Otherwise the master passes signals on.
+    until(lambda: active_session().groups.meeting.done)
     here, there = dr.Stream(0, "cpu"), dr.Stream(1, "cpu")
     with dr.stream(here):
         x = torch.ones(8, device="remote") * 3
@@ -538,6 +549,8 @@ def _questions() -> None:
     session = active_session()
     for question, *details in (
         (AskTurns,),
+        (AskWorker,),
+        (AskStacks,),
         (AskStatus,),
         (AskMemory,),
         (AskDevices,),
@@ -554,7 +567,7 @@ def _leaving() -> None:
     until(lambda: dr.nodes()[0].state in ("left", "lost"))
 
 
-# What to do, with how many workers, each with how many simulated GPUs.
+# Each session says what to do, with how many workers, and with how many simulated GPUs on each.
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0),
     (_failures, 1, 0), (_streams, 1, 1), (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0),
@@ -623,7 +636,8 @@ def _comings_and_goings(folder: Path) -> list[list[Any]]:
                 dr.lookup("x").cpu()
             x = torch.arange(50_000.0, device="remote")
             dr.publish("x", x)
-            for _ in range(40):  # enough for acknowledgements
+            # So many are enough for acknowledgements.
+            for _ in range(40):
                 x.sum().item()
             network.tear()
             (x + 1).cpu()

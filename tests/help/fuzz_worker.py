@@ -49,8 +49,9 @@ from fuzz_mutations import Mutator
 from fuzz_seeds import KEEP, ROOT, Recording, Seed, revived
 from processes import pause
 
-PATIENCE = 30.0  # seconds that a worker may take to answer who has not offended
-# Bytes of address space that a fuzzed worker gets beyond what it has when it is ready: larger allocations
+# A worker may take so many seconds to answer a master that has not offended.
+PATIENCE = 30.0
+# A fuzzed worker gets so many bytes of address space beyond what it has when it is ready: larger allocations
 # fail, cleanly.
 _ROOM = 2 << 30
 _CODE = """
@@ -75,7 +76,7 @@ def daemon(report: str, *arguments: str) -> int:
     """
     import faulthandler
 
-    # Some operators import these at their first call: a hundred thousand objects that stay, and are no
+    # Some operators import these at their first call. They leave a hundred thousand objects, which are no
     # growth.
     for name in ("torch._dynamo", "torch._refs", "torch.distributed.tensor"):
         importlib.import_module(name)
@@ -142,9 +143,8 @@ class FuzzedWorker:
             "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "worker", Path(__file__).parent])),
             "OMP_NUM_THREADS": "1",
         }
-        inside = (
-            folder / "a" / "b" / "c"
-        )  # paths that the fuzzer names are relative, or up to two folders higher
+        # Paths that the fuzzer names are relative, or up to two folders higher.
+        inside = folder / "a" / "b" / "c"
         inside.mkdir(parents=True)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -218,7 +218,8 @@ class Speaker:
         self.peer = b"worker"
         self.channel.connect(worker.address, self.peer)
         self.heard: list[Any] = []
-        self.counted = 0  # messages of the session that have come
+        # So many messages of the session have come.
+        self.counted = 0
 
     def say(self, *frames: bytes) -> None:
         with suppress(PeerGone):
@@ -314,7 +315,8 @@ class Legitimate:
                 break
             if time.monotonic() > deadline:
                 raise Finding(f"a legitimate master is still refused after {PATIENCE:.0f} s: {answer.reason}")
-            pause(0.01)  # the one before it has not been seen to leave
+            # The worker has not seen the one before it leave yet.
+            pause(0.01)
         self._requests = 0
 
     def compute(self) -> Legitimate:
@@ -410,7 +412,7 @@ class AgainstWorker:
             ):
                 item = Seed(Ack(min(message.received, attacker.counted)), item.payloads)
             if isinstance(message, OpenGroup):
-                # Who joins waits for members elsewhere, so most often there are none.
+                # A member that joins waits for members elsewhere, so most often there are none.
                 nodes = (
                     [0] * len(message.nodes)
                     if isinstance(message.nodes, list) and mutator.random.random() < 0.7

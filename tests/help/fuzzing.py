@@ -34,13 +34,16 @@ from fuzz_worker import AgainstWorker, Finding
 from processes import pause
 
 KINDS = ("worker", "master", "raw")
-_WARM = 200  # rounds until what is kept for good (torch's caches of operators, malloc's arenas) is there
-_LOOK = 100  # rounds between looks at what a process holds
-_WAITS = (
-    10  # looks, two seconds apart, at what has grown: a kernel or the joining of a group may take its time
-)
-# What may come without being growth: a kernel that still runs, a cache that fills, pyzmq's thread that frees
-# what was sent without a copy, which starts with the first such message and has seven descriptors.
+# After so many rounds, what is kept for good (torch's caches of operators, malloc's arenas) is there.
+_WARM = 200
+# So many rounds lie between looks at what a process holds.
+_LOOK = 100
+# What has grown is looked at so often, two seconds apart: a kernel or the joining of a group may take its
+# time.
+_WAITS = 10
+# So much may come without being growth: a kernel that still runs, a cache that fills, and pyzmq's thread that
+# frees what was sent without a copy. That thread starts with the first such message and has seven
+# descriptors.
 _SLACK = {"bytes": 200 << 20, "threads": 6, "descriptors": 12, "objects": 4000}
 
 
@@ -97,7 +100,8 @@ class Run:
         self.growth = Growth()
         self._target: Any = None
         self._folder: Any = None
-        self._here = 0  # rounds of this target
+        # There were so many rounds of this target.
+        self._here = 0
 
     def step(self) -> None:
         """Run one round."""

@@ -31,7 +31,8 @@ MOVED = (*FLOATS, *INTEGERS, torch.int16, torch.bool, *COMPLEX)
 BYTES = (torch.int16, *COMPLEX)
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITS = ("BAND", "BOR", "BXOR")
-SHAPE = (12, 2)  # the first dimension can be shared by 2, 3 and 4
+# 2, 3 and 4 members can share the first dimension.
+SHAPE = (12, 2)
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,8 @@ def outputs(case: Case, rank: int, n: int) -> Any:
 def under_torch(case: Case, rank: int, n: int, group: Any, root: int) -> list[torch.Tensor]:
     """Run a case as one member; return what it ends up with, its inputs included."""
     given, into = inputs(case, rank, n), outputs(case, rank, n)
-    if (
-        not case.op and case.dtype in BYTES
-    ):  # dtypes that torch's gloo has no word for: what moves is bytes anyway
+    # torch's gloo has no word for these dtypes, but only bytes move anyway.
+    if not case.op and case.dtype in BYTES:
         given, into = _viewed(given, torch.uint8), _viewed(into, torch.uint8)
     op = getattr(dist.ReduceOp, case.op) if case.op else None
     at_root = rank == case.root
@@ -160,7 +160,8 @@ def under_torch(case: Case, rank: int, n: int, group: Any, root: int) -> list[to
             before = given.clone()
             dist.reduce(given, root, op, group=group)
             if not at_root:
-                given = before  # gloo leaves intermediate sums in it
+                # gloo leaves intermediate sums in it.
+                given = before
         case "broadcast":
             dist.broadcast(given, root, group=group)
         case "reduce_scatter":
@@ -203,7 +204,8 @@ def _flat(values: Any) -> list[torch.Tensor]:
     return [t for v in values or [] if v is not None for t in _flat(v)]
 
 
-Results = dict[Case, list[list[torch.Tensor]]]  # by rank
+# Each case has the results of each rank.
+Results = dict[Case, list[list[torch.Tensor]]]
 
 
 def expected(*sizes: int) -> subprocess.Popen[bytes]:
@@ -224,7 +226,8 @@ def collect(process: subprocess.Popen[bytes], timeout: float = 60.0) -> dict[int
 
 def _member(rank: int, size: int, path: str) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # names that torch has newer ones for
+    # torch has newer names for some of these.
+    warnings.simplefilter("ignore")
     store = dist.FileStore(f"{path}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     found = {}
@@ -243,9 +246,8 @@ def _member(rank: int, size: int, path: str) -> None:
 
 def _results(size: int) -> Results:
     with tempfile.TemporaryDirectory() as path:
-        fork = multiprocessing.get_context(
-            "fork"
-        )  # torch is imported, and has no threads yet: the members need not import it again
+        # torch is imported here, and has no threads yet, so the members need not import it again.
+        fork = multiprocessing.get_context("fork")
         members_ = [fork.Process(target=_member, args=(k, size, path)) for k in range(size)]
         for process in members_:
             process.start()
@@ -261,6 +263,7 @@ def _main(*sizes: int) -> None:
 
 
 if __name__ == "__main__":
-    import group_calls  # so that what is pickled has a module that others find
+    # What is pickled must have a module that others find.
+    import group_calls
 
     group_calls._main(*map(int, sys.argv[1:]))

@@ -15,11 +15,11 @@ import struct
 import sys
 
 TRIED = {
-    # The protocol of torch's TCPStore: validate, then how many keys there are.
+    # In the protocol of torch's TCPStore, this validates, then asks how many keys there are.
     "store": b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x07",
-    # A tensor of four numbers, as protocol 5 took it: the secret, from rank 0 under tag 1, 16 bytes.
+    # This is a tensor of four numbers, as protocol 5 took it: the secret, from rank 0 under tag 1, 16 bytes.
     "old header": struct.pack("!16sIQQ", bytes(16), 0, 1, 16) + struct.pack("<4f", 666, 666, 666, 666),
-    # A hello, a proof that is made up, and a message behind it.
+    # This is a hello, a proof that is made up, and a message behind it.
     "new header": struct.pack("!8sII32s", b"dr-data6", 0, 1, bytes(32))
     + bytes(32)
     + struct.pack("!QQ", 1, 16)
@@ -64,7 +64,7 @@ def main() -> None:
             reached += os.listdir(os.path.dirname(path))
         except OSError:
             pass
-    # What lies in the folder for temporary files, wherever it is open.
+    # These files lie in the folder for temporary files, wherever it is open.
     found = [
         name
         for folder in asked["folders"]

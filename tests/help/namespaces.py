@@ -11,7 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
-_NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
+# This is CLONE_NEWNET of sched.h.
+_NEWNET = 0x40000000
 
 
 def unavailable() -> str:

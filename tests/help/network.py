@@ -17,12 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CHUNK = 1 << 16
-# Bytes that may wait here for a receiver: then its sender is not read any more, as with the buffers of a real
-# network.
+# So many bytes may wait here for a receiver. Then its sender is not read any more, as with the buffers of a
+# real network.
 _MOST = 4 << 20
-_BITE, _BITTEN = 7, 400  # bytes: dribble hands over the first of what comes in pieces as small as this
-_TAIL = 15  # bytes at the end of a piece that are within a message: each ends with what proves it genuine
-_LEAST = 60  # bytes of a piece that a flip or a truncation may strike: a shorter one may be no message at all
+# Dribble hands over the first bytes of what comes, up to the second number, in pieces as small as the first.
+_BITE, _BITTEN = 7, 400
+# So many bytes at the end of a piece are within a message: each message ends with what proves it genuine.
+_TAIL = 15
+# A flip or a truncation may strike a piece of so many bytes. A shorter one may be no message at all.
+_LEAST = 60
 
 
 class Network:
@@ -133,19 +136,24 @@ class _Forwarder:
         self.listener: socket.socket | None = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.address = self.listener.getsockname()
         self.other: dict[socket.socket, socket.socket] = {}
-        self.way: dict[socket.socket, str] = {}  # where what an end sends goes
-        self.waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {}  # by receiver: when to send what
-        self.free_at: dict[
-            socket.socket, float
-        ] = {}  # by receiver: when the last of what waits for it is sent
-        self.ended: set[socket.socket] = set()  # who has sent all that it will
-        self.new: list[socket.socket] = []  # accepted while the network was cut
-        self.lost: set[str] = set()  # the ways on which nothing gets through
-        self.heard: dict[
-            socket.socket, int
-        ] = {}  # by sender: how many bytes of it are still handed over; those not here have no limit
-        self.deafens: int | None = None  # the limit of the next connection
-        self.once: tuple[str, float] | None = None  # what happens to the next longer piece, and where in it
+        # Each end has the way that its bytes go.
+        self.way: dict[socket.socket, str] = {}
+        # Each receiver has what is to be sent to it, and when.
+        self.waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {}
+        # Each receiver has the time when the last of what waits for it is sent.
+        self.free_at: dict[socket.socket, float] = {}
+        # These ends have sent all that they will.
+        self.ended: set[socket.socket] = set()
+        # These were accepted while the network was cut.
+        self.new: list[socket.socket] = []
+        # Nothing gets through on these ways.
+        self.lost: set[str] = set()
+        # So many bytes of each sender are still handed over. A sender that is not here has no limit.
+        self.heard: dict[socket.socket, int] = {}
+        # The next connection has this limit.
+        self.deafens: int | None = None
+        # This happens to the next longer piece, at this place in it.
+        self.once: tuple[str, float] | None = None
         self.calm()
 
     def calm(self) -> None:
@@ -161,7 +169,7 @@ class _Forwarder:
     def run(self) -> None:
         print(f"{self.address[0]}:{self.address[1]}", flush=True)
         while True:
-            # What is cut is not read: to both ends it looks as if packets were lost.
+            # An end that is cut is not read. To both ends it looks as if packets were lost.
             readers = [
                 sys.stdin,
                 *([self.listener] if self.listener is not None else []),
@@ -243,9 +251,8 @@ class _Forwarder:
 
     def reset(self, end: socket.socket) -> None:
         with suppress(OSError):
-            end.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # close() sends a reset
+            # With this, close() sends a reset.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()
 
     def admit(self) -> None:
@@ -275,7 +282,8 @@ class _Forwarder:
             self.hang_up(source, self.reset)
             return
         receiver = self.other[source]
-        if not data:  # what came before it is to arrive
+        # What came before it is still to arrive.
+        if not data:
             self.ended.add(source)
             self.waiting[receiver].append((self.free_at[receiver], b""))
             self.deliver(receiver)

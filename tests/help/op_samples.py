@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, some
+from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, seed, some
 
-with warnings.catch_warnings():  # it warns about packages that it would like and does not need
+# The module warns about packages that it would like and does not need.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-# What these give is uninitialised memory: only the metadata can agree.
+# These give uninitialised memory, so only the metadata can agree.
 UNINITIALISED = {
     "empty",
     "empty_like",
@@ -30,7 +31,8 @@ UNINITIALISED = {
     "resize_",
     "resize_as_",
 }
-_VARIANT_SAMPLES = 3  # in-place, method and out= run on this many samples of each entry
+# The in-place form, the method and out= run on so many samples of each entry.
+_VARIANT_SAMPLES = 3
 
 
 def entries(dtype: torch.dtype) -> list[OpInfo]:
@@ -50,7 +52,7 @@ def run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
 
 
 def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
-    torch.manual_seed(0)
+    seed(0)
     grad = differentiable(op, dtype)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
     had_result = 0
@@ -76,14 +78,13 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
     def run(device: str) -> Any:
         copy = Copier(device)
         inputs, args, kwargs = copy((sample.input, sample.args, sample.kwargs))
-        torch.manual_seed(2)
+        seed(2)
         result = function(inputs, *args, **kwargs)
         if not grad:
             return result, []
         leaves = copy.leaves()
-        processed = sample.output_process_fn_grad(
-            result
-        )  # keeps what is well defined, such as the sizes of eigenvectors but not their signs
+        # This keeps what is well defined, such as the sizes of eigenvectors but not their signs.
+        processed = sample.output_process_fn_grad(result)
         return result, gradients(processed, leaves, device)
 
     try:
@@ -106,10 +107,10 @@ def _into(function: Callable[..., Any], *, resize: bool) -> Callable[..., Any]:
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         plain = function(first, *args, **kwargs)
-        kwargs.pop(
-            "device", None
-        )  # `out` says it; torch's parser refuses both together, for it reads another name off a remote `out`
-        # Filled: where torch itself leaves a part of `out` unwritten, both sides must show the same.
+        # `out` says the device. torch's parser refuses both together, for it reads another name off a remote
+        # `out`.
+        kwargs.pop("device", None)
+        # `out` is filled: where torch itself leaves a part of it unwritten, both sides must show the same.
         out = tree_map_only(
             torch.Tensor, lambda t: t.new_empty(0) if resize else torch.full_like(t, 3), plain
         )

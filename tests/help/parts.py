@@ -92,7 +92,7 @@ def adjoint_error(xs: Tensors, fx: Tensors, y: Tensors, fy: Tensors) -> float:
     return abs(inner(fx, y) - inner(xs, fy)) / scale if scale else 0.0
 
 
-# On workers
+# -- on workers -----------------------------------------------------------------------------------
 
 
 def there(xs: Tensors, partition: dr.Partition) -> Tensors:
@@ -123,7 +123,7 @@ def readable(ts: Tensors) -> list[bool]:
     return found
 
 
-# Cases
+# -- cases ----------------------------------------------------------------------------------------
 
 
 class Case:

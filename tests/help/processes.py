@@ -24,13 +24,14 @@ from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.log.line import user_line
 from distruntime.session.session import active_session
 from distruntime.wire.messages import AWAIT, AskMemory, MemoryHeld, Signal
+from forked_masters import start_master
 
 T = TypeVar("T")
 
 _HELP = Path(__file__).resolve().parent
 ROOT = _HELP.parents[1]
-# Seconds for workers to start, each of which imports torch: on a machine that is busy, or has not read it
-# yet.
+# Workers have so many seconds to start. Each imports torch, on a machine that may be busy or may not have
+# read it yet.
 STARTING = 90.0
 PATH = [str(ROOT), str(ROOT / "worker"), str(_HELP)]
 _never = threading.Event()
@@ -95,7 +96,8 @@ def waits_less(seconds: float, act: Callable[[], T]) -> T:
 
 def processor_seconds(pid: int) -> float:
     """Return the processor time that a process has used, in seconds."""
-    if not Path("/proc").exists():  # macOS, where it is as 1:02:03.45
+    # On macOS `ps` prints it as 1:02:03.45.
+    if not Path("/proc").exists():
         printed = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True).stdout
         return sum(float(part) * 60**k for k, part in enumerate(reversed(printed.strip().split(":"))))
     # The name of the program, which stands before this, may have blanks and brackets.
@@ -135,9 +137,8 @@ def window_is_full(node: int = 0) -> bool:
 def slots(node: int = 0) -> int:
     """Return how many values a worker holds, after everything issued so far."""
     session = active_session()
-    for log in (
-        session.meshes
-    ):  # what was let go of on a mesh goes with what is issued next there, or when the pump looks
+    # What was let go of on a mesh goes with what is issued next there, or when the pump looks.
+    for log in session.meshes:
         log.flush()
     dr.synchronize(node)
     held: MemoryHeld = session.value(session.ask(session.nodes[node], AskMemory))
@@ -155,11 +156,13 @@ def stop(pid: int) -> None:
 
 def _stands(pid: int) -> bool:
     tasks = Path(f"/proc/{pid}/task")
-    if not tasks.exists():  # macOS, where a process stops as a whole
+    # On macOS a process stops as a whole.
+    if not tasks.exists():
         return state(pid) == "T"
     try:
         return all(_letter(task) in ("T", "t") for task in tasks.iterdir())
-    except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):
+        # The thread has ended meanwhile.
         return False
 
 
@@ -228,9 +231,8 @@ def free_port() -> int:
     who asks for any.
     """
     while True:
-        port = random.SystemRandom().randrange(
-            20_000, 30_000
-        )  # below what Linux and macOS give out by themselves
+        # Linux and macOS give out higher ports by themselves.
+        port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -336,18 +338,14 @@ class Child:
         source = f"import {module}\n{module}.{function.__name__}(*{args!r})\n"
         paths = [*PATH, str(Path(function.__code__.co_filename).parent)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-W", "error", "-X", "faulthandler", "-c", source],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        reading, writing = os.pipe()
+        self._output = open(reading, encoding="utf-8", errors="replace")
+        with open(writing, "wb") as output:
+            self._process = start_master(source, environment, output, strict=True)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.printed: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def __enter__(self) -> Child:
         return self
@@ -356,14 +354,14 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._listening.join()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.rstrip("\n"))
+        with self._output:
+            for line in self._output:
+                self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
     @property
@@ -396,7 +394,7 @@ class Child:
     def tell(self, line: str = "") -> None:
         """Write a line to the function's standard input."""
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
 
     def waiting(self) -> bool:

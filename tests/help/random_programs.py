@@ -41,13 +41,18 @@ Act = Callable[[Any], Any]
 
 # Collectives take tensors of this length: 2, 3 and 4 members can share it.
 LENGTH = 12
-PATIENCE = 60.0  # seconds for one read
-REPORT = 60.0  # seconds between two reports of a long run
+# A read may take so many seconds.
+PATIENCE = 60.0
+# So many seconds lie between two reports of a long run.
+REPORT = 60.0
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
-FAILED = (IndexError, torch.linalg.LinAlgError)  # what the operations that fail on their worker raise
-LARGE = (70_000,)  # beyond what travels in the log itself, and through shared memory
+# The operations that fail on their worker raise these.
+FAILED = (IndexError, torch.linalg.LinAlgError)
+# This is beyond what travels in the log itself, and through shared memory.
+LARGE = (70_000,)
 
-_tag = itertools.count().__next__  # nobody else's message has it
+# No other message has this tag.
+_tag = itertools.count().__next__
 
 
 def _steps(t: torch.Tensor) -> list[int]:
@@ -60,7 +65,8 @@ def _same(got: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     if torch.equal(got, expected):
         return True
-    holes, expected_holes = got.isnan(), expected.isnan()  # NaN is equal to nothing
+    # NaN is equal to nothing.
+    holes, expected_holes = got.isnan(), expected.isnan()
     return torch.equal(holes, expected_holes) and torch.equal(got[~holes], expected[~expected_holes])
 
 
@@ -133,12 +139,11 @@ class World:
         self.folder = folder
         self.nodes = len(table)
         self.places = [dr.place(node.index, device.name) for node in table for device in node.devices]
-        cpus, gpus = ([p for p in self.places if (p.device == "cpu") is want] for want in (True, False))
+        cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
         self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
-        self.parts: dict[
-            int, dict[int, range]
-        ] = {}  # by mesh: the meshes that are parts of it, and their members' ranks in it
+        # Each mesh has the meshes that are parts of it, and their members' ranks in it.
+        self.parts: dict[int, dict[int, range]] = {}
         if gpus:
             self.groups.append(dr.new_group(gpus[:4]))
             self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
@@ -147,13 +152,15 @@ class World:
             self.meshes += [grid, *(grid.select(dp=k) for k in range(self.nodes))]
             self.parts[1] = {2 + k: range(k * each, (k + 1) * each) for k in range(self.nodes)}
         choose = random.Random(0)
-        for size in (2, 3, 3) if len(self.places) > 2 else ():  # these overlap
+        # These groups overlap.
+        for size in (2, 3, 3) if len(self.places) > 2 else ():
             self.groups.append(dr.new_group(choose.sample(self.places, size)))
         self.lines = [
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
         ]
-        self.seed = threading.Lock()  # whoever has it may seed, draw, or set what is torch's own
+        # Whoever has it may seed the workers' generators, draw, or set what is torch's own.
+        self.seed = threading.Lock()
 
 
 @dataclass
@@ -220,7 +227,8 @@ class Base:
             for mesh in world.meshes
         ]
 
-    # what an operation says of itself is kept, for the day when it is wrong
+    # -- what an operation says of itself is kept, for the day when it is wrong
+    # ----------------------------------
 
     def say(self, *words: object) -> None:
         self.said[-1] += " " + " ".join(map(str, words))
@@ -230,7 +238,11 @@ class Base:
         streams.
         """
         stream = self.random.choice([None, *self.streams[place]])
-        return dr.on(place.node, place.device) if stream is None else dr.stream(stream)
+        return dr.on(place) if stream is None else dr.stream(stream)
+
+    def device(self, place: dr.Place) -> Any:
+        """Return a spelling of a place, which is current, for whatever takes a device."""
+        return self.random.choice([REMOTE, place, place.device, f"remote:{place.number}"])
 
     def where_mesh(self, number: int) -> AbstractContextManager[object]:
         return dr.stream(self.random.choice([None, *self.mesh_streams[number]]))
@@ -260,7 +272,7 @@ class Base:
             dtype = torch.float32 if self.chance(0.3) else torch.int64
         local = self.numbers(shape, dtype)
         with self.where(place):
-            remote = local.to(REMOTE)
+            remote = local.to(self.device(place))
         return self.keep(place, remote, local)
 
     def keep(
@@ -332,7 +344,8 @@ class Base:
     def written(self, target: Value, *operands: Value) -> None:
         target.memory.poisoned |= any(value.memory.poisoned for value in operands)
 
-    # reading
+    # -- reading
+    # -------------------------------------------------------------------------------------------------
 
     def check(self, wanted: Wanted) -> None:
         """Read, and compare: what is poisoned must raise, anything else be its twin."""
@@ -416,8 +429,21 @@ class Elementwise(Base):
     def factory(self) -> None:
         place, k = self.place(), self.random.randrange(-9, 9)
         with self.where(place):
-            remote = torch.full((LENGTH,), k, dtype=torch.int64, device=REMOTE)
+            remote = torch.full((LENGTH,), k, dtype=torch.int64, device=self.device(place))
         self.keep(place, remote, torch.full((LENGTH,), k, dtype=torch.int64))
+
+    @operation(1)
+    def factory_elsewhere(self) -> None:
+        """Only the operand's shape and dtype count. Where it lives itself, its worker is asked for them."""
+        a, to, k = self.any(), self.place(), self.random.randrange(-9, 9)
+        self.say(a, to)
+        with self.where(to):
+            if self.chance(0.5):
+                remote = torch.full_like(a.remote, k, device=self.device(to))
+            else:
+                remote = a.remote.new_full(a.local.shape, k, device=self.device(to))
+        local = torch.full(a.local.shape, k, dtype=a.local.dtype)
+        self.keep(to, remote, local, *([a] if to == a.place else []))
 
     @operation(6)
     def unary(self) -> None:
@@ -513,15 +539,17 @@ class Copying(Base):
         self.say("over", a)
         self.write(a, lambda x: x.copy_(local))
         a.local.copy_(local)
-        local.fill_(77)  # the memory is the caller's again
+        # The memory is the caller's again.
+        local.fill_(77)
 
     @operation(3)
     def copy(self) -> None:
         a, to = self.any(), self.place()
         self.say(a)
         with self.where(self.random.choice((a.place, to))):
-            remote = a.remote.to(to)
-        shared = to == a.place  # as torch's own, to the same device: no copy
+            remote = a.remote.to(self.random.choice([to, to.device]))
+        # To the same device there is no copy, as in torch itself.
+        shared = to == a.place
         self.keep(to, remote, a.local if shared else a.local.clone(), a, view_of=a if shared else None)
 
     @operation(2)
@@ -1077,7 +1105,8 @@ class Failing(Base):
         with self.where(place):
             remote, info = torch.linalg.inv_ex(local.to(REMOTE))
         view = remote.t() if self.chance(0.3) else None
-        with self.where(place):  # a check on another stream comes before whoever reads what it checks
+        # A check on another stream comes before whoever reads what it checks.
+        with self.where(place):
             torch._linalg_check_errors(info, "linalg.inv", is_matrix=True)
         inverse, expected = torch.linalg.inv_ex(local)
         value = self.keep(place, remote, inverse)
@@ -1132,10 +1161,10 @@ class Drawing(Base):
             for _ in range(self.random.randrange(1, 4)):
                 place, kind = self.place(), self.random.choice(kinds)
                 with self.where(place):
-                    remote = kind(device=REMOTE)
+                    remote = kind(device=self.device(place))
                 made.append((place, remote, kind(generator=generators[place.node])))
-            # Whoever seeds next must not come before these draws: they are in the order of the program on
-            # each node.
+            # A thread that seeds next must not come before these draws: they are in the order of the program
+            # on each node.
         for place, remote, local in made:
             self.keep(place, remote, local)
 
@@ -1216,7 +1245,8 @@ class Deriving(Base):
         group = self.world.groups[0]
         members = [self.any(group.places[0], torch.float32, healthy=True)]
         members += [self.like(members[0], place) for place in group.places[1:]]
-        if any(m.memory.poisoned for m in members) or len(members) > 2:  # sums of more depend on their order
+        # Sums of more depend on their order.
+        if any(m.memory.poisoned for m in members) or len(members) > 2:
             return
         leaves = [m.remote.detach().clone().requires_grad_() for m in members]
         sums = dr.functional.all_reduce([x * x for x in leaves], group=group)
@@ -1279,7 +1309,8 @@ class Living(Base):
         if saving is not None:
             saving.wait()
         for value, loaded, local in zip(chosen, dr.load(folder), saved):
-            self.keep(value.place, loaded.clone(), local)  # one value chosen twice comes back tied
+            # One value that was chosen twice comes back tied.
+            self.keep(value.place, loaded.clone(), local)
 
 
 class Program(
@@ -1459,11 +1490,13 @@ class Run:
     programs: int = 1 << 60
     publish: bool = False
     most_wrong: int = 5
-    patience: float = 120.0  # seconds without an operation, of any thread, after which `stuck` is set
+    # After so many seconds without an operation, of any thread, `stuck` is set.
+    patience: float = 120.0
     tally: Tally = field(default_factory=Tally)
     stuck: str = ""
     running: dict[int, Program] = field(default_factory=dict)
-    report: Callable[[], None] = lambda: None  # called every minute
+    # It is called every minute.
+    report: Callable[[], None] = lambda: None
 
     def go(self) -> Tally:
         """Block until they are done, or one hangs."""
@@ -1509,7 +1542,8 @@ class Run:
 
     def _next(self) -> int | None:
         over = time.monotonic() > self._end or len(self.tally.wrong) >= self.most_wrong
-        return None if over else next(self._left, None)  # an iterator of a range is safe among threads
+        # An iterator of a range is safe among threads.
+        return None if over else next(self._left, None)
 
     def _work(self, number: int) -> None:
         def progress() -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import transformers  # reads the environment when imported
+# transformers reads the environment when it is imported.
+import transformers
 
 VOCABULARY = 99
 _TEXT = {
@@ -35,7 +36,8 @@ def _ids(*shape: int, seed: int = 0, high: int = VOCABULARY) -> torch.Tensor:
 def _causal() -> dict[str, torch.Tensor]:
     ids = _ids(2, 12)
     mask = torch.ones_like(ids)
-    mask[1, :4] = 0  # padded on the left, as generation wants it
+    # It is padded on the left, as generation wants it.
+    mask[1, :4] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 

@@ -366,6 +366,11 @@ GOOD: dict[str, Any] = {
     "AskMemory": [3, 4, [5, [6, 0]]],
     "AskStatus": [1, None, 0.5],
     "AskTurns": [["a", 1, 0.5]],
+    "AskWorker": [
+        *["a", 1, "tcp://a:1", "0", "2", "3", 1.0, False, 0.5, [["cpu", "a cpu", 1, 1, "", 0, 0]], [None]],
+        [["a", "here", 1, True, None, 1.0, 3, 4, "aten::mm", 0.5]],
+    ],
+    "AskStacks": "thread",
     "AskPassed": True,
     "AskChannel": ["", {}, [3, 11]],
     "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0]],

@@ -43,8 +43,8 @@ from distruntime.wire.messages import (
     MeshSegment,
     Message,
     OpenLines,
+    OpenMesh,
     OpenStream,
-    OpenTeam,
     Refused,
     Reply,
     Segment,
@@ -187,7 +187,7 @@ def messages_out_of_place(target: Target) -> None:
     messages: list[Message] = [
         OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}),
         AskMemory(1), Reply(1, None), Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1),
-        Goodbye("x"), OpenTeam(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
+        Goodbye("x"), OpenMesh(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
         MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip
     connected(talk(target, target.friend(), [[encode(message)] for message in messages]))
@@ -345,7 +345,7 @@ def test_a_master_whose_messages_make_no_sense_harms_no_later_one(
         Signal,
         Cancel,
         Goodbye,
-        OpenTeam,
+        OpenMesh,
         OpenLines,
         MeshSegment,
         MeshBody,

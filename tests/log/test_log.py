@@ -15,6 +15,7 @@ from distruntime.log.log import Flight, Log
 from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
 from distruntime.log.templates import Templates
+from distruntime.session.session import Session
 from distruntime.wire.frames import Part
 from distruntime.wire.messages import FIRST_TEMPLATE, Failure
 from processes import until
@@ -87,7 +88,7 @@ def test_the_oldest_of_too_many_failures_goes() -> None:
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
-def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Session, on_mesh: bool) -> None:
+def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: Session, on_mesh: bool) -> None:
     """A read of its values waited for ever: nothing else was left to send."""
     mesh = dr.init_device_mesh("cpu", (len(session.nodes),)) if on_mesh else None
     x = torch.ones(3, device="remote" if mesh is None else mesh.device)
@@ -113,7 +114,7 @@ def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: dr.Sessio
 
 
 def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(
-    fresh_session: Callable[..., dr.Session], monkeypatch: pytest.MonkeyPatch
+    fresh_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finalizer that reads may learn of the loss between two workers."""
     session = fresh_session(world_size=2)

@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 import distruntime as dr
+from distruntime.session.session import active_session
 from processes import ListeningWorker
 from random_programs import FAILED, Program, Reader, Run, Tally, World
 
@@ -83,7 +84,7 @@ def main() -> int:
                 if given.read is not None:
                     return read(given.read)
                 world = World(folder)
-                with others(given, addresses, session.name) as failed:
+                with others(given, addresses, active_session().name) as failed:
                     tally = one(given, world) if given.only is not None else many(given, world)
                 failures_are_known()
     print(tally)

@@ -144,7 +144,7 @@ class Soak:
             self.goes.process.kill()
             self.goes.process.wait()
             self.goes = self.start()
-            dr.restart(1, timeout=60)
+            dr.restart(1, force=True, timeout=60)
             self.work(k)
         dr.shutdown()
         if k % 3 == 1:  # a session of workers that are started here, and end with it

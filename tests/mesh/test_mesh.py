@@ -172,7 +172,7 @@ def test_slices_have_the_members_and_combine(mesh: Mesh) -> None:
     same(x + torch.ones(2, device=mesh.device), torch.full((2,), 2.0))
     assert rows.size() == mesh.size("tp") and rows != mesh and mesh["dp", "tp"] == mesh
     assert rows.coordinates() == [at[1:] for at in mesh.coordinates()]
-    again = dr.init_device_mesh("cuda" if "cuda" in mesh.places[0].device else "cpu", (mesh.size(),))
+    again = dr.init_device_mesh("cuda" if "cuda" in mesh.places[0].local_device else "cpu", (mesh.size(),))
     same(x + torch.ones(2, device=again.device), torch.full((2,), 2.0))
     part = mesh.select(dp=1)
     assert part.places == mesh.places[mesh.size("tp") :]

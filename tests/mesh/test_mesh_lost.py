@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
+from distruntime.session.session import active_session
 from meshes import MLP
 from processes import STARTING, slots, stop, until
 
@@ -31,7 +32,8 @@ LOSSES = 6  # tests below, each of which kills a worker
 def session() -> Iterator[Any]:
     """Workers of two simulated GPUs each: the last of them that is there is the next to be killed."""
     dr.shutdown()
-    yield dr.init_master_worker(world_size=LOSSES + 1, simulate_cuda=2, timeout=STARTING)
+    dr.init_master_worker(world_size=LOSSES + 1, simulate_cuda=2, timeout=STARTING)
+    yield active_session()
     dr.shutdown()
 
 
@@ -207,7 +209,7 @@ def test_while_it_is_read(mesh: Mesh) -> None:
         ):
             with pytest.raises(dr.NodeFailed, match=why):
                 read()
-        assert "member 0 of 4" in repr(kept) and "place=(0, 'cuda:1')" in repr(kept.member(1))  # type: ignore[attr-defined]
+        assert "member 0 of 4" in repr(kept) and "node 0 cuda:1" in repr(kept.member(1))  # type: ignore[attr-defined]
     with torch.no_grad():  # else torch makes a view of it, which is an operator
         there(whole.to_local(), [[0.0, 1.0, 2.0, 3.0]] * 2)
     left(mesh)

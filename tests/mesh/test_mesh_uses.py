@@ -56,7 +56,7 @@ def test_attention_and_autocast_know_what_the_members_are(mesh: Mesh) -> None:
     x = torch.randn(3, 4).to(mesh.device)
     with torch.autocast("remote", dtype=torch.bfloat16):
         dtype = torch.nn.functional.layer_norm(x @ x.T, (3,)).dtype
-    assert dtype == (torch.float32 if "cuda" in mesh.places[0].device else torch.bfloat16)
+    assert dtype == (torch.float32 if "cuda" in mesh.places[0].local_device else torch.bfloat16)
 
 
 def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:

@@ -245,9 +245,9 @@ def test_a_place_that_is_not_there(session: object) -> None:
         200,
         300,
     ):  # an index is eight bits in C++ and wraps: what comes out must still be no other place
-        with pytest.raises(dr.PlacementError, match="remote:1"):
+        with pytest.raises(dr.PlacementError, match=r"remote:0 is node 0|names none of them"):
             torch.zeros(1, device=f"remote:{number}")
-        with pytest.raises(dr.PlacementError, match="remote:1"):
+        with pytest.raises(dr.PlacementError, match=r"remote:0 is node 0|names none of them"):
             torch.ones(1).to(f"remote:{number}")
     with pytest.raises(RuntimeError):
         torch.zeros(1, device="remote:-3")
@@ -261,7 +261,7 @@ def test_more_places_than_a_device_index_can_say(fresh_session: Callable[..., An
         assert x.place == place and (x + 1).place == place
         assert torch.zeros(1, device=x.device).place == place
     alive = []
-    with pytest.raises(dr.PlacementError, match="126"):
+    with pytest.raises(dr.PlacementError, match="127"):
         for place in places:
             alive.append(torch.ones(1, device=REMOTE).to(place))
     assert len(alive) >= 100 and all(x.place == place for x, place in zip(alive, places, strict=False))

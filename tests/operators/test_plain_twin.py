@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.session.session import Session
 
 aten = torch.ops.aten
 
@@ -70,7 +71,7 @@ def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", range(19))
-def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_signature_and_instruction(session: Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     x, y = torch.randn(3, 3, device="remote"), torch.randn(3, 3, device="remote")
     func, args, kwargs = _calls(x, y)[number]
     place, node = x._handle.place, session.nodes[x.get_node()]
@@ -105,7 +106,7 @@ def test_signature_and_instruction(session: dr.Session, monkeypatch: pytest.Monk
         assert torch.equal(a.cpu(), b.cpu()) and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def test_numbers_that_compare_equal_are_told_apart(session: dr.Session) -> None:
+def test_numbers_that_compare_equal_are_told_apart(session: Session) -> None:
     x = torch.arange(3, device="remote")
     assert (
         (x + 1).dtype == torch.int64 and (x + True).dtype == torch.int64 and (x + 1.0).dtype == torch.float32

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.session.session import active_session
 from distruntime.wire.messages import AWAIT
 from keeping import Keeping, enter, keeping
 from processes import Child, blocked, slots, until
@@ -546,11 +547,11 @@ def test_a_write_that_failed_is_not_forgotten_with_its_master(
 
 def half_way(first: str, second: str) -> None:
     """Publish on two nodes; then anew, where the second one gets no further than before."""
-    session = dr.init_master_worker(workers=[first, second], timeout=90, session="alice")
+    dr.init_master_worker(workers=[first, second], timeout=90, session="alice")
     with dr.node(1):
         far = torch.zeros(2, device=REMOTE)
     dr.publish("pair", [torch.zeros(2, device=REMOTE), far])
-    session.nodes[1].append([AWAIT, 1, None, ""], (0, None, 0))
+    active_session().nodes[1].append([AWAIT, 1, None, ""], (0, None, 0))
     print("half-way", flush=True)
     dr.publish("pair", [torch.ones(2, device=REMOTE), far + 1])
 

@@ -151,7 +151,7 @@ def test_a_strangers_key_is_named_with_how_to_trust_it(daemon: Keeping, tmp_path
     with pytest.raises(dr.UntrustedError) as caught:
         dr.lookup("x")
     shown = signing._text(stranger.verify_key.encode())
-    assert f"'x' is signed with the key {shown}, whose holder calls himself mallory@pit" in str(caught.value)
+    assert f"'x' is signed with the key {shown}, whose holder claims to be mallory@pit" in str(caught.value)
     assert str(caught.value).splitlines()[1].endswith(f"add the line:  {shown} mallory@pit")
     assert not (tmp_path / "mark").exists()
     (keys / "trusted").write_text(str(caught.value).rpartition("add the line:  ")[2] + "\n")

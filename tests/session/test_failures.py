@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -387,14 +385,6 @@ def test_the_line_is_there_whenever_the_value_is_asked_for(session: object, behi
         with pytest.raises(IndexError, match=r"issued at .*test_failures.py:\d+"):
             y.item()
         dr.synchronize()
-
-
-def test_the_cause_is_the_workers_traceback(session: object) -> None:
-    error = read_failure(out_of_range())
-    assert error.__cause__ is not None
-    text = "".join(traceback.format_exception(error))
-    assert "worker traceback, node 0" in text
-    assert re.search(r'File ".*_ops.py", line \d+, in __call__', str(error.__cause__))
 
 
 def test_the_line_of_a_failure_inside_a_module(session: object) -> None:

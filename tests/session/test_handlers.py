@@ -11,13 +11,13 @@ import torch
 import distruntime as dr
 from distruntime.errors import ProtocolError
 from distruntime.log.replies import is_plain, require
-from distruntime.session.session import active_session
+from distruntime.session.session import Session, active_session
 from processes import struck
 
 REMOTE = "remote"
 
 
-def test_a_handler_that_reads_breaks_no_read(session: dr.Session) -> None:
+def test_a_handler_that_reads_breaks_no_read(session: Session) -> None:
     x, y = torch.ones(100, device=REMOTE), torch.zeros(3, device=REMOTE)
     read: list[float] = []
     refused: list[str] = []
@@ -39,7 +39,7 @@ def test_a_handler_that_reads_breaks_no_read(session: dr.Session) -> None:
 
 
 def test_a_message_that_a_handler_has_taken_is_not_missed(
-    session: dr.Session, monkeypatch: pytest.MonkeyPatch
+    session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler runs after the look whether something has come, and before it is taken.
 

@@ -41,10 +41,12 @@ def where(tensor: Any) -> Where | None:
         assert type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
         return HERE
     assert tensor.device.type == "remote" and tensor.get_node() == tensor.place.node
-    assert tensor.get_device() == (-1 if tensor.place.device == "cpu" else int(tensor.place.device[5:]))
+    assert tensor.get_device() == (
+        -1 if tensor.place.local_device == "cpu" else int(tensor.place.local_device[5:])
+    )
     again = torch.zeros(2, device=tensor.device)  # the device is good for factories, and means the same place
     assert again.place == tensor.place  # type: ignore[attr-defined]
-    return tensor.place.node, tensor.place.device
+    return tensor.place.node, tensor.place.local_device
 
 
 # The table of spellings in docs/design.md: what each is from a CPU and from a GPU of node 1, and for modules
@@ -374,9 +376,9 @@ def test_operands_on_different_places() -> None:
 # Numbers
 
 
-def test_places_known_at_start_are_numbered_in_the_order_of_nodes() -> None:
+def test_places_are_counted_node_by_node_gpus_first() -> None:
     numbers = {device.number: (info.index, device.name) for info in dr.nodes() for device in info.devices}
-    assert numbers == dict(enumerate(ALL, 1))
+    assert numbers == dict(enumerate([GPU0, GPU1, CPU0, FAR0, FAR1, CPU1]))
     for number, place in numbers.items():
         assert where(torch.zeros(1, device=f"remote:{number}")) == place
         assert where(torch.ones(1).to(f"remote:{number}")) == place
@@ -404,7 +406,7 @@ def test_300_places_in_one_session(many: None) -> None:
         for k in range(300):
             x = new(k, float(k + round_))
             assert where(x) == (k // 100, f"cuda:{k % 100}")
-            assert 1 <= x.device.index <= 127
+            assert 0 <= x.device.index <= 126
             y = x + 1
             y.add_(torch.ones(2, device=x.device))
             kept = [*kept[-40:], (k + round_ + 2.0, y)]
@@ -435,25 +437,43 @@ def test_a_number_is_free_again_when_nobody_lives_there(many: None) -> None:
     assert len(session.places._free) == free
 
 
-def test_more_than_126_places_at_once_is_a_clear_error(many: None) -> None:
+def test_more_than_127_places_at_once_is_a_clear_error(many: None) -> None:
     gc.collect()
     kept: list[Any] = []
-    with pytest.raises(dr.PlacementError, match="126 places"):
+    with pytest.raises(dr.PlacementError, match="127 places"):
         for k in range(300):
             kept.append(new(k))
     assert len(kept) >= 120
     assert all(where(t) == (k // 100, f"cuda:{k % 100}") for k, t in enumerate(kept))
-    with pytest.raises(dr.PlacementError, match="126 places"):
+    with pytest.raises(dr.PlacementError, match="127 places"):
         kept[0].to(dr.place(2, 99))
     del kept[-1]
     moved = kept[0].to(dr.place(2, 99))
     assert where(moved) == (2, "cuda:99")
     torch.manual_seed(5)  # seeds the other places too, and needs no number for that
-    with dr.on(2, 70), pytest.raises(dr.PlacementError, match="126 places"):
+    with dr.on(2, 70), pytest.raises(dr.PlacementError, match="127 places"):
         torch.rand(1)
     del moved
     kept.clear()
     assert new(298).tolist() == [0, 0]
+
+
+def test_the_first_80_places_have_numbers_of_their_own(many: None) -> None:
+    assert torch.remote.device_count() == 80  # type: ignore[attr-defined]
+    for k in (0, 79):
+        assert dr.place(0, k).number == k and where(torch.ones(1, device=dr.place(0, k))) == (0, f"cuda:{k}")
+    beyond = dr.place(2, 70)
+    assert dr.nodes()[2].devices[71].number is None
+    with pytest.raises(dr.PlacementError, match=r"Beyond the 80 places .* dr\.on\(place\), x\.to\(place\)"):
+        torch.ones(1, device=beyond)
+    with dr.on(beyond):
+        x = torch.ones(2)
+    assert x.place == beyond and dr.nodes()[2].devices[71].number == x.device.index >= 80  # type: ignore[attr-defined]
+    assert where(torch.zeros(2, device=x.device)) == where(at((0, "cuda:1")).to(beyond)) == (2, "cuda:70")
+    assert where(nn.Linear(2, 2).to(beyond).weight) == where(dr.zeros(2, device=beyond)) == (2, "cuda:70")
+    # Meshes and the places beyond take their numbers from the other end.
+    mesh = dr.init_device_mesh([beyond, dr.place(0, 0)], (2,))
+    assert mesh.device.index > 80 and where(torch.ones(1, device=mesh.device).member(0)) == (2, "cuda:70")  # type: ignore[attr-defined]
 
 
 def test_random_numbers_of_every_place_can_be_seeded(many: None) -> None:

@@ -28,7 +28,7 @@ sys.exit(main(["repl", "--world-size", "1"]))
 class Terminal:
     """A Python at a terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self._end, theirs = pty.openpty()
         path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
         environment = {
@@ -37,6 +37,7 @@ class Terminal:
             "TERM": "dumb",
             "PYTHON_BASIC_REPL": "1",
             "OMP_NUM_THREADS": "1",
+            **variables,
         }
         command = [sys.executable, *arguments]
         self.process = subprocess.Popen(
@@ -123,6 +124,10 @@ def repl() -> Iterator[Terminal]:
         terminal.close()
 
 
+QUEUED = (
+    r"node 0 \(.+\): [\d,]+ operations queued, aten\.mm runs\n"
+    r"They run on\. dr\.cancel\(\) drops those that have not begun\.\n"
+)
 # This issues a minute's work at once.
 SLOW = "x = torch.ones(1500, 1500, device='remote'); any(x @ x is None for k in range(400))"
 
@@ -132,9 +137,52 @@ def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Term
     python.send("(x @ x).sum().item()\n")
     python.expect(r"waiting for node 0 \(.+\): \d+ operations under way \(Ctrl-C leaves, and loses nothing\)")
     python.send("\x03")
-    traceback = python.expect(r"KeyboardInterrupt\n>>> ")
+    traceback = python.expect(rf"KeyboardInterrupt\n{QUEUED}>>> ")
     assert "channel.py" not in traceback and traceback.count("File ") <= 6, traceback
     assert "\n3\n" in python.enter("1 + 2")
+
+
+def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python: Terminal) -> None:
+    python.enter(SLOW)
+    python.send("(x @ x).sum().item()\n")
+    python.expect(r"\d+ operations under way, now aten\.mm for \d+\.\d s")
+    python.expect(r"under way, now aten\.mm for \d+\.\d s, about \d+ s left \(Ctrl-C")
+    python.send("\x03")
+    python.expect(r"KeyboardInterrupt\n>>> ")
+
+
+def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_drop_it(
+    python: Terminal,
+) -> None:
+    python.enter("x = torch.ones(1500, 1500, device='remote'); y = x.sum(); y.item()")
+    python.send("while True: z = x @ x\n\n")
+    python.expect(r"\.\.\. ")
+    python.expect(r"waiting for node 0 \(.+\): \d+ operations under way")  # the window is full
+    python.send("\x03")
+    python.expect(rf"KeyboardInterrupt\n{QUEUED}>>> ")
+    python.enter("dr.cancel()")
+    assert "2250000.0" in python.enter("y.item()")
+    assert "StreamCancelled" in python.enter("z.sum().item()")
+    python.send("import time; time.sleep(60)\n")
+    python.expect(r"sleep\(60\)\n")
+    python.send("\x03")
+    assert "queued" not in python.expect(r"KeyboardInterrupt\n>>> ")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="IPython is not installed")
+def test_ipython_says_it_too(tmp_path: Path) -> None:
+    code = "from distruntime.__main__ import main; main(['repl', '--world-size', '1'])"
+    shell = Terminal("-c", code, IPYTHONDIR=str(tmp_path))
+    try:
+        shell.expect(r"In \[1\]: ")
+        shell.send(SLOW + "\n")
+        shell.expect(r"In \[2\]: ")
+        shell.send("(x @ x).sum().item()\n")
+        shell.expect(r"waiting for node 0 \(.+\): \d+ operations under way")
+        shell.send("\x03")
+        shell.expect(rf"KeyboardInterrupt(?s:.*?)\n{QUEUED}(?s:.*?)In \[3\]: ")
+    finally:
+        shell.close()
 
 
 def test_a_shutdown_that_waits_says_so_and_control_c_ends_it(python: Terminal) -> None:
@@ -147,10 +195,11 @@ def test_a_shutdown_that_waits_says_so_and_control_c_ends_it(python: Terminal) -
 
 
 def test_a_session_and_its_nodes_say_what_they_are(python: Terminal) -> None:
-    assert "<distruntime session, 1 node, open>" in python.enter("session")
-    assert re.search(r"\[<node 0 \(.+\), ready>\]", python.enter("session.nodes"))
+    card = python.enter("session")
+    assert "<distruntime session, open>" in card and re.search(r"node 0  \S+  ready  cpu", card)
+    assert re.search(r"0     \S+ +\d+ +ready +cpu \(remote:0\)", python.enter("session.nodes"))
     python.enter("dr.shutdown()")
-    assert "<distruntime session, 1 node, it was shut down>" in python.enter("session")
+    assert "<distruntime session, it was shut down>" in python.enter("session")
 
 
 def test_an_error_begins_on_its_own_line(python: Terminal) -> None:
@@ -175,4 +224,4 @@ def test_the_repl_completes_names_without_ipython(repl: Terminal) -> None:
     repl.send("tensor.pla\t")
     repl.expect(r"tensor\.place")
     repl.send("\n")
-    repl.expect(r"Place\(node=0, device='cpu'\)\n>>> ")
+    repl.expect(r"dr\.place\(0, 'cpu'\)\n>>> ")

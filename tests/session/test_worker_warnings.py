@@ -16,7 +16,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE, there
 from distruntime.log.line import user_line
-from distruntime.session.worker_warnings import WorkerWarnings
+from distruntime.log.worker_warnings import WorkerWarnings
 
 DEPRECATED = "Use of index_fill_ on expanded tensors is deprecated"
 

@@ -92,8 +92,13 @@ class Program:
         k = choose.randrange(len(self.streams))
         stream = self.streams[k]
         if choose.random() < self.rate:
-            stream.cancel()
-            self.cancelled[k] = self.now
+            if choose.random() < 0.3:
+                dr.cancel(stream.node)
+                others = [j for j, other in enumerate(self.streams) if other.node == stream.node]
+                self.cancelled.update(dict.fromkeys(others, self.now))
+            else:
+                stream.cancel()
+                self.cancelled[k] = self.now
             self.found["cancelled"] += 1
             return
         with dr.stream(stream):

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime.session.session import active_session
+from distruntime.session.session import Session, active_session
 from distruntime.wire.messages import AskMemory
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import serve
@@ -40,11 +40,12 @@ def _two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("distruntime.log.order._KEPT", 1 << 30)  # so that `waits` counts all of them
     if not (dr.is_initialized() and _ours and _ours[0] is active_session()):
         dr.shutdown()
-        _ours[:] = [dr.init_master_worker(world_size=2, simulate_cuda=1)]
+        dr.init_master_worker(world_size=2, simulate_cuda=1)
+        _ours[:] = [active_session()]
     yield
 
 
-_ours: list[dr.Session] = []
+_ours: list[Session] = []
 
 
 @pytest.fixture

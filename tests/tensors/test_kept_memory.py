@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.session.session import Session
 from processes import StruckWhileWaiting, stopped
 
 COUNT, ELEMENTS = 20, 1 << 18  # a mebibyte each: above every threshold for shared and kept memory
 
 
-def test_what_is_alive_is_never_overwritten(session: dr.Session) -> None:
+def test_what_is_alive_is_never_overwritten(session: Session) -> None:
     here = [torch.randn(ELEMENTS) + k for k in range(COUNT)]
     there = [x.to("remote") for x in here]
     for step in range(3 * COUNT):
@@ -36,14 +37,14 @@ def test_what_is_alive_is_never_overwritten(session: dr.Session) -> None:
     assert all(torch.equal(m, x + 1) for m, x in zip(more, here))
 
 
-def test_a_fetched_tensor_is_its_owners_own(session: dr.Session) -> None:
+def test_a_fetched_tensor_is_its_owners_own(session: Session) -> None:
     remote = torch.arange(float(ELEMENTS)).to("remote")
     first, second = remote.cpu(), remote.cpu()
     first.zero_()
     assert torch.equal(second, torch.arange(float(ELEMENTS))) and torch.equal(remote.cpu(), second)
 
 
-def test_over_a_network_too(session: dr.Session) -> None:
+def test_over_a_network_too(session: Session) -> None:
     nodes = [(node, node.shared) for node in session.nodes]
     try:
         for node, _ in nodes:
@@ -55,7 +56,7 @@ def test_over_a_network_too(session: dr.Session) -> None:
             node.shared = shared
 
 
-def test_when_there_is_no_more_shared_memory(session: dr.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_there_is_no_more_shared_memory(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["distruntime.wire.shared"], "_MOST", 0)
     monkeypatch.setattr(session.shared, "_idle", [])
     here = torch.randn(3 * ELEMENTS)
@@ -65,12 +66,12 @@ def test_when_there_is_no_more_shared_memory(session: dr.Session, monkeypatch: p
     assert torch.equal(back, here + 1) and torch.equal(here.to("remote")[1:].cpu(), here[1:])
 
 
-def _lent(session: dr.Session) -> int:
+def _lent(session: Session) -> int:
     """Segments of shared memory that a transfer has in hand."""
     return len(session.shared._all) - len(session.shared._idle)
 
 
-def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session) -> None:
+def test_a_transfer_that_fails_gives_its_shared_memory_back(session: Session) -> None:
     before = _lent(session)
     lost = torch.ones(4, 2 * ELEMENTS, device="remote")[torch.tensor([9], device="remote")]
     for read in (lost.cpu, lambda: dr.fetch([lost, torch.ones(2 * ELEMENTS, device="remote")])):
@@ -81,7 +82,7 @@ def test_a_transfer_that_fails_gives_its_shared_memory_back(session: dr.Session)
 
 
 def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker_has_answered(
-    session: dr.Session,
+    session: Session,
 ) -> None:
     x = torch.ones(2 * ELEMENTS, device="remote")  # larger than what a reply carries in itself
     assert x.cpu()[0] == 1
@@ -100,7 +101,7 @@ def test_a_read_that_control_c_ends_gives_its_shared_memory_back_once_the_worker
 @pytest.mark.parametrize(
     "channels", [16, 68, 120, 240]
 )  # weights of 17, 74, 131 and 261 KB: in the log, in a frame, in shared memory
-def test_a_weight_gives_the_last_bits_that_it_gives_here(session: dr.Session, channels: int) -> None:
+def test_a_weight_gives_the_last_bits_that_it_gives_here(session: Session, channels: int) -> None:
     """Kernels sum in another order over addresses that are not multiples of 64."""
     x, weight = torch.randn(2, 272, 1, 1), torch.randn(channels, 272, 1, 1)
     for k in range(4):  # a frame may begin at such an address by chance

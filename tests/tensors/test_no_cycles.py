@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
+from distruntime.session.session import Session
 from distruntime.wire.messages import AskMemory
 
 
-def _held(session: dr.Session) -> int:
+def _held(session: Session) -> int:
     """Return how many values the worker of node 0 holds, after everything issued so far, frees included."""
     dr.synchronize(0)
     asked = session.ask(session.nodes[0], AskMemory)
@@ -98,7 +99,7 @@ def _errors(x: torch.Tensor) -> None:
     [_uploads, _many_results, _in_place, _depends_on_data, _training, _composites, _reads, _errors],
     ids=lambda use: use.__name__[1:],
 )
-def test_nothing_is_held(session: dr.Session, use: Callable[[Any], None]) -> None:
+def test_nothing_is_held(session: Session, use: Callable[[Any], None]) -> None:
     x = torch.randn(3, 3, device="remote")
     use(x)  # what is cached on first use is not what is looked for
     gc.collect()

@@ -267,7 +267,7 @@ def test_each_place_has_its_own_list(fresh_session: Callable[..., Any]) -> None:
         with dr.device(device):
             low[device] = torch.rand(3, 3, dtype=BFLOAT16).to(REMOTE)
     cpu, gpu = low["cpu"], low["cuda:0"]
-    assert (cpu.place.device, gpu.place.device) == ("cpu", "cuda:0")
+    assert (cpu.place.local_device, gpu.place.local_device) == ("cpu", "cuda:0")
     with torch.autocast(REMOTE, dtype=BFLOAT16):
         assert [t.exp().dtype for t in (cpu, gpu)] == [BFLOAT16, FLOAT32]
         assert [torch.nn.functional.pad(t, (1, 1), mode="reflect").dtype for t in (cpu, gpu)] == [

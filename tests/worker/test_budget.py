@@ -29,7 +29,7 @@ from distruntime.wire.messages import (
     Done,
     Failed,
     Message,
-    OpenTeam,
+    OpenMesh,
     Segment,
 )
 from distruntime_worker.cli import _memory
@@ -236,12 +236,12 @@ def test_members_of_a_mesh_on_one_device_share_it() -> None:
         CPU
     }  # simulated GPUs are main memory
     executor = session.executor
-    executor.open_team(OpenTeam(0, ["cuda:0", "cuda:1"]))
-    team = executor.state.teams[0]
+    executor.open_mesh(OpenMesh(0, ["cuda:0", "cuda:1"]))
+    mesh = executor.state.meshes[0]
     empty = ["aten::empty.memory_format", [["list", 3 * FLOATS]], {"device": ["device", "member"]}, 1]
-    executor.learn([[FIRST_TEMPLATE, *empty]], team)
+    executor.learn([[FIRST_TEMPLATE, *empty]], mesh)
     for k in range(2):
-        work = Work(Segment(k + 1, 2 * k, [], [FIRST_TEMPLATE, k + 1], []), [], 1, team=team)
+        work = Work(Segment(k + 1, 2 * k, [], [FIRST_TEMPLATE, k + 1], []), [], 1, mesh=mesh)
         executor.line_up(work)
         executor.run(work)
     assert len(work.failures) == 2 and "aten.empty.memory_format needs 6.0 MiB more" in work.failures[0].text

@@ -9,7 +9,7 @@ import torch
 
 from distruntime.errors import InternalError, UsageError
 from distruntime.wire.codec import OPERAND
-from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, STAMP, Done, OpenTeam, Segment
+from distruntime.wire.messages import CHECK, FIRST_TEMPLATE, STAMP, Done, OpenMesh, Segment
 from distruntime_worker.log.budget import Budget, limits
 from distruntime_worker.machine.devices import Devices
 from distruntime_worker.session.executor import Executor
@@ -51,12 +51,12 @@ class Session:
         self.errors: list[BaseException | None] = []
         self.executor = Executor(devices, self._send, lambda *_: None, budget=budget)
         self.executor.joint.take_part = self._begin  # type: ignore[method-assign, assignment]
-        self.state, self.team = self.executor.state, None
+        self.state, self.mesh = self.executor.state, None
         if mesh:
-            self.executor.open_team(OpenTeam(0, ["cuda:0", "cuda:1"]))
-            self.team = self.state.teams[0]
-            self.team.lines[0] = [[7, 0], [7, 1]]
-        self.log = self.team or self.state
+            self.executor.open_mesh(OpenMesh(0, ["cuda:0", "cuda:1"]))
+            self.mesh = self.state.meshes[0]
+            self.mesh.lines[0] = [[7, 0], [7, 1]]
+        self.log = self.mesh or self.state
         self._position = 0
 
     def _send(self, message: Any, payload: Any = None, copy: bool = True) -> None:
@@ -76,15 +76,15 @@ class Session:
         rows = [*OPERATORS]
         for options, layout in ((IN_PLACE, SMALL), (OUT_OF_PLACE, LARGE)):
             along, own = [0, options, [SMALL], [layout]], [7, options, [[0, "cpu", [SMALL], [layout]]]]
-            rows.append(["group::all_gather", own if self.team is None else along, {}, 0])
-        if self.team is None:
+            rows.append(["group::all_gather", own if self.mesh is None else along, {}, 0])
+        if self.mesh is None:
             on = ["device", "cpu"]
             rows = [[name, args, dict.fromkeys(kwargs, on), results] for name, args, kwargs, results in rows]
-        self.executor.learn([[FIRST_TEMPLATE + k, *row] for k, row in enumerate(rows)], self.team)
+        self.executor.learn([[FIRST_TEMPLATE + k, *row] for k, row in enumerate(rows)], self.mesh)
 
     def issue(self, *words: Any) -> list[str]:
         """Run words; return the texts of what failed."""
-        work = Work(Segment(1, self._position, [], list(words), []), [], 1, team=self.team)
+        work = Work(Segment(1, self._position, [], list(words), []), [], 1, mesh=self.mesh)
         self._position += len(words)
         self.executor.works.append(work)
         with torch.no_grad():
@@ -93,7 +93,7 @@ class Session:
 
     def put(self, ref: int, *values: torch.Tensor) -> None:
         """Let a value be there: a copy of the last of `values` for each further member of a mesh."""
-        self.state.slots[ref] = values[0] if self.team is None else Shards([values[0], values[-1].clone()])
+        self.state.slots[ref] = values[0] if self.mesh is None else Shards([values[0], values[-1].clone()])
 
     def values(self, ref: int) -> list[Any]:
         value = self.state.slots[ref]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,11 +52,13 @@ def worker() -> Iterator[Worker]:
     """Starts workers that the test need not end."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, program: Sequence[str] = ("-m", "distruntime_worker")
+    ) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
         started.append(
             subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "distruntime_worker", *arguments],
+                [sys.executable, "-W", "error", *program, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -188,6 +190,46 @@ def test_a_signal_stops_it_with_code_0_and_no_traceback(
     assert process.returncode == 0 and "Traceback" not in errors and "listening on ipc://" in errors
 
 
+def test_the_log_goes_to_a_file_too(worker: Worker, tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "worker.log"
+    process = worker("--listen", f"ipc://{tmp_path}/s", "--log-file", str(file))
+    until(lambda: (tmp_path / "s").exists())
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert f"listening on ipc://{tmp_path}/s" in errors and file.read_text() == errors
+
+
+def test_a_log_file_that_cannot_be_written_is_one_line(
+    served: list[WorkerConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--listen", "tcp://127.0.0.1:0", "--log-file", str(tmp_path / "file" / "log")]
+    assert cli.main(arguments) == 2
+    assert "Name a file that can be written" in capsys.readouterr().err and not served
+
+
+# Nothing here holds this module's names but the module: what is written to `kept` comes out when Python takes
+# the module apart.
+_ENDING = """
+import atexit, operator, runpy, sys
+from distruntime_worker.session import daemon
+
+kept = open(1, "w", closefd=False)
+kept.write("taken apart")
+atexit.register(print, "at exit")
+daemon.serve = operator.is_
+sys.argv[1:] = ["--listen", "ipc:///nowhere", "--insecure", "--log-level", "error"]
+runpy.run_module("distruntime_worker", run_name="__main__")
+"""
+
+
+def test_the_interpreter_is_not_taken_apart_around_running_threads(worker: Worker) -> None:
+    """A thread that comes out of a kernel, or is gloo's, would end the process by SIGABRT then."""
+    process = worker(program=("-c", _ENDING))
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (0, "at exit\n"), errors
+
+
 def test_an_address_in_use_is_one_line(worker: Worker) -> None:
     taken = Channel(listen="tcp://127.0.0.1:*")
     try:
@@ -195,7 +237,8 @@ def test_an_address_in_use_is_one_line(worker: Worker) -> None:
         _, errors = process.communicate(timeout=60)
     finally:
         taken.close()
-    assert process.returncode == 2 and "in use" in errors and "Traceback" not in errors
+    words = "another program listens there already"
+    assert process.returncode == 2 and words in errors and "Traceback" not in errors
 
 
 def test_two_workers_on_one_key_one_master_each(worker: Worker, tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 import torch, distruntime as dr
+from distruntime.session.session import active_session
 from distruntime.wire.messages import AskTurns
 from processes import blocked, pause, until
 address, me, other, steps = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-session = dr.init_master_worker(workers=[address])
+dr.init_master_worker(workers=[address])
+session = active_session()
 torch.manual_seed(0)
 first, last = torch.nn.Linear(64, 128), torch.nn.Linear(128, 1)
 model = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Dropout(0.1), last).to("remote")

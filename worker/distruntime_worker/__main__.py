@@ -1,16 +1,6 @@
 """`python -m distruntime_worker` is the command `distruntime-worker`."""
 
-import gc
-import sys
-
-# Importing torch makes objects that stay, and looking through them again and again is a tenth of a worker's
-# start.
-gc.disable()
-
-from .cli import main  # noqa: E402
-
-gc.freeze()
-gc.enable()
+from .cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
+import importlib
 import logging
 import os
 import re
@@ -11,19 +14,41 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import NoReturn
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
+from distruntime.version import __version__
 from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
-from .log.watching import install_watching
-from .session import daemon
 from .session.config import WorkerConfig
 
 log = logging.getLogger("distruntime.worker")
+
+# A log file grows to so many bytes, and so many older ones are kept.
+_LOG_BYTES, _LOG_FILES = 10_000_000, 3
+
+
+def command() -> NoReturn:
+    """Be the program `distruntime-worker`."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, but leave out what Python and C++ do last."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter must not be taken apart while a thread is in a kernel, or while one of gloo's frees a
+    # tensor. Such a thread asks for the GIL next. Python before 3.14 then ends the thread, its stack is
+    # unwound through C++, and the process dies by SIGABRT. A forked worker would also look through all that
+    # was imported, and so copy the memory that workers share.
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,9 +128,16 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    # For local_workers.py: ends with its last session.
+    parser.add_argument(
+        "--log-file",
+        type=Path,
+        metavar="FILE",
+        help="write the log to this file too; at 10 MB it becomes FILE.1, and three old ones are kept",
+    )
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    # local_workers.py passes this: the worker ends with its last session.
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # For local_workers.py: the master with this process id started the worker. It writes the key to
+    # local_workers.py passes this: the master with this process id started the worker. It writes the key to
     # stdin, and keeps stdin open for as long as it lives.
     parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
     return parser
@@ -131,20 +163,51 @@ def _keygen(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=_log_handlers(options.log_file),
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     stop = threading.Event()
     _stop_on_signals(stop)
     config = configure(options)
-    install_watching()
     if options.local is not None:
         threading.Thread(
             target=_follow, args=(options.local, stop), name="follow-master", daemon=True
         ).start()
-    daemon.serve(config, stop)
+    _daemon().serve(config, stop)
     return 0
+
+
+def _daemon() -> ModuleType:
+    """Return the module of the daemon. It imports torch, which takes two seconds."""
+    name = f"{__package__}.session.daemon"
+    # The nursery has imported it before it forks.
+    if name in sys.modules:
+        return sys.modules[name]
+    # Importing torch makes objects that stay, and looking through them again and again is a tenth of a
+    # worker's start.
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _log_handlers(file: Path | None) -> list[logging.Handler]:
+    """Return where the log goes. A crash in a kernel leaves its stack on standard error in any case."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(
+                RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8")
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"got --log-file {file}: {error.strerror or error}. Name a file that can be written."
+            ) from error
+    return handlers
 
 
 def configure(options: argparse.Namespace) -> WorkerConfig:
@@ -190,8 +253,8 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
 
 
 def _key_from_master() -> KeyPair | None:
-    # Unbuffered, so that _follow sees all that comes after. A key never travels in argv, which every user of
-    # the machine can read.
+    # stdin is read unbuffered, so that _follow sees all that comes after. A key never travels in argv, which
+    # every user of the machine can read.
     words = bytearray()
     while not words.endswith(b"\n"):
         read = os.read(0, 1)

@@ -16,7 +16,6 @@ import gc
 # Importing torch makes objects that stay, and a collection would look through them again and again.
 gc.disable()
 
-import atexit  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import select  # noqa: E402
@@ -24,7 +23,6 @@ import signal  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-import threading  # noqa: E402
 import time  # noqa: E402
 from collections import deque  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
@@ -36,8 +34,10 @@ from typing import final  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
+from .cli import leave  # noqa: E402
 from .cli import main as run_worker  # noqa: E402
 from .publishing import published  # noqa: E402
+from .session import daemon as _daemon  # noqa: E402, F401
 from .values import draws  # noqa: E402
 
 # What was imported stays for ever. A collection in a worker would write into all of it, and so copy its
@@ -45,23 +45,28 @@ from .values import draws  # noqa: E402
 gc.freeze()
 gc.enable()
 
-_LOOK = 1.0  # seconds between looks whether the master still lives
-# Seconds without a worker and without a request, after which the nursery ends.
+# So many seconds lie between looks whether the master still lives.
+_LOOK = 1.0
+# The nursery ends after so many seconds without a worker and without a request.
 _IDLE = 60.0
-_LARGEST = 1 << 20  # bytes of a request
+# A request has at most so many bytes.
+_LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Request:
     """What the master asks for: a worker with these descriptors of input and output, or a signal for one."""
 
-    number: int = 0  # 0: a request for a signal
+    # It is 0 for a request for a signal.
+    number: int = 0
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    directory: str = ""  # "": the master's working directory was removed
+    # It is empty if the master's working directory was removed.
+    directory: str = ""
     umask: int = 0
     descriptors: list[int] = field(default_factory=list)
-    pid: int = 0  # gets the signal
+    # This process gets the signal.
+    pid: int = 0
     signal: int = 0
 
 
@@ -79,11 +84,14 @@ class Nursery:
         self._control = control
         self._master = master
         self._directory = os.getcwd()
-        # By process id: the number of the request, and the Popen object of a worker that could not be forked.
+        # Each process id has the number of its request, and the Popen object of a worker that could not be
+        # forked.
         self._workers: dict[int, tuple[int, subprocess.Popen[bytes] | None]] = {}
-        self._reports: deque[bytes] = deque()  # to the master, which may not read for a long time
+        # These are for the master, which may not read for a long time.
+        self._reports: deque[bytes] = deque()
         self._woken, self._wake = socket.socketpair()
-        self._open = True  # whether the master can still ask for workers
+        # It is True while the master can still ask for workers.
+        self._open = True
         self._last_use = time.monotonic()
         for end in (self._woken, self._wake):
             end.setblocking(False)
@@ -225,14 +233,7 @@ def main(arguments: Sequence[str]) -> int:
     request = Nursery(control, int(arguments[0])).serve()
     if request is None:
         return 0
-    code = run_worker(request.arguments)
-    # What Python and C++ do last looks through all that was imported. That would copy the memory that workers
-    # share.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(run_worker(request.arguments))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from ..values.streams import HostCopy
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
 
-# The key, what gives the values in main memory, and a tensor of their metadata.
+# An entry has the key, a function that gives the values in main memory, and a tensor of their metadata.
 Entry = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
 
 
@@ -62,7 +62,7 @@ class Writing(HostCopy):
             with torch.no_grad():
                 self._nbytes = write()
         except Exception as error:
-            # Whatever it is, it is the answer.
+            # Whatever the error is, it is the answer.
             self._error = error
         self._over.set()
 
@@ -85,7 +85,7 @@ class Writing(HostCopy):
 # -- writing ---------------------------------------------------------------------------------------
 
 
-class Plan(TypedDict, total=False):
+class CheckpointPlan(TypedDict, total=False):
     """What the master sends along as JSON: of a save the keys of its tensors, of a load where they are."""
 
     folder: str
@@ -96,14 +96,14 @@ class Plan(TypedDict, total=False):
     tensors: list[tuple[str, str, str, list[int], list[int] | None]]
 
 
-def plan_of(packed: torch.Tensor) -> tuple[Plan, memoryview]:
+def plan_of(packed: torch.Tensor) -> tuple[CheckpointPlan, memoryview]:
     """Return what the master sends along as bytes.
 
     A JSON object, then the values of small tensors of its own.
     """
     data = tensor_bytes(packed.cpu())
     (size,) = struct.unpack("<Q", data[:8])
-    plan: Plan = json.loads(bytes(data[8 : 8 + size]))
+    plan: CheckpointPlan = json.loads(bytes(data[8 : 8 + size]))
     return plan, data[8 + size :]
 
 
@@ -158,7 +158,7 @@ def _code(dtype: torch.dtype) -> str | None:
     except (KeyError, ValueError, RuntimeError, SafetensorError):
         return None
     code: str = json.loads(head[8 : 8 + struct.unpack("<Q", head[:8])[0]])["x"]["dtype"]
-    # Two numbers in a byte, counted one by one.
+    # F4 has two numbers in a byte, and torch counts them one by one.
     return code if code != "F4" else None
 
 
@@ -309,7 +309,7 @@ def read_packed(packed: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _values(plan: Plan) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
+def _values(plan: CheckpointPlan) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
     """Yield the values of each tensor of a plan, in the file's memory, and the strides that it is to have."""
     folder, files = plan["folder"], dict[str, _File]()
     for name, key, dtype, sizes, stride in plan["tensors"]:

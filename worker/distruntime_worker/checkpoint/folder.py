@@ -165,7 +165,7 @@ def index_of(folder: str, name: str) -> str:
 
 
 FolderQuestion = ListFolder | ReadIndex | CommitSave | SweepSaves | RemoveFiles
-# What an error says was done, for people.
+# An error says in these words, for people, what was done.
 _SHOWN: dict[type[FolderQuestion], str] = {
     ListFolder: "checkpoint: look",
     ReadIndex: "checkpoint: index",
@@ -200,7 +200,7 @@ def _answer(question: FolderQuestion, send: Callable[[Message], object]) -> None
     try:
         send(Reply(question.request, _reply(question)))
     except Exception as error:
-        # Whatever it is, it is the answer.
+        # Whatever the error is, it is the answer.
         cause = failure(error, seq=0, position=0, op=_SHOWN[type(question)], operands="")
         send(Failed(question.request, failure_fields(cause)))
 

@@ -28,19 +28,20 @@ from .store import GroupStore
 
 log = logging.getLogger("distruntime.worker")
 
-_REASON = (
-    # Seconds that the master may take to say why a group is broken, after a data channel has raised.
-    2.0
-)
-# Bytes of entries that are kept for groups that are not open here yet.
+# After a data channel has raised, the master has so many seconds to say why the group is broken.
+_REASON = 2.0
+# So many bytes of entries are kept for groups that are not open here yet.
 _EARLY = 16 << 20
-# Seconds between looks whether a group is broken while others are told of a poisoned value.
+# So many seconds lie between looks whether a group is broken, while others are told of a poisoned value.
 _LOOK = 0.1
 
-Tell = Callable[[int, Message], None]  # node, message
-Report = Callable[[Message], None]  # to the master
+# It sends a message to the worker of a node.
+Tell = Callable[[int, Message], None]
+# It sends a message to the master.
+Report = Callable[[Message], None]
+Tensors = list[torch.Tensor]
 # It takes the channel, the rank, the inputs, the outputs and the sequence.
-Act = Callable[[DataChannel, int, list[torch.Tensor], list[torch.Tensor], int], None]
+Act = Callable[[DataChannel, int, Tensors, Tensors, int], None]
 
 
 class Group:
@@ -77,9 +78,7 @@ class Group:
                 return
         channel.abort()
 
-    def run(
-        self, rank: int, act: Act, inputs: list[torch.Tensor], outputs: list[torch.Tensor], sequence: int
-    ) -> None:
+    def run(self, rank: int, act: Act, inputs: Tensors, outputs: Tensors, sequence: int) -> None:
         """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
         if self.broken or self.closed:
             self.require()
@@ -95,9 +94,7 @@ class Group:
             self.fail(f"its data channel failed at rank {rank}: {error}")
             self.require()
 
-    def run_all(
-        self, act: Act, jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], sequence: int
-    ) -> None:
+    def run_all(self, act: Act, jobs: dict[int, tuple[Tensors, Tensors]], sequence: int) -> None:
         """As `run`, for each own member of `jobs`, by rank.
 
         Side by side, as each may wait for the others. Raise what the first raised.
@@ -150,8 +147,8 @@ class Group:
             if self.broken or self.closed:
                 return False
             self.broken = reason
-            # Let go, or its threads and sockets stay until the collector comes by, which on a worker is
-            # rarely.
+            # The channels are let go here. Otherwise their threads and sockets stay until the collector comes
+            # by, which on a worker is rare.
             channels, self.channels = self.channels, {}
         self._ends.set()
         self.store.end(reason)
@@ -231,16 +228,12 @@ class Groups:
         self._devices, self._report = devices, report
         self._groups: dict[int, Group] = {}
         self._ended = False
-        # It guards what follows, and that what is early goes to its group when that is opened.
+        # It guards what follows. It also makes sure that what is early goes to its group when that is opened.
         self._opening = threading.Lock()
-        self._latest = (
-            # The last group that was opened here: the master opens them in the order of their numbers.
-            0
-        )
-        self._early: dict[
-            int, list[tuple[int, Entry]]
-            # This keeps, by group, who said what before it was open here.
-        ] = {}
+        # This is the last group that was opened here. The master opens them in the order of their numbers.
+        self._latest = 0
+        # This keeps, by group, who said what before it was open here.
+        self._early: dict[int, list[tuple[int, Entry]]] = {}
         self._room = _EARLY
 
     def __getitem__(self, number: int) -> Group:
@@ -347,7 +340,7 @@ class Groups:
         """Act on what another worker says of a group."""
         match message:
             case Taint(group=number, sequence=sequence, failure=fields):
-                # The master would drop who passes on anything else.
+                # The master would drop a worker that passes on anything else.
                 failure = failure_from(fields)
                 group = self._groups.get(number)
                 if group is not None:
@@ -358,7 +351,7 @@ class Groups:
             case Entry(group=number):
                 with self._opening:
                     group = self._groups.get(number)
-                    # What comes for an older group that is not here is late: that one is closed.
+                    # What comes for an older group that is not here is late: that group is closed.
                     if group is None and number > self._latest and not self._ended:
                         self._keep(node, message)
                 if group is not None:
@@ -385,7 +378,7 @@ class Groups:
 
 
 def _size(entry: Entry) -> int:
-    # With what Python needs for one.
+    # Python itself needs some 256 bytes for an entry.
     return 256 + len(entry.key) + len(entry.value)
 
 

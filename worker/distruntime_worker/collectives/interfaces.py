@@ -9,9 +9,9 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-# Linux's request for the IPv4 address of an interface.
+# This is Linux's request for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915
-# Address, number, prefix, scope, flags, name.
+# Each line has the address, a number, the prefix, the scope, the flags and the name.
 _IPV6 = Path("/proc/net/if_inet6")
 
 

@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Held by whoever makes this process listen somewhere, so that who looks before and after knows that what is
-# new is its own.
+# A thread holds it while it makes this process listen somewhere. So a thread that looks before and after
+# knows that what is new is its own.
 LISTENING = threading.Lock()
 
-Endpoint = tuple[str, int]  # address and port
-# Where Linux and others list what a process has open.
+# It has an address and a port.
+Endpoint = tuple[str, int]
+# Linux and others list here what a process has open.
 _OPEN = ("/proc/self/fd", "/dev/fd")
 
 

@@ -14,7 +14,7 @@ import torch
 from distruntime.errors import ProtocolError
 from distruntime.wire.messages import Failure, Plain
 
-from ..values.mesh_lanes import Shards, Team
+from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, memory_of
 from ..values.step import Slots, Step, Words, int_word, list_word
 from .operation import Collective, TakePart
@@ -23,17 +23,19 @@ Real = Callable[[torch.device], torch.device]
 Spread = Callable[[Slots, torch.UntypedStorage, Failure], None]
 
 
-def along(team: Team, name: str, args: list[Plain], real: Real, take_part: TakePart, spread: Spread) -> Step:
+def along(
+    mesh: MeshState, name: str, args: list[Plain], real: Real, take_part: TakePart, spread: Spread
+) -> Step:
     """Return what runs an operation along a dimension for a mesh's members here."""
     try:
         number, options, ins, outs = args
-        lines = team.lines[int_word(number)]
+        lines = mesh.lines[int_word(number)]
         counts = len(list_word(ins)), len(list_word(outs))
     except (TypeError, ValueError, KeyError) as error:
-        raise ProtocolError(f"{name} of mesh {team.number} makes no sense: {error!r}") from error
+        raise ProtocolError(f"{name} of mesh {mesh.number} makes no sense: {error!r}") from error
     rows: dict[int, list[tuple[int, list[Plain]]]] = {}
     for lane, (group, rank) in enumerate(lines):
-        rows.setdefault(group, []).append((lane, [rank, team.devices[lane], ins, outs]))
+        rows.setdefault(group, []).append((lane, [rank, mesh.devices[lane], ins, outs]))
     if len(lines) == 1:
         ((group, [(_, row)]),) = rows.items()
         return Collective(name, [group, options, [row]], real, take_part)

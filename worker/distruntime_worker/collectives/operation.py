@@ -23,6 +23,7 @@ What an operation does with its inputs and outputs, each list laid out flat, one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,14 +37,14 @@ from distruntime.wire.data_channel import DataChannel, Reduction
 from distruntime.wire.messages import Plain
 
 from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
-from .groups import Group
+from .groups import Act, Group, Tensors
 
 PREFIX = "group::"
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
-class Layout:
+class OperandSpec:
     """What a value will look like, known before there is one."""
 
     dtype: torch.dtype
@@ -69,7 +70,7 @@ class Options:
     root: int = -1
     op: Reduction | None = None
     inplace: bool = False
-    # The bytes per rank of all_to_all, in and out.
+    # These are the bytes per rank of all_to_all, in and out.
     splits: tuple[list[list[int]], list[list[int]]] = ([], [])
 
 
@@ -107,11 +108,11 @@ class Collective(Step):
             reduction = None if op is None else Reduction(text_word(op), real_word(factor))
             splits = _rows(inputs), _rows(outputs)
             self.options = Options(int_word(root), reduction, bool(inplace), splits)
-            self.members: list[tuple[int, list[Layout], list[Layout]]] = []
+            self.members: list[tuple[int, list[OperandSpec], list[OperandSpec]]] = []
             for member in list_word(members):
                 number, where, came, go = list_word(member)
                 here = device(torch.device(text_word(where)))
-                self.members.append((int_word(number), _layouts(came, here), _layouts(go, here)))
+                self.members.append((int_word(number), _specs(came, here), _specs(go, here)))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name} makes no sense: {error}") from error
         self.name = f"{self.operation} of group {self.group}"
@@ -126,10 +127,11 @@ class Collective(Step):
             offset += len(ins) + len(outs)
         self.mutates, self.writes = (written, []) if self.options.inplace else ([], written)
         self.length = offset
-        self._layouts = [layout for _, ins, outs in self.members for layout in (*ins, *outs)]
+        self._specs = [spec for _, ins, outs in self.members for spec in (*ins, *outs)]
+        self._way = self._find_way()
         self._take_part = take_part
-        # Straight to where the session takes part: an instruction goes through no method of this class
-        # before.
+        # This goes straight to where the session takes part: an instruction goes through no method of this
+        # class before.
         self.run: Run = partial(take_part, self)
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
@@ -139,56 +141,46 @@ class Collective(Step):
         """
         return self._take_part(self, slots, p, i, error)
 
-    def perform(self, group: Group, values: list[object], sequence: int) -> list[torch.Tensor]:
+    def perform(self, group: Group, values: list[object], sequence: int) -> Tensors:
         """Take part for all own members.
 
         `values` are the operands in the order of the words. Return the new values.
         """
-        new: list[torch.Tensor] = []
-        if (
-            len(values) == 2 and self.options.inplace and len(self.members) == 1
-            # The commonest, and small ones come by the thousand.
-        ):
+        new: Tensors = []
+        # This is the commonest, and small ones come by the thousand.
+        if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
-            both = [
-                v if isinstance(v, torch.Tensor) else self._layouts[k].zeros() for k, v in enumerate(values)
-            ]
-            group.run(rank, self._act, both[: len(ins)], both[len(ins) :], sequence)
+            both = [_tensor(value, spec) for value, spec in zip(values, self._specs)]
+            group.run(rank, self._way, both[: len(ins)], both[len(ins) :], sequence)
             return new
-        jobs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        jobs: dict[int, tuple[Tensors, Tensors]] = {}
         words = iter(values)
         for rank, ins, outs in self.members:
-            inputs = [_tensor(next(words), layout) for layout in ins]
+            inputs = [_tensor(next(words), spec) for spec in ins]
             if self.options.inplace:
-                outputs = [_tensor(next(words), layout) for layout in outs]
+                outputs = [_tensor(next(words), spec) for spec in outs]
             else:
-                outputs = [layout.empty() for layout in outs]
+                outputs = [spec.empty() for spec in outs]
                 for _ in outs:
                     next(words)
                 new += outputs
             jobs[rank] = inputs, outputs
-        group.run_all(self._act, jobs, sequence)
+        group.run_all(self._way, jobs, sequence)
         return new
 
-    def _act(
-        self,
-        channel: DataChannel,
-        rank: int,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        sequence: int,
+    def _find_way(self) -> Act:
+        """Return what each own member does. Sizes are equal, so all members of the group do the same."""
+        if self.operation != "all_to_all" and not any(math.prod(spec.sizes) for spec in self._specs):
+            return self._pass
+        if self.options.op is None:
+            return self._move
+        reduce = self._reduce_scatter if self.operation == "reduce_scatter" else self._reduce
+        return partial(reduce, self.options.op)
+
+    def _move(
+        self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
-        o, on = self.options, channel.capabilities.devices
-        if self.operation == "barrier":
-            channel.barrier()
-            return
-        if self.operation != "all_to_all" and not any(t.numel() for t in (*inputs, *outputs)):
-            # Every member comes here, as sizes are equal.
-            self._pass(channel, rank, inputs, outputs, sequence)
-            return
-        if o.op is not None:
-            self._reduce(channel, o.op, inputs, outputs, on)
-            return
+        root, on = self.options.root, channel.capabilities.devices
         data = _flat(inputs, on) if inputs else None
         into = _Landing(outputs, on)
         match self.operation:
@@ -198,36 +190,32 @@ class Collective(Step):
                 else:
                     channel.receive(into.data, 1 - rank, sequence)
             case "broadcast":
-                if data is None or rank != o.root:
-                    channel.broadcast(into.data, o.root)
+                if data is None or rank != root:
+                    channel.broadcast(into.data, root)
                 else:
-                    channel.broadcast(data, o.root)
+                    channel.broadcast(data, root)
                     into.fill(data)
             case "all_gather":
                 assert data is not None
                 channel.all_gather(into.data, data)
             case "gather":
                 assert data is not None
-                channel.gather(into.data if outputs else None, data, o.root)
+                channel.gather(into.data if outputs else None, data, root)
             case "scatter":
-                channel.scatter(into.data, data if rank == o.root else None, o.root)
+                channel.scatter(into.data, data if rank == root else None, root)
             case "all_to_all":
                 assert data is not None
                 # In the same memory, parts would arrive over what has yet to leave.
                 if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:
                     data = data.clone()
-                channel.all_to_all(into.data, data, o.splits[1][rank], o.splits[0][rank])
+                sent, received = self.options.splits
+                channel.all_to_all(into.data, data, received[rank], sent[rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
         into.land()
 
     def _pass(
-        self,
-        channel: DataChannel,
-        rank: int,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        sequence: int,
+        self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
         """Wait for the other members where no bytes move.
 
@@ -242,22 +230,21 @@ class Collective(Step):
                 channel.send(token, 1 - rank, sequence)
             else:
                 channel.receive(token, 1 - rank, sequence)
-        elif "barrier" in channel.capabilities.operations:
+        elif self.operation == "barrier" or "barrier" in channel.capabilities.operations:
             channel.barrier()
 
-    def _reduce(
-        self,
-        channel: DataChannel,
-        op: Reduction,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        on: frozenset[str],
+    def _reduce_scatter(
+        self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
     ) -> None:
-        if self.operation == "reduce_scatter":
-            landing = _Landing(outputs, on, numbers=True)
-            channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
-            landing.land()
-            return
+        on = channel.capabilities.devices
+        landing = _Landing(outputs, on, numbers=True)
+        channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
+        landing.land()
+
+    def _reduce(
+        self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
+    ) -> None:
+        on = channel.capabilities.devices
         # In place where it may be: the memory of an output that is the input, or where there is none, of a
         # copy.
         if outputs and outputs[0] is inputs[0]:
@@ -289,7 +276,7 @@ class _Landing:
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False, keep: bool = False
+        self, tensors: Tensors, on: frozenset[str], numbers: bool = False, keep: bool = False
     ) -> None:
         self._tensors = tensors
         self._direct = len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].device.type in on
@@ -322,12 +309,12 @@ class _Landing:
 
 def _plain(tensor: torch.Tensor, numbers: bool) -> torch.Tensor:
     """Return a contiguous tensor's memory as one dimension: of bytes, or of the real numbers in it."""
-    # Not view(-1): a dimension of size 1 keeps whatever stride it had.
+    # `view(-1)` would not do: a dimension of size 1 keeps whatever stride it had.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(_REAL.get(flat.dtype, flat.dtype) if numbers else torch.uint8)
 
 
-def _flat(tensors: list[torch.Tensor], on: frozenset[str], numbers: bool = False) -> torch.Tensor:
+def _flat(tensors: Tensors, on: frozenset[str], numbers: bool = False) -> torch.Tensor:
     """Return the tensors' bytes, or numbers, one after the other, where the channel takes them.
 
     Copies only what it must.
@@ -345,14 +332,14 @@ def _rows(word: Plain) -> list[list[int]]:
     return [_integers(row) for row in list_word(word)]
 
 
-def _layouts(word: Plain, device: torch.device) -> list[Layout]:
-    layouts: list[Layout] = []
+def _specs(word: Plain, device: torch.device) -> list[OperandSpec]:
+    specs: list[OperandSpec] = []
     for fields in list_word(word):
         dtype, sizes, strides = list_word(fields)
         dense = None if strides is None else _integers(strides)
-        layouts.append(Layout(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
-    return layouts
+        specs.append(OperandSpec(dtype_named(text_word(dtype)), _integers(sizes), dense, device))
+    return specs
 
 
-def _tensor(value: object, layout: Layout) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else layout.zeros()
+def _tensor(value: object, spec: OperandSpec) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else spec.zeros()

@@ -28,10 +28,10 @@ from .listening import LISTENING
 
 log = logging.getLogger("distruntime.worker")
 
-# Seconds before a worker is dialled again.
+# So many seconds pass before a worker is dialled again.
 _PAUSE = 0.1
 
-# Node that it comes from, message.
+# It takes the node that a message comes from, and the message.
 Handle = Callable[[int, Message], None]
 
 
@@ -57,14 +57,13 @@ class PeerChannel:
         self._handle = handle
         # This tells the worker's messages from those of one that had its node before.
         self._origin = os.urandom(16)
-        self._introduced: dict[
-            bytes, tuple[int, Link]
-            # A connection that has said `Meet` has its node and what has come here, by its name.
-        ] = {}
-        self._incoming: dict[bytes, Link] = {}  # by origin
+        # A connection that has said `Meet` has its node and what has come here, by its name.
+        self._introduced: dict[bytes, tuple[int, Link]] = {}
+        # The keys are the origins.
+        self._incoming: dict[bytes, Link] = {}
         self._ways: dict[int, _Way] = {}
         self._dialling = threading.Lock()
-        # When to dial whom once more.
+        # These nodes are dialled once more, each at its time.
         self._again: dict[int, float] = {}
         self._numbers = count().__next__
         self._strangers = Tally(log.warning)
@@ -100,10 +99,8 @@ class PeerChannel:
         try:
             with self._dialling:
                 way = self._ways.get(node)
-                if (
-                    way is None or way.address != peers.addresses[node]
-                    # Another worker may have taken the place of a lost one.
-                ):
+                # Another worker may have taken the place of a lost one.
+                if way is None or way.address != peers.addresses[node]:
                     if way is not None:
                         self._channel.hang_up(way.name)
                     way = self._dial(node, _Way(peers.addresses[node], b""))
@@ -123,10 +120,8 @@ class PeerChannel:
         self._channel.hang_up(way.name)
         way.name = f"node-{node}.{self._numbers()}".encode()
         self._channel.connect(way.address, way.name)
-        self._ways[node] = (
-            # What the reader hears of the connection before waits for `_dialling`, which is held.
-            way
-        )
+        # What the reader hears of the connection before waits for `_dialling`, which is held.
+        self._ways[node] = way
         # The message waits for the connection.
         self._say(way.name, Meet(self._peers.secret, self._peers.node, self._origin))
         return way
@@ -173,7 +168,7 @@ class PeerChannel:
         for node, when in list(self._again.items()):
             if time.monotonic() >= when:
                 del self._again[node]
-                # Said when it was dialled first.
+                # The address was found wrong when it was dialled first, and that was said then.
                 with self._dialling, suppress(ConfigurationError):
                     self._dial(node, self._ways[node])
 

@@ -22,8 +22,10 @@ else:
     # A torch that was built without torch.distributed has no store. The data channel tcp needs none of it.
     _Store = getattr(torch.distributed, "Store", object)
 
-LONGEST_KEY = 1 << 10  # characters
-LARGEST_VALUE = 1 << 20  # bytes
+# A key has at most so many characters.
+LONGEST_KEY = 1 << 10
+# A value has at most so many bytes.
+LARGEST_VALUE = 1 << 20
 
 
 class GroupStore(_Store):
@@ -36,7 +38,8 @@ class GroupStore(_Store):
     def __init__(self, group: int, timeout: float, tell: Callable[[str, bytes], None]) -> None:
         super().__init__()
         self._group, self._timeout, self._tell = group, timeout, tell
-        self._changed = threading.Condition()  # guards what follows
+        # It guards what follows.
+        self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._ended = ""
 

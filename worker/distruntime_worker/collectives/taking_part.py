@@ -24,7 +24,7 @@ class Joint:
 
     def __init__(self, state: State, tell: Tell, signal: Callable[[Signal], None]) -> None:
         self._state, self._tell, self._signal = state, tell, signal
-        # This worker's number, once there are groups.
+        # This is the worker's number, once there are groups.
         self.node = -1
         self.groups = Groups(state.devices, self._report)
 
@@ -57,16 +57,14 @@ class Joint:
             cause = state.failure(words, where, error, collective.name, described(inputs))
         new: list[torch.Tensor] = []
         try:
-            with (
-                state.turn.paused()
-                # What the others here wait for may be what this one needs of them elsewhere.
-            ):
+            # What the others here wait for may be what this one needs of them elsewhere.
+            with state.turn.paused():
                 if cause is not None and collective.reads:
                     group.taint(sequence, cause, self.node, self._tell)
                 new = collective.perform(group, values, sequence)
         except Exception as broken:
             cause = cause or state.failure(words, where, broken, collective.name, described(inputs))
-            # Else the others would wait for it.
+            # Otherwise the others would wait for it.
             group.fail(f"a member could not take part: {broken}")
             if not collective.writes and not collective.mutates:
                 state.orphans.append(cause)

@@ -32,11 +32,10 @@ from ..values.streams import Action, Happening, HostCopy, Stream
 from .progress import Progress
 from .state import State, Tell
 
-MOST_FAILURES = (
-    # Reported by one segment with text; a loop of failing instructions says the same thing anyway.
-    64
-)
-# Seconds between looks whether a large tensor has arrived.
+# One segment reports at most so many failures with their text: a loop of failing instructions says the same
+# thing anyway.
+MOST_FAILURES = 64
+# So many seconds lie between looks whether a large tensor has arrived.
 _SENT = 0.0002
 
 
@@ -57,10 +56,8 @@ class Answers:
         if not self._names(after):
             raise ProtocolError(f"a fetch after {str(after)[:80]}")
         if fetch.form != "done":
-            if (
-                len(after) > 2
-                # The streams' numbers give the order, so that no two threads wait for each other's `serving`.
-            ):
+            # The streams' numbers give the order, so that no two threads wait for each other's `serving`.
+            if len(after) > 2:
                 pairs = sorted(zip(after[::2], after[1::2]))
                 fetch = replace(fetch, after=[n for pair in pairs for n in pair])
             self._when(fetch, 0)
@@ -96,7 +93,8 @@ class Answers:
 
     def _stream(self, number: int) -> Stream:
         stream = self._state.named(number)
-        assert stream is not None  # `_names` has looked
+        # `_names` has made sure of it.
+        assert stream is not None
         return stream
 
     def _when(self, fetch: Fetch, k: int) -> None:
@@ -181,10 +179,8 @@ class Answers:
                 return
         if isinstance(value, HostCopy) and not value.ready():
             self._later(fetch, value, [] if value.event is None else [value.event])
-        elif (
-            isinstance(value, torch.Tensor) and value.is_cuda
-            # A text, for which the value need not come over whole.
-        ):
+        elif isinstance(value, torch.Tensor) and value.is_cuda:
+            # This is a text, for which the value need not come over whole.
             self._later(fetch, value, self._events(fetch.after))
         else:
             self._answer_with(fetch, value)
@@ -198,7 +194,7 @@ class Answers:
                 raise InternalError(f"the value {fetch.ref} is no tensor")
             self._reply(fetch, shown)
         except Exception as error:
-            # Whatever it is, it is the answer.
+            # Whatever the error is, it is the answer.
             operands = described([value]) if value is not None else ""
             cause = failure(
                 error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands

@@ -27,9 +27,9 @@ from ..values.objects import Poisoned
 from ..values.step import Slots
 from ..values.streams import HostCopy
 
-# A share's part by which the sum may exceed it while a walk would come too soon after the last.
+# The sum may exceed a share by one part in so many while a walk would come too soon after the last.
 _SLACK = 64
-# Times as long as a walk takes: till the next one, where only the slack is exceeded.
+# Where only the slack is exceeded, the next walk comes after so many times as long as a walk takes.
 _PAUSE = 10
 
 
@@ -68,7 +68,7 @@ class Budget:
         self._session, self._most = session, most
         self._values: Slots = {}
         self._sum = dict.fromkeys(most, 0)
-        # time.monotonic() from which on exceeding the slack is worth a walk.
+        # From this time.monotonic() on, exceeding the slack is worth a walk.
         self._next = 0.0
         self._lock = threading.Lock()
         # From so many bytes on it is worth asking before there is a value.

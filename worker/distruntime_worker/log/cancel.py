@@ -77,9 +77,9 @@ class Cancelling:
         if word == AWAIT:
             self._waits.discard(int_word(p[i + 1]))
             return i + 4
-        error = StreamCancelled("dropped by stream.cancel() before it ran")
+        error = StreamCancelled("dropped by stream.cancel() or dr.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            # Maybe into a value that another stream is still to make.
+            # An upload may go into a value that another stream is still to make.
             if word == UPLOAD:
                 self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")

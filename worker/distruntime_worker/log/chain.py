@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ..values.draws import Draws
-from ..values.mesh_lanes import Team
+from ..values.mesh_lanes import MeshState
 from ..values.step import Run, Step
 from .guard import Shares
 from .read_only import ReadOnly
@@ -39,22 +39,23 @@ class Chain:
     def __init__(self, state: State, draws: Draws) -> None:
         self._state = state
         self.read_only = ReadOnly(state, self.renew)
-        # From the outermost inwards. What may not be written is refused first: it neither draws nor counts.
-        # Draws may wait for another session that has the generators, so memory is asked for after that wait.
+        # The links stand from the outermost inwards. What may not be written is refused first: it neither
+        # draws nor counts. Draws may wait for another session that has the generators, so memory is asked for
+        # after that wait.
         self.links: list[Link] = [self.read_only, draws, Shares(state)]
 
-    def add_own(self, log: State | Team) -> None:
+    def add_own(self, log: State | MeshState) -> None:
         """Put the runtime's own instructions into the table of a new log (the reader)."""
         for word, step in self._state.own.items():
             log.templates[word] = self.around(step)
 
-    def add(self, log: State | Team, number: int, step: Step) -> None:
+    def add(self, log: State | MeshState, number: int, step: Step) -> None:
         """Put a new step into the table of a log (the reader)."""
         log.templates[number], log.info[number] = self.around(step), step
 
     def renew(self) -> None:
         """Make all tables anew: a link was switched on (the reader)."""
-        logs: list[State | Team] = [self._state, *self._state.teams.values()]
+        logs: list[State | MeshState] = [self._state, *self._state.meshes.values()]
         for log in logs:
             self.add_own(log)
             # A stream's thread forgets templates meanwhile, and what it has forgotten must not come back.

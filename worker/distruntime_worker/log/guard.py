@@ -25,10 +25,10 @@ from .state import State
 log = logging.getLogger("distruntime.worker")
 
 _META = torch.device("meta")
-# Sizes that are remembered of one template.
+# So many sizes of one template are remembered.
 _MOST = 1024
 
-# The devices, and how many bytes on each of them.
+# It has the devices, and how many bytes there are on each of them.
 Sizes = tuple[list[torch.device], int]
 
 
@@ -105,11 +105,11 @@ class Guarded:
         self._state, self._budget, self._step, self._devices = state, state.budget, step, [*step.devices]
         call: object = step.pattern.call if step.pattern is not None else None
         operator = call if isinstance(call, torch._ops.OpOverload) else None
-        # Whether operands of the same shapes give results of the same size. An operation of a group is never
-        # dropped for its size, as other workers count on it.
+        # It is True if operands of the same shapes give results of the same size. An operation of a group is
+        # never dropped for its size, as other workers count on it.
         self._steady = operator is not None and torch.Tag.dynamic_output_shape not in operator.tags
         self._writes, self._name = step.writes, step.name.replace("::", ".")
-        # Offsets of words that are no refs.
+        # These are the offsets of words that are no refs.
         self._numbers = [k for k in range(1, min(step.writes)) if k not in step.reads]
         self._known: dict[object, Sizes] = {}
         self.shadow: Template | None = None
@@ -126,10 +126,8 @@ class Guarded:
                 return step.drop(slots, p, i, error)
         after = run(slots, p, i)
         value = slots.get(p[i + self._writes[0]])
-        if (
-            len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided
-            # This does what stands below, 0.9 us sooner.
-        ):
+        # This does what stands below, 0.9 us sooner.
+        if len(self._writes) == 1 and type(value) is torch.Tensor and value.layout is torch.strided:
             total = value.untyped_storage().nbytes()
             made = [(value.device, total)]
         else:
@@ -180,7 +178,7 @@ class Guarded:
         try:
             self.shadow.run(own, p, i)
         except Exception as error:
-            # Whatever it is, the real kernel tells the master.
+            # Whatever the error is, the real kernel tells the master.
             log.debug("no meta kernel tells the size of %s: %s", self._name, error)
             self.shadow = None
             return [], 0

@@ -38,10 +38,10 @@ from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
 from .watching import watched
 
-# Torch's allocator gives addresses that are multiples of this, and a frame of the socket begins anywhere:
-# there kernels sum in another order, so that a small weight gave other last bits than here. From the second
-# on, a copy would cost more than the last bits are worth.
-_ALIGNED, _LARGE = 64, 1 << 20  # bytes
+# Torch's allocator gives addresses that are multiples of the first number of bytes, and a frame of the socket
+# begins anywhere. There kernels sum in another order, so a small weight gave other last bits than here. From
+# the second number of bytes on, a copy would cost more than the last bits are worth.
+_ALIGNED, _LARGE = 64, 1 << 20
 _HOST = torch.device("cpu")
 
 
@@ -52,7 +52,7 @@ class Instructions:
         self._state, self._shared = state, shared
         self._kept = KeptMemory()
         self._staging = Staging()
-        # Streams that have released a value, by ref.
+        # Each ref has the bits of the streams that have released its value.
         self._users: dict[int, int] = {}
         self.table: dict[Plain, Step] = {
             CHECK: Own("check", self._check),
@@ -121,7 +121,7 @@ class Instructions:
 
         Report where it is not, and raise where it cannot be made so.
         """
-        # None: C++ left it undefined, and who reads it is told so.
+        # It is None if C++ left it undefined, and whoever reads it is told so.
         if value is None or isinstance(value, Poisoned):
             return value
         if not isinstance(value, torch.Tensor):
@@ -189,7 +189,7 @@ class Instructions:
                 )
                 return after
             except Exception as error:
-                # Whatever it is, it is the answer.
+                # Whatever the error is, it is the answer.
                 self._state.fail(template, slots, p, i + 2, error)
                 bad = self._state.work(p).failures[-1]
         self._state.send(Failed(request, failure_fields(bad)), None)
@@ -210,10 +210,10 @@ class Instructions:
                 value = bytes_tensor(dtype, sizes, data)
             else:
                 raise TypeError(f"an upload of {data!r:.80}")
-            team, budget = self._state.work(p).team, self._state.budget
-            if device == "member" and team is None:
+            mesh, budget = self._state.work(p).mesh, self._state.budget
+            if device == "member" and mesh is None:
                 raise TypeError("an upload to a mesh's members, in no mesh's log")
-            names = team.devices if team is not None and device == "member" else [device]
+            names = mesh.devices if mesh is not None and device == "member" else [device]
             on = [self._state.devices.real(torch.device(name)) for name in names]
             if budget is not None:
                 budget.require(on, value.nbytes, "an upload")

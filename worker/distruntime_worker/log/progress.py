@@ -20,6 +20,8 @@ class Progress:
 
     def __init__(self, state: State, runs: tuple[CodeType, ...]) -> None:
         self._state, self._runs = state, runs
+        # Each stream has the position at which it was last seen, since when, and when that was.
+        self._seen: dict[Stream, tuple[int, float, float]] = {}
 
     def status(self) -> Status:
         """Return where the first stream is that runs an operator; where none does, the first stream."""
@@ -53,4 +55,19 @@ class Progress:
         while isinstance(words[i], int) and words[i] in BEFORE_INSTRUCTION:
             i += BEFORE_INSTRUCTION[words[i]]
         found = self._state.log(names["work"]).info.get(words[i]) or self._state.own.get(words[i])
-        return Status(position, found.name if found else "a free", time.monotonic() - stream.started)
+        return Status(position, found.name if found else "a free", self._seconds(stream, position))
+
+    def _seconds(self, stream: Stream, position: int) -> float:
+        """Return for about how many seconds a stream has run the instruction at a position.
+
+        Nobody notes when an instruction begins, but the reader looks twice a second. So the instruction began
+        after the last look that has found the stream elsewhere.
+        """
+        now = time.monotonic()
+        before = self._seen.get(stream)
+        if before is None or before[1] < stream.started:
+            since = stream.started
+        else:
+            since = before[1] if before[0] == position else before[2]
+        self._seen[stream] = position, since, now
+        return now - since

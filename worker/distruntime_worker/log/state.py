@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, team_and_stream
+from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, mesh_and_stream
 
 from ..machine.devices import Devices
-from ..values.mesh_lanes import Shards, Team
+from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
 from ..values.step import Run, Slots, Step, Words, int_word, list_word
 from ..values.streams import Mesh, Stream, Work
@@ -40,7 +40,7 @@ class Send(Protocol):
     def __call__(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent: ...
 
 
-# Node, message: to another worker.
+# It sends a message to the worker of a node.
 Tell = Callable[[int, Message], None]
 
 
@@ -57,13 +57,13 @@ class State:
             budget.watch(self.slots)
         # The key is the first word of an instruction. The chain fills it: see chain.py.
         self.templates: dict[Plain, Run] = {}
-        # Those that the master has sent.
+        # The master has sent these steps.
         self.info: dict[Plain, Step] = {}
         self.next_template = FIRST_TEMPLATE
-        # Those of the runtime, in every log.
+        # These are the runtime's own steps, which every log has.
         self.own: dict[Plain, Step] = {}
-        # The meshes with members here, by number.
-        self.teams: dict[int, Team] = {}
+        # These are the meshes with members here, by number.
+        self.meshes: dict[int, MeshState] = {}
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
         self.by_thread: dict[int, Stream] = {}
@@ -71,40 +71,34 @@ class State:
         self.works: deque[Work] = deque()
         # The key is the id of a segment's words.
         self.under_way: dict[int, Work] = {}
-        # Position up to which the whole log has run.
+        # The whole log has run up to this position.
         self.executed = 0
-        self.orphans: list[
-            Failure
-            # These failures are of instructions without results, such as a check: the next read brings them.
-        ] = []
+        # These failures are of instructions without results, such as a check: the next read brings them.
+        self.orphans: list[Failure] = []
         self.gate = threading.RLock()
-        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = (
-            # Tells what is published that a write of it has failed.
-            _unspoilt
-        )
-        self.apart: Callable[[Callable[[], None]], None] = (
-            # Has a thread do what waits for the master, where the reader would have to.
-            _now
-        )
+        # It tells the publications that a write of a memory has failed.
+        self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt
+        # It has a thread do what waits for the master, where the reader would have to do it.
+        self.apart: Callable[[Callable[[], None]], None] = _now
         self.reader = threading.get_ident()
-        # Whether the master is gone, and nothing is worth waiting for.
+        # It is True once the master is gone, and nothing is worth waiting for.
         self.closed = False
 
     def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
-        return self if work.team is None else work.team
+        return self if work.mesh is None else work.mesh
 
     def named(self, number: int) -> Stream | None:
         """Return the stream that a message names, of this worker's own log or of a mesh's."""
-        whose, stream = team_and_stream(number)
+        whose, stream = mesh_and_stream(number)
         if whose == -1:
             return self.streams.get(stream)
-        team = self.teams.get(whose)
-        return None if team is None else team.streams.get(stream)
+        mesh = self.meshes.get(whose)
+        return None if mesh is None else mesh.streams.get(stream)
 
     def all_streams(self) -> list[dict[int, Stream]]:
         """Return the streams of this worker's own log and of each mesh's."""
-        return [self.streams, *(team.streams for team in list(self.teams.values()))]
+        return [self.streams, *(mesh.streams for mesh in list(self.meshes.values()))]
 
     def waits(self) -> bool:
         """Whether some stream has something to run that its thread has not begun."""

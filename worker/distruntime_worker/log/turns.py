@@ -20,15 +20,17 @@ from time import monotonic
 
 from distruntime.wire.messages import TurnsTaken
 
-# Seconds that a session may run, without coming to the end of a segment, while others wait.
+# A session may run for so many seconds, without coming to the end of a segment, while others wait.
 LEASE = 0.02
-# Seconds that a holder may be ahead of who waits: two sessions that are never done have turns of twice that.
-# Waking a thread that takes the interpreter over costs some 0.1 ms.
+# A holder may be ahead of who waits by so many seconds. Two sessions that are never done have turns of twice
+# that. Waking a thread that takes the interpreter over costs some 0.1 ms.
 _GRAIN = LEASE / 2
-# Seconds that an account may be behind when its session has work again: gaps of that size are no idleness.
+# An account may be behind by so many seconds when its session has work again: gaps of that size are no
+# idleness.
 _CREDIT = 0.1
-# Seconds that an account may be ahead, and that a thread pays for one segment: during a kernel of an hour,
-# and after it, a session's other threads have to wait a little longer than others, but not for an hour.
+# An account may be ahead by so many seconds, and a thread pays so many for one segment at most. During a
+# kernel of an hour, and after it, a session's other threads have to wait a little longer than others, but not
+# for an hour.
 _LEAD = 1.0
 
 
@@ -58,21 +60,17 @@ class Turn:
 
     def __init__(self, turns: Turns, name: str) -> None:
         self.name = name
-        # The turns, and the seconds that it ran; while others ran beside it, its threads' part of that.
-        self.taken, self.seconds = (
-            0,
-            0.0,
-        )
-        self.more: Callable[[], bool] = (
-            # Whether something is there for it to run, which no thread has begun.
-            _nothing
-        )
+        # These count the turns, and the seconds that it ran. While others ran beside it, its threads' part of
+        # that counts.
+        self.taken, self.seconds = 0, 0.0
+        # It says whether something is there for it to run, which no thread has begun.
+        self.more: Callable[[], bool] = _nothing
         self._turns = turns
-        # Seconds; who has least is next.
+        # The account is in seconds. The session with the least is next.
         self._account = 0.0
         # These threads run, each since that time.
         self._threads: dict[int, float] = {}
-        # Threads that wait for the turn.
+        # So many threads wait for the turn.
         self._waiting = 0
         self._ready = threading.Condition(turns.lock)
         self._closed = False
@@ -114,10 +112,8 @@ class Turn:
                 now = monotonic()
                 turns.charge(now)
         except BaseException:
-            if (
-                turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting
-                # Nobody is left to use the turn.
-            ):
+            # Nobody is left to use the turn.
+            if turns.holder is self and self._waiting == 1 and not self._threads and turns.waiting:
                 turns.give(turns.next(), now)
             raise
         finally:
@@ -215,19 +211,19 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.open: dict[Turn, None] = {}  # used as ordered sets
-        self.single = (
-            # No more than one: what that one runs, or has begun while it was alone, is not counted.
-            True
-        )
+        # These dictionaries serve as ordered sets.
+        self.open: dict[Turn, None] = {}
+        # It is True while no more than one session is open. What that one runs, or has begun while it was
+        # alone, is not counted.
+        self.single = True
         # These sessions' threads run: the holder's, and those that came to no end in time.
         self.running: dict[Turn, None] = {}
         self.waiting: dict[Turn, None] = {}
         self.holder: Turn | None = None
-        # time.monotonic() when the holder took the turn, or came to the end of a segment.
+        # The holder took the turn, or came to the end of a segment, at this time.monotonic().
         self.since = 0.0
         self.charged_at = 0.0
-        # The least account of those that were active, which never falls.
+        # This is the least account of those that were active. It never falls.
         self._floor = 0.0
 
     def enter(self, name: str) -> Turn:
@@ -249,7 +245,7 @@ class Turns:
         passed, self.charged_at = now - self.charged_at, now
         if not self.running:
             return
-        # What follows, in short: the commonest case.
+        # This does what follows, in short, for the commonest case.
         if len(self.running) == 1 and not self.waiting:
             (turn,) = self.running
             turn.seconds += passed

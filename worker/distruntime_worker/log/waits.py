@@ -15,7 +15,7 @@ from ..values.step import Slots, Words, int_word, real_word, text_word
 from ..values.streams import Stream
 from .state import State
 
-# Seconds between a blocked stream's looks whether it is cancelled or the master gone.
+# So many seconds lie between a blocked stream's looks whether it is cancelled or the master gone.
 _LOOK = 0.1
 
 
@@ -24,8 +24,8 @@ class Waits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Both end empty: each number is waited for once, or its wait dropped, and signalled once; whichever
-        # comes second forgets it.
+        # Both end empty. Each number is waited for once, or its wait is dropped, and each is signalled once.
+        # Whichever comes second forgets the number.
         self._signals: dict[int, tuple[threading.Event, list[str]]] = {}
         # The wait for each of these ended before the signal came.
         self._unwanted: set[int] = set()
@@ -66,8 +66,8 @@ class Waits:
                     mine.wait_for(target.events(position))
             if not done:
                 return False
-            # Only debts from before that position: a later one may be to this very stream, for what stands
-            # behind this wait.
+            # Only debts from before that position count: a later one may be to this very stream, for what
+            # stands behind this wait.
             due += [
                 (other, where)
                 for at, other, where in target.owed
@@ -114,29 +114,17 @@ class Waits:
         """
         if passed.is_set():
             return True
-        with self._state.turn.paused():
-            return self._until(mine, passed, p, i, seconds, text, patient)
-
-    def _until(
-        self,
-        mine: Stream,
-        passed: threading.Event,
-        p: Words,
-        i: int,
-        seconds: float | None,
-        text: str,
-        patient: bool,
-    ) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         position = self._state.work(p).segment.start + i
-        while not passed.wait(
-            _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
-        ):
-            if self._state.closed or (position < mine.cancelled and not patient):
-                return False
-            if deadline is not None and time.monotonic() >= deadline:
-                self._state.orphans.append(self._state.failure(p, i, WaitTimeout(text), "wait", ""))
-                return False
+        with self._state.turn.paused():
+            while not passed.wait(
+                _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
+            ):
+                if self._state.closed or (position < mine.cancelled and not patient):
+                    return False
+                if deadline is not None and time.monotonic() >= deadline:
+                    self._state.orphans.append(self._state.failure(p, i, WaitTimeout(text), "wait", ""))
+                    return False
         return True
 
     def _signal(self, number: int) -> tuple[threading.Event, list[str]]:

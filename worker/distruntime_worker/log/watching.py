@@ -16,9 +16,9 @@ import torch
 
 from ..values.objects import class_name
 
-# So many warnings of one instruction are told, and so much of the text of each.
-MOST_WARNINGS, _MOST_TEXT = 16, 2000  # warnings, characters
-# So many different ones that no instruction has caused are logged.
+# The master is told so many warnings of one instruction, and so many characters of each.
+MOST_WARNINGS, _MOST_TEXT = 16, 2000
+# The log gets so many different ones that no instruction has caused.
 _MOST_LOGGED = 1000
 
 

@@ -13,12 +13,13 @@ from operator import attrgetter
 
 import torch
 
-# There may be no more: libgomp ends the process where it cannot make a thread.
+# There may be no more for each core: libgomp ends the process where it cannot make a thread.
 _THREADS_PER_CORE = 16
-_SOFT = 1  # omp_pause_soft of omp.h
+# This is omp_pause_soft of omp.h.
+_SOFT = 1
 
 
-# A setting as it travels.
+# This is a setting as it travels.
 Setting = bool | int | str | None
 
 
@@ -33,7 +34,7 @@ class PerThread:
     """
 
     def __init__(self) -> None:
-        # None until somebody changes one of the two.
+        # It is None until somebody changes one of the two.
         self._wanted: tuple[int, bool] | None = None
         self._applied = threading.local()
 
@@ -133,7 +134,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] 
     ),
 }
 
-# The settings as they were before the first change of this session.
+# These are the settings as they were before the first change of this session.
 _at_start: dict[str, Setting] = {}
 
 

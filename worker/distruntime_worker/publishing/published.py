@@ -71,7 +71,7 @@ class Record:
     envelope: bytes
     # A tensor is `Poisoned` where a write has failed since.
     tensors: list[torch.Tensor | Poisoned]
-    # For each tensor a number of its own, and one of its memory.
+    # Each tensor has a number of its own, and one of its memory.
     numbers: list[tuple[int, int]]
 
     def rows(self) -> list[StoredTensor]:
@@ -140,7 +140,7 @@ class Published:
                     record.tensors[k] = poisoned
 
 
-# What other sessions of this worker have published, by session.
+# It gives what other sessions of this worker have published, by session.
 Others = Callable[[], Mapping[str, Published]]
 
 
@@ -249,10 +249,8 @@ class Shelf:
                 value = Poisoned(
                     self._state.failure(p, i, InternalError("what was looked up is not here"), "lookup", "")
                 )
-            elif (
-                isinstance(value, torch.Tensor) and spec_fields(value) != rows[k].spec
+            elif isinstance(value, torch.Tensor) and spec_fields(value) != rows[k].spec:
                 # This compares with what the log held when it was asked for.
-            ):
                 error = UsageError("a tensor has changed its shape since it was published: publish it again")
                 value = Poisoned(self._state.failure(p, i, error, "lookup", described([value])))
             elif foreign and isinstance(value, torch.Tensor):

@@ -23,13 +23,13 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
         return config.data_host
     address = config.listen or config.master or ""
     if not address.startswith("tcp://"):
-        # An ipc address: all are on this machine.
+        # This is an ipc address, so all are on this machine.
         return "127.0.0.1"
     host = host_of(address)
     if config.listen is not None:
         return proposed if host in _ANY and proposed else "127.0.0.1" if host in _ANY else host
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: the system only chooses the interface.
+        # This sends nothing: the system only chooses the interface.
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 

@@ -11,27 +11,26 @@ from distruntime.wire.keys import KeyPair
 class WorkerConfig:
     """Settings of a worker. Invariant: exactly one of `listen` and `master` is set."""
 
-    # The address to wait for masters at.
+    # The worker waits for masters at this address.
     listen: str | None = None
-    # The address of a master to dial.
+    # The worker dials the master at this address.
     master: str | None = None
-    # The number to ask the dialled master for; None: the master numbers us.
+    # The worker asks the dialled master for this number. If it is None, the master numbers the worker.
     node: int | None = None
     # The worker offers these devices, and all that there are if there is none.
     devices: tuple[str, ...] = ()
-    # Offer this many GPUs that are CPU tensors in truth.
+    # The worker offers so many GPUs that are CPU tensors in truth.
     simulate_cuda: int = 0
-    # None: nobody has to prove who they are.
+    # If it is None, nobody has to prove who they are.
     keys: KeyPair | None = None
-    # Torch's kernels use so many threads; 0: as torch chooses.
+    # Torch's kernels use so many threads. If it is 0, torch chooses.
     threads: int = 0
-    # Where other workers reach this one; empty: found out.
+    # Other workers reach this one at this host. If it is empty, the worker finds it out.
     data_host: str = ""
-    # The port of this worker's own channel for other workers; 0: any free one.
+    # The worker's own channel for other workers has this port. If it is 0, the system chooses a free one.
     data_port: int = 0
-    # Whether to end with its last session.
+    # If it is True, the worker ends with its last session.
     once: bool = False
-    max_memory: int | float | None = (
-        # Each session may hold so much on each device: bytes, or as a float a part of what it has.
-        None
-    )
+    # Each session may hold so much on each device: so many bytes, or, as a float, a part of what the device
+    # has.
+    max_memory: int | float | None = None

@@ -5,7 +5,6 @@ One reader, and the sessions of masters, each with threads of its own that run i
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import math
@@ -22,9 +21,9 @@ from itertools import count
 
 import torch
 
-from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
+from distruntime.errors import ConnectionFailed, ProtocolError
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
-from distruntime.wire.codec import decode, encode, failure_fields
+from distruntime.wire.codec import decode, encode
 from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
@@ -32,43 +31,30 @@ from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
-    AskChannel,
-    AskDevices,
-    AskMemory,
-    AskPassed,
-    AskStatus,
-    AskTurns,
+    AskStacks,
+    AskWorker,
     BreakGroup,
     Bury,
     Cancel,
     CommitSave,
     Detach,
-    DropOlder,
-    DropPublished,
-    Failed,
     Fetch,
-    FindPublished,
     Goodbye,
     Hello,
     Join,
-    ListenForPeers,
     ListFolder,
-    ListPublished,
-    ListVersions,
-    MemoryHeld,
     MeshSegment,
     Message,
     Notify,
     OpenGroup,
     OpenLines,
+    OpenMesh,
     OpenStream,
-    OpenTeam,
     Peers,
     Question,
     ReadIndex,
     Refused,
     RemoveFiles,
-    Reply,
     Segment,
     Signal,
     SweepSaves,
@@ -77,63 +63,38 @@ from distruntime.wire.messages import (
 from distruntime.wire.tally import Tally
 
 from ..checkpoint import folder as checkpoint_folder
-from ..collectives.data_channel import prepare, report
+from ..collectives.data_channel import prepare
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
+from ..log.watching import install_watching
 from ..machine.devices import Devices
+from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
-from ..values.objects import failure
-from .address import data_host, peer_address, unusable_for_workers
+from .address import data_host
+from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
+from .questions import Questions
+from .report import Reporter
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")
 
-# Seconds; with Python's 5 ms a reader would wait that long behind a busy executing thread.
+# A thread gives up the interpreter after so many seconds. With Python's 5 ms, a reader would wait that long
+# behind a busy executing thread.
 _SWITCH = 0.0005
-_SPIN = 0.0002  # seconds
-# Seconds before a master that has hung up is dialled again.
+# After a message the reader looks for another one for so many seconds before it sleeps.
+_SPIN = 0.0002
+# So many seconds pass before a master that has hung up is dialled again.
 _PAUSE = 0.1
-# Seconds from the end of a session to the collection of what it leaves, which its threads may still hold
-# before.
+# So many seconds pass from the end of a session to the collection of what it leaves: its threads may still
+# hold that before.
 _SWEEP = 1.0
-_LAST_WORDS = 0.3  # seconds
-# Characters of the names in a greeting, which the log shows.
-_LONGEST = 300
-# Seconds between looks whether a session's time is over.
+# A worker that ends waits so many seconds for its last words to leave.
+_LAST_WORDS = 0.3
+# So many seconds lie between looks whether a session's time is over.
 _LOOK = 0.5
-
-
-def keep_pages() -> None:
-    """Let glibc's malloc keep the pages of large blocks: fresh ones cost more than the transfer that fills
-    them.
-
-    The three settings together bring a 64 MiB frame over loopback from 1.1 to 4.0 GiB/s; two of them do not
-    (measured 2026-11, 2 shared cores, glibc 2.36). Elsewhere than on glibc nothing happens.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        for option, setting in (
-            (-4, 0),
-            (-1, (1 << 31) - 1),
-            (-8, 1),
-            # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX of malloc.h.
-        ):
-            libc.mallopt(option, setting)
-
-
-def give_pages_back() -> None:
-    """Give the pages that malloc has kept back to the machine: what an ended session held, and the holes that
-    sessions leave in the heap.
-
-    Without it a worker of sessions that came and went, each with tensors of 4 MB, grew by 4 to 6 MiB with
-    every other one, all of it free.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 class Daemon:
@@ -150,25 +111,27 @@ class Daemon:
         self._incarnation = os.urandom(16)
         self._sessions: dict[str, Session] = {}
         self._by_peer: dict[bytes, Session] = {}
-        # Connections that masters have given up.
+        # Masters have given up these connections.
         self._retired: deque[bytes] = deque(maxlen=4096)
-        # Those of them that have ended. Their greetings may still lie unread.
+        # Those of them that have ended are here. Their greetings may still lie unread.
         self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
+        self._reporter = Reporter(self._devices, self._sessions, config.master or self._channel.address)
+        self._questions = Questions(config, self._devices, self._turns, self._reporter)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
-        # What those without a session here make this worker say.
+        # It counts what peers without a session here make this worker say.
         self._strangers = Tally(log.warning)
-        # The connection to the dialled master.
+        # This is the connection to the dialled master.
         self._master = b""
-        # When to dial the master again.
+        # The worker dials the master again at this time.
         self._dial_at = math.inf
         self._looked = 0.0
-        # When to look for what ended sessions leave: threads, mapped memory, sockets' descriptors, all in
-        # cycles.
+        # At this time the worker looks for what ended sessions leave: threads, mapped memory and sockets'
+        # descriptors, all in cycles.
         self._sweep_at = math.inf
-        # Whether there was a session.
+        # It is True once there was a session.
         self._served = False
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
@@ -266,6 +229,7 @@ class Daemon:
             self._drop(session, str(session.broken))
         if now > self._looked + _LOOK:
             self._looked = now
+            self._reporter.look()
             for session in [session for session in self._sessions.values() if session.spent]:
                 dead = not session.lasting and has_died(session.process)
                 self._end(
@@ -341,8 +305,8 @@ class Daemon:
                     session.put(message, payloads)
                 case MeshSegment():
                     session.put_mesh(message, payloads)
-                case OpenTeam():
-                    session.executor.open_team(message)
+                case OpenMesh():
+                    session.executor.open_mesh(message)
                 case OpenLines():
                     session.executor.open_lines(message)
                 case Fetch():
@@ -350,7 +314,7 @@ class Daemon:
                 case ListFolder() | ReadIndex() | CommitSave() | SweepSaves() | RemoveFiles():
                     checkpoint_folder.answer(message, session.send)
                 case Question():
-                    self._answer(session, message)
+                    self._questions.answer(session, message)
                 case OpenStream():
                     session.open(message)
                 case Signal():
@@ -411,22 +375,20 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif (
-            not isinstance(message, Goodbye) and peer not in self._retired
+        elif isinstance(message, (AskWorker, AskStacks)):
+            self._greet(peer, self._questions.of_stranger(message))
+        elif not isinstance(message, Goodbye) and peer not in self._retired:
             # A message may come of a master that is no longer ours.
-        ):
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         # The session's master may have gone since the last look, and this be its successor.
         self._watch()
-        if (
-            peer in self._gone
-            # The session would be in use for ever, by nobody: no event tells of that connection's end.
-        ):
+        # The session would be in use for ever, by nobody: no event tells of that connection's end.
+        if peer in self._gone:
             return
         found = self._sessions.get(hello.session)
-        reason = self._refusal(hello, found)
+        reason = refusal(hello, found, self._sessions)
         if reason:
             self._strangers.note(f"refused a master on {hello.host}: {reason}")
             self._greet(
@@ -435,10 +397,8 @@ class Daemon:
             return
         if hello.mode == "again":
             assert found is not None
-            if (
-                found.link.peer is not None
-                # It knows of the break before we do, or this greeting is an older one that was on its way.
-            ):
+            # It knows of the break before we do, or this greeting is an older one that was on its way.
+            if found.link.peer is not None:
                 self._greet(found.link.peer, Refused("the session goes on on another connection", False))
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
@@ -452,7 +412,7 @@ class Daemon:
             self._end(found, f"taken over by a master on {hello.host}")
         if not self._sessions:
             restore()
-        before = found if hello.mode.endswith("resume") else None
+        before = found if hello.mode.endswith(("resume", "auto")) else None
         most = self._config.max_memory
         budget = None if most is None else Budget(hello.session, limits(most, self._devices))
         turn = self._turns.enter(hello.session)
@@ -463,65 +423,6 @@ class Daemon:
             "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
         )
         self._greet(peer, self._about_us(session, hello))
-
-    def _refusal(self, hello: Hello, found: Session | None) -> str:
-        """Return why there is no session for this master.
-
-        Nothing if there is one. `found` has the name that it asks for.
-        """
-        if hello.protocol != PROTOCOL:
-            return (
-                f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same "
-                "distruntime on both"
-            )
-        if not 0 <= hello.keep <= 1e9:
-            raise ProtocolError(f"a session cannot be kept for {hello.keep} s")
-        if not all(0 < len(name) <= _LONGEST and name.isprintable() for name in (hello.session, hello.host)):
-            raise ProtocolError(
-                f"a session is not called {hello.session!r:.80}, nor a machine {hello.host!r:.80}"
-            )
-        match hello.mode:
-            case "again" if found is not None and compare_digest(found.token, hello.token):
-                return (
-                    ""
-                    if found.link.acknowledged <= hello.received <= found.link.sent
-                    else "it was left with other messages than this worker has sent"
-                )
-            case "again" if found is not None:
-                return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
-            case "again":
-                return (
-                    f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started "
-                    "anew, or its time was over"
-                )
-            case "new" | "resume" if found is not None and compare_digest(found.token, hello.token):
-                # Its own master has given it up, and begins anew: the connection, or all of it.
-                return ""
-            case "new" | "resume" if found is not None and found.link.peer is not None:
-                pid = ", ".join(map(str, found.process[1:2]))
-                return (
-                    f"the session {hello.session!r} is in use, by pid {pid} on "
-                    f"{found.master.rpartition(' on ')[2]}: "
-                    "force=True takes it over, or choose another name"
-                )
-            case "new" if found is not None:
-                return (
-                    f"there is a session {hello.session!r} already, without a master: resume=True "
-                    "attaches to it, force=True drops it"
-                )
-            case "resume" | "force resume" if found is None:
-                return f"there is no session {hello.session!r} here; there {self._listed()}"
-            case "new" | "force new" | "resume" | "force resume":
-                return ""
-        raise ProtocolError(f"a Hello of mode {hello.mode[:40]!r}")
-
-    def _listed(self) -> str:
-        names = [
-            f"{name!r} ({'in use' if session.link.peer is not None else 'without a master'})"
-            for name, session in sorted(self._sessions.items())
-            if session.lasting
-        ]
-        return "are " + ", ".join(names) if names else "are none that have a name"
 
     def _about_us(self, session: Session, hello: Hello) -> Welcome:
         return Welcome(
@@ -545,53 +446,6 @@ class Daemon:
             ],
         )
 
-    def _answer(self, session: Session, question: Question[object]) -> None:
-        try:
-            session.send(Reply(question.request, self._reply(session, question)))
-        except (ConfigurationError, OSError) as error:
-            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
-            session.send(Failed(question.request, failure_fields(cause)))
-
-    def _reply(self, session: Session, question: Question[object]) -> object:
-        """Return the reply to a question that the reader answers at once."""
-        executor, shelf = session.executor, session.executor.shelf
-        match question:
-            case AskDevices():
-                return self._devices.info()
-            case AskMemory():
-                state = executor.state
-                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
-            case AskStatus():
-                return executor.status()
-            case AskTurns():
-                return self._turns.report()
-            case AskPassed(after=after):
-                return executor.passed(after)
-            case AskChannel(channel=channel):
-                return report(channel)
-            case ListenForPeers(host=host):
-                return self._listen(session, host)
-            case ListPublished():
-                return shelf.listing()
-            case ListVersions(name=name):
-                return shelf.versions(name)
-            case FindPublished(owner=owner, name=name, token=token):
-                return shelf.find(owner, name, token)
-            case DropOlder(name=name, version=version):
-                return shelf.drop_older(name, version)
-            case DropPublished(name=name, version=version):
-                return shelf.drop(name, version)
-        raise ProtocolError(f"a worker does not answer {type(question).__name__}")
-
-    def _listen(self, session: Session, host: str) -> str:
-        """Open a session's channel to other workers; return where it listens."""
-        session.host = host
-        address = peer_address(self._config, host, session.number)
-        try:
-            return session.listen(address, self._config.keys)
-        except ConfigurationError as error:
-            raise unusable_for_workers(address, error) from error
-
 
 def serve(config: WorkerConfig, stop: threading.Event) -> None:
     """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
@@ -602,6 +456,7 @@ def serve(config: WorkerConfig, stop: threading.Event) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     prepare()
+    install_watching()
     daemon = Daemon(config)
     try:
         daemon.run(stop)

@@ -21,8 +21,8 @@ from distruntime.wire.messages import (
     MeshSegment,
     Message,
     OpenLines,
+    OpenMesh,
     OpenStream,
-    OpenTeam,
     Plain,
     Segment,
 )
@@ -45,17 +45,18 @@ from ..machine.devices import Devices
 from ..publishing.published import Others, Published, Shelf
 from ..values import functions
 from ..values.draws import Draws, may_draw
-from ..values.mesh_lanes import Lanes, Team
+from ..values.mesh_lanes import Lanes, MeshState
 from ..values.step import Own, Step
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
-# What Python raises where a master's words are of the wrong kind or number: what operators raise, their
-# templates keep to themselves.
+# Python raises these where a master's words are of the wrong kind or number. Templates keep what operators
+# raise to themselves.
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-# Seconds between looks whether the master is gone.
+# So many seconds lie between looks whether the master is gone.
 _LOOK = 0.1
-_END = 1 << 62  # no log gets there
+# No log gets to this position.
+_END = 1 << 62
 _FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
@@ -95,17 +96,16 @@ class Executor:
         state.own[AWAIT] = Own("a wait for another node", waits.await_signal)
         state.own.update(self.shelf.table)
         self.chain.add_own(state)
-        self.received = (
-            # Seq of the last segment that the reader accepted: a segment that is sent again is dropped.
-            0
-        )
-        # Whether stream 0 runs a segment.
+        # This is the number of the last segment that the reader accepted. A segment that is sent again is
+        # dropped.
+        self.received = 0
+        # It is True while stream 0 runs a segment.
         self.running = False
-        # The mesh whose segment came last; None where it was one of this worker's own log.
-        self._last_team: Mesh | None = None
-        # Set when everything before the last change of logs has run.
+        # The segment that came last is this mesh's. It is None where that was one of this worker's own log.
+        self._last_mesh: Mesh | None = None
+        # It is set when everything before the last change of logs has run.
         self._before: threading.Event | None = None
-        # What the reader calls and looks at; whose they are need not concern it.
+        # The reader calls these and looks at them. It need not know whose they are.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, progress.status
         self.notify = self._answers.notify
         self.signal, self.cancel = waits.signal, self._cancelling.cancel
@@ -117,10 +117,10 @@ class Executor:
 
         Raise `ProtocolError` where it makes no sense (the reader).
         """
-        team = self.state.teams.get(message.team)
-        if message.team != -1 and team is None:
-            raise ProtocolError(f"a stream of mesh {message.team}, which is not open")
-        streams = self.state.streams if team is None else team.streams
+        mesh = self.state.meshes.get(message.mesh)
+        if message.mesh != -1 and mesh is None:
+            raise ProtocolError(f"a stream of mesh {message.mesh}, which is not open")
+        streams = self.state.streams if mesh is None else mesh.streams
         if not 0 < message.stream < 4096 or message.stream in streams:
             raise ProtocolError(f"stream {message.stream} cannot be opened")
         try:
@@ -132,7 +132,7 @@ class Executor:
         streams[message.stream] = stream
         return stream
 
-    def open_team(self, message: OpenTeam) -> None:
+    def open_mesh(self, message: OpenMesh) -> None:
         """Take part in a mesh (the reader)."""
         state, devices = self.state, message.devices
         good = (
@@ -140,44 +140,44 @@ class Executor:
             and all(name in state.devices.names for name in devices)
             and len(set(devices)) == len(devices)
         )
-        if not good or message.team in state.teams or not 0 <= message.team < 1 << 31:
-            raise ProtocolError(f"mesh {message.team} of members on {devices!r:.80} cannot be opened")
-        team = Team(message.team, devices)
-        self.chain.add_own(team)
-        state.teams[message.team] = team
+        if not good or message.mesh in state.meshes or not 0 <= message.mesh < 1 << 31:
+            raise ProtocolError(f"mesh {message.mesh} of members on {devices!r:.80} cannot be opened")
+        mesh = MeshState(message.mesh, devices)
+        self.chain.add_own(mesh)
+        state.meshes[message.mesh] = mesh
 
     def open_lines(self, message: OpenLines) -> None:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
-        team, rows = self.state.teams.get(message.team), message.members
-        if team is None or message.number in team.lines:
+        mesh, rows = self.state.meshes.get(message.mesh), message.members
+        if mesh is None or message.number in mesh.lines:
             raise ProtocolError(
-                f"lines {message.number} of mesh {message.team}, which is not open or has them"
+                f"lines {message.number} of mesh {message.mesh}, which is not open or has them"
             )
-        good = len(rows) == len(team.devices) and all(
+        good = len(rows) == len(mesh.devices) and all(
             isinstance(row, list) and [type(n) for n in row] == [int, int] for row in rows
         )
         if not good or len({tuple(row) for row in rows}) < len(rows):
-            raise ProtocolError(f"lines {message.number} of mesh {message.team} make no sense: {rows!r:.80}")
-        for (group, rank), device in zip(rows, team.devices):
+            raise ProtocolError(f"lines {message.number} of mesh {message.mesh} make no sense: {rows!r:.80}")
+        for (group, rank), device in zip(rows, mesh.devices):
             if self.joint.groups[group].devices.get(rank) != self.state.devices.real(torch.device(device)):
                 raise ProtocolError(
-                    f"lines {message.number} of mesh {message.team}: {device} is not rank {rank} of group "
+                    f"lines {message.number} of mesh {message.mesh}: {device} is not rank {rank} of group "
                     f"{group}"
                 )
-        team.lines[message.number] = rows
+        mesh.lines[message.number] = rows
 
     def mesh_work(self, message: MeshSegment, body: Message) -> Work:
         """Return a mesh's segment as one of this worker's (the reader)."""
-        team = self.state.teams.get(body.team) if isinstance(body, MeshBody) else None
-        if team is None or not isinstance(body, MeshBody):
+        mesh = self.state.meshes.get(body.mesh) if isinstance(body, MeshBody) else None
+        if mesh is None or not isinstance(body, MeshBody):
             raise ProtocolError("MeshSegment without the body of a mesh that is open")
-        team.enter(body.start, len(body.words))
-        self.learn(body.templates, team)
+        mesh.enter(body.start, len(body.words))
+        self.learn(body.templates, mesh)
         return Work(
             Segment(message.seq, body.start, [], body.words, body.stretches),
             [],
             len(body.stretches) or 1,
-            team=team,
+            mesh=mesh,
         )
 
     def line_up(self, work: Work) -> None:
@@ -187,12 +187,10 @@ class Executor:
         """
         state = self.state
         with state.gate:
-            if work.team is not self._last_team:
-                self._last_team, self._before = work.team, threading.Event() if state.works else None
-            if (
-                self._before is not None and not self._before.is_set()
-                # The next of the same log must not overtake it on another stream.
-            ):
+            if work.mesh is not self._last_mesh:
+                self._last_mesh, self._before = work.mesh, threading.Event() if state.works else None
+            # The next of the same log must not overtake it on another stream.
+            if self._before is not None and not self._before.is_set():
                 work.before = self._before
             state.works.append(work)
 
@@ -226,10 +224,10 @@ class Executor:
         """Run a segment that is all stream 0's; raise `ProtocolError` where its words make no sense."""
         self.running = True
         state, segment = self.state, work.segment
-        stream = state.default if work.team is None else work.team.default
+        stream = state.default if work.mesh is None else work.mesh.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
-        templates = (state if work.team is None else work.team).templates
+        templates = (state if work.mesh is None else work.mesh).templates
         state.under_way[id(words)] = work
         i, n = 0, len(words)
         if work.before is not None:
@@ -240,7 +238,7 @@ class Executor:
             return
         try:
             while i < n:
-                # What is no number there raises, as any nonsense does.
+                # A word that is no number raises there, as any nonsense does.
                 word: int = words[i]  # type: ignore[assignment]
                 if word < 0:
                     slots.pop(-word, None)
@@ -258,11 +256,11 @@ class Executor:
                 f"segment {segment.seq} makes no sense at word {i} of {n}: {type(error).__name__}: {error}"
             ) from error
         self._finish(work)
-        # Only now: whoever waits wants to hear of failures first.
+        # This comes only now: whoever waits wants to hear of failures first.
         stream.reached = start + n
         if waiting:
             self._answers.serve(stream, start + n)
-        if len(state.streams) > 1 or work.team is not None:
+        if len(state.streams) > 1 or work.mesh is not None:
             stream.mark(start + n)
         stream.advance(start + n)
         self.running = False
@@ -270,18 +268,18 @@ class Executor:
     def run_stretch(self, stream: Stream, work: Work, i: int, stop: int) -> None:
         """Run a stream's words from `i` to `stop` of a segment, while other streams run theirs."""
         state, segment = self.state, work.segment
-        if work.team is not None and stream.number == 0:
-            stream = work.team.default
+        if work.mesh is not None and stream.number == 0:
+            stream = work.mesh.default
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
-        templates = (state if work.team is None else work.team).templates
+        templates = (state if work.mesh is None else work.mesh).templates
         state.under_way[id(words)] = work
         try:
             with stream.entered():
                 if work.before is not None:
                     self._await_before(stream, work)
                 while i < stop:
-                    # What is no number there raises, as any nonsense does.
+                    # A word that is no number raises there, as any nonsense does.
                     word: int = words[i]  # type: ignore[assignment]
                     if start + i < stream.cancelled:
                         i = self._cancelling.drop(stream, words, i)
@@ -318,28 +316,28 @@ class Executor:
                 done = state.works.popleft()
                 failures: list[Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
                 state.send(Done(done.segment.seq, failures, done.corrections), None)
-                if done.team is None:
+                if done.mesh is None:
                     state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)
                 if state.works and (before := state.works[0].before) is not None:
                     before.set()
         self._answers.executed()
 
-    def learn(self, templates: list[Plain], team: Team | None = None) -> None:
+    def learn(self, templates: list[Plain], mesh: MeshState | None = None) -> None:
         """Compile new templates, of a mesh or of this worker's own log (the reader)."""
         for fields in templates:
             try:
                 match fields:
                     case [int(number), str(name), list(args), dict(kwargs), results]:
-                        if team is None:
+                        if mesh is None:
                             self._add(number, name, args, kwargs, results)
                         else:
-                            self._add_to(team, number, name, args, kwargs, results)
+                            self._add_to(mesh, number, name, args, kwargs, results)
                     case _:
                         raise ProtocolError(f"a template makes no sense: {fields!r:.80}")
             except ProtocolError:
                 raise
-            # Whatever it is, the master sent nonsense.
+            # Whatever the error is, the master sent nonsense.
             except Exception as error:
                 raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
 
@@ -358,29 +356,35 @@ class Executor:
         self.chain.add(state, number, step)
 
     def _add_to(
-        self, team: Team, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
+        self,
+        mesh: MeshState,
+        number: int,
+        name: str,
+        args: list[Plain],
+        kwargs: dict[str, Plain],
+        results: Plain,
     ) -> None:
-        if number != team.next_template:
+        if number != mesh.next_template:
             raise ProtocolError(
-                f"template {number} of mesh {team.number} came where {team.next_template} was expected"
+                f"template {number} of mesh {mesh.number} came where {mesh.next_template} was expected"
             )
-        team.next_template += 1
+        mesh.next_template += 1
         state, real = self.state, self.state.devices.real
         if name.startswith(PREFIX):
-            self.chain.add(team, number, along(team, name, args, real, self.joint.take_part, state.spread))
+            self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
             return
         call, lanes = _FUNCTIONS.get(name) or operator(name), []
-        for k in range(len(team.devices)):
-            own = [team.member_device(pattern, k) for pattern in args]
-            named = {key: team.member_device(value, k) for key, value in kwargs.items()}
+        for k in range(len(mesh.devices)):
+            own = [mesh.member_device(pattern, k) for pattern in args]
+            named = {key: mesh.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, own, named, results, real, state.fail))
         if len(lanes) == 1:
-            self.chain.add(team, number, lanes[0])
+            self.chain.add(mesh, number, lanes[0])
             return
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
-        on = [real(torch.device(d)) for d in team.devices]
+        on = [real(torch.device(d)) for d in mesh.devices]
         shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
-        self.chain.add(team, number, Lanes(lanes, on, state.spread, team.generators if shared else None))
+        self.chain.add(mesh, number, Lanes(lanes, on, state.spread, mesh.generators if shared else None))
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

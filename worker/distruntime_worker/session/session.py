@@ -69,10 +69,10 @@ class Session:
     ) -> None:
         self.link = Link(peer)
         self.began: float = time.monotonic() if before is None else before.began
-        # When the master was last there, if it is not.
+        # The master was last there at this time, if it is not there now.
         self.alone_since: float | None = None
         self._channel = channel
-        # Sessions of this process have numbers.
+        # This is the session's number in this process.
         self.number = _numbers()
         # The connection was opened with this greeting.
         self.greeting = hello
@@ -81,7 +81,7 @@ class Session:
         self.master = f"{hello.session} on {hello.host}"
         # The master has dialled this worker by this address, if it has.
         self.host = ""
-        # Once the master has asked for it.
+        # It exists once the master has asked for it.
         self._peers: PeerChannel | None = None
         self.published: Published = before.published if before is not None else Published(hello.session)
         self.shared = Attached(hello.process, hello.shared)
@@ -97,9 +97,10 @@ class Session:
             shared=self.shared,
         )
         self.executor.state.apart = self._do_apart
-        # Whether messages must wait, because the value that a fetch has asked for is still being read.
+        # It is True while messages must wait, because the value that a fetch has asked for is still being
+        # read.
         self.held = False
-        # Those that do, by who sent them; not counted yet.
+        # These messages wait, each with who sent it. They are not counted yet.
         self.backlog: list[tuple[bytes, Frames]] = []
         self._default = self.executor.default.queue.put
         self.broken: str | None = None
@@ -159,7 +160,7 @@ class Session:
 
         Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
         """
-        # A thread of its still ends.
+        # A thread of the session's is still ending.
         if self.executor.state.closed:
             return None
         if payload is None:
@@ -205,10 +206,8 @@ class Session:
         try:
             self._run_all(stream)
         finally:
-            if (
-                self.executor.state.closed
-                # The session itself is in cycles, and goes when Python looks for those.
-            ):
+            # The session itself is in cycles, and goes when Python looks for those.
+            if self.executor.state.closed:
                 self.executor.state.slots.clear()
 
     def _run_all(self, stream: Stream) -> None:
@@ -223,10 +222,10 @@ class Session:
                             executor.run_stretch(stream, work, first, stop)
                         else:
                             executor.run(work)
-                    # Else an idle stream would hold a segment's payloads.
+                    # Otherwise an idle stream would hold a segment's payloads.
                     del item, work
                 except Exception as error:
-                    # The master must hear of it, whatever it is.
+                    # The master must hear of the error, whatever it is.
                     if isinstance(error, ProtocolError):
                         self.broken = str(error)
                     else:
@@ -245,7 +244,7 @@ class Session:
         if segment.templates:
             self.executor.learn(segment.templates)
         work = Work(segment, list(payloads), len(segment.stretches) or 1)
-        if not self.executor.state.teams:
+        if not self.executor.state.meshes:
             self.executor.works.append(work)
         else:
             self.executor.line_up(work)

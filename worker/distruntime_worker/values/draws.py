@@ -64,7 +64,7 @@ class Draws:
 
     def __init__(self) -> None:
         self._kept, self._seedings = _at_start, 0
-        # How many threads draw now.
+        # So many threads draw now.
         self._inside = 0
 
     def __enter__(self) -> Draws:

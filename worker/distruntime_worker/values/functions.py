@@ -13,14 +13,12 @@ import torch
 
 from distruntime.errors import UsageError
 
+from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
 from ..machine.settings import configure, settings
 from .step import Operator
 from .streams import elapsed_time
 
-# In the executing thread autograd is off; what is recorded here turns it on for one call.
-
-
-# How often a generator of this worker was set.
+# A generator of this worker was set so often.
 seedings = [0]
 
 
@@ -76,20 +74,22 @@ def record(name: str, differentiable: list[bool], *args: object) -> list[object]
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     call = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-    if call._schema.is_mutable:  # `WRITING` says so
+    # `WRITING` names the operators that do.
+    if call._schema.is_mutable:
         raise UsageError(f"{name} writes its operands, and only what writes nothing is recorded")
     wanted = iter(differentiable)
     inputs: list[torch.Tensor] = []
     arguments = call._schema.arguments
     fixed = sum(not a.kwarg_only for a in arguments)
+    # In the executing thread autograd is off. What is recorded turns it on for one call.
     with torch.set_grad_enabled(any(differentiable)):
         values = [_leaf(a, wanted, inputs) for a in args]
         results = call(
             *values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])}
         )
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    # Contiguous, as the master expects; a view of a saved output would do no harm, as version counters watch
-    # over those there.
+    # The results are contiguous, as the master expects. A view of a saved output would do no harm, as version
+    # counters watch over those there.
     return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
 
 
@@ -122,7 +122,11 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
 
 FUNCTIONS: dict[str, Operator] = {
     "distruntime::config": configure,
+    "distruntime::device_properties": device_properties,
     "distruntime::elapsed_time": elapsed_time,
+    "distruntime::empty_cache": empty_cache,
+    "distruntime::memory_figures": memory_figures,
+    "distruntime::reset_peak": reset_peak,
     "distruntime::settings": settings,
     "distruntime::manual_seed": manual_seed,
     "distruntime::seed_member": seed_member,
@@ -134,6 +138,6 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::replay_backward": replay_backward,
 }
 
-# Those that write their operands. A session may call any other, also one of another module, with what it may
+# These write their operands. A session may call any other one, also one of another module, with what it may
 # read only.
 WRITING = frozenset({"distruntime::resize_storage"})

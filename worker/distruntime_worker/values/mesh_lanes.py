@@ -20,7 +20,7 @@ from .step import Run, Slots, Step, Words, list_word
 from .streams import Stream
 from .template import Template
 
-# Stands in a template for the device of whichever member runs it.
+# It stands in a template for the device of whichever member runs it.
 MEMBER: Plain = ["device", "member"]
 
 
@@ -28,21 +28,20 @@ class Shards(list[object]):
     """What stands in the slot of a mesh's value: those of its members here, in their order."""
 
 
-class Team:
+class MeshState:
     """One mesh as this worker sees it."""
 
     def __init__(self, number: int, devices: list[str]) -> None:
         self.number, self.devices = number, devices
-        self.received = 0  # words
+        # So many words have come.
+        self.received = 0
         # These are as in a worker's own log: see State.
         self.templates, self.info = dict[Plain, Run](), dict[Plain, Step]()
         self.next_template = FIRST_TEMPLATE
-        self.lines: dict[
-            int, list[list[int]]
-            # The key is the number of a dimension; the value has each member's [group, rank] along it.
-        ] = {}
+        # The key is the number of a dimension; the value has each member's [group, rank] along it.
+        self.lines: dict[int, list[list[int]]] = {}
         self.generators = Generators(len(devices))
-        # Run by the thread of the worker's own, in turns.
+        # The thread of the worker's own default stream runs it, in turns.
         self.default = Stream(0, torch.device("cpu"))
         self.streams: dict[int, Stream] = {0: self.default}
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from distruntime.errors import NotSupportedError
+from distruntime.errors import DistruntimeError, InternalError, NotSupportedError
 from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure, Plain
 
-# Up to here a tensor rides inside the message; above, in a payload frame of its own.
+# A tensor of up to so many bytes rides inside the message. A larger one has a payload frame of its own.
 INLINE_BYTES = 1 << 14
-# Above, in messages of this size, which fit into a frame: the master frees each before the next, and its
-# allocator uses the pages again.
+# A still larger tensor comes in messages of this size, which fit into a frame. The master frees each before
+# the next, and its allocator uses the pages again.
 PART_BYTES = 1 << 19
+
+_OURS = tuple(str(Path(file).parents[1]) + os.sep for file in (__file__, tensor_bytes.__code__.co_filename))
+_INSIDE = (os.path.dirname(torch.__file__) + os.sep, *_OURS)
 
 # Torch's print options are one global.
 _printing = threading.Lock()
@@ -53,10 +58,26 @@ def class_name(cls: type[BaseException]) -> str:
 
 def failure(error: BaseException, *, seq: int, position: int, op: str, operands: str) -> Failure:
     """Return `error` as the value that poisons results."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    return Failure(
-        seq, position, class_name(type(error)), str(error)[:4000], "".join(lines)[-8000:], op, operands
-    )
+    lines = traceback.format_exception(type(error), error, error.__traceback__) if _tells(error) else []
+    kind, text = class_name(type(error)), str(error)[:4000]
+    return Failure(seq, position, kind, text, "".join(lines)[-8000:], op, operands)
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether the frames that an error has passed say more than its text, its operator and its operands.
+
+    These are frames of code that is neither torch's nor ours. Where our own code raises what is not meant for
+    users, the frames show us a defect.
+    """
+    cause = error.__cause__ or error.__context__
+    if cause is not None and _tells(cause):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # A template's own code is named by its operator, as "<aten::mul.Tensor>".
+    if any(not file.startswith(_INSIDE) and "::" not in file for file in files):
+        return True
+    meant = isinstance(error, (DistruntimeError, OSError, MemoryError, RuntimeError))
+    return bool(files) and files[-1].startswith(_OURS) and (isinstance(error, InternalError) or not meant)
 
 
 def described(values: Sequence[object]) -> str:

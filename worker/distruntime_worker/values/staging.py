@@ -13,11 +13,11 @@ from collections import deque
 
 import torch
 
-# Bytes of a buffer; the sizes are powers of two.
+# The smallest buffer has so many bytes, and the sizes are powers of two.
 _LEAST = 1 << 16
 # So many bytes are copied at a time: the next piece of a large tensor is filled while this one travels.
 _PIECE = 1 << 24
-# Bytes that are pinned in all.
+# At most so many bytes are pinned in all.
 _MOST = 1 << 28
 
 
@@ -32,7 +32,8 @@ class Staging:
         self._most = most
         self._queues: dict[int, deque[tuple[torch.cuda.Event, torch.Tensor]]] = {}
         self._lock = threading.Lock()
-        self.pinned = 0  # bytes, of all buffers
+        # All buffers have so many bytes together.
+        self.pinned = 0
 
     def to(self, device: torch.device, source: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a CPU tensor on a CUDA device, in the order of that device's current

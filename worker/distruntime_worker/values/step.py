@@ -14,11 +14,11 @@ import torch
 from distruntime.errors import InternalError
 from distruntime.wire.messages import Plain
 
-# The words of a segment.
+# These are the words of a segment.
 Words = list[Plain]
-# The values of a session by ref: tensors, `Poisoned`, `Shards` of a mesh's members, and what functions of the
-# worker return. A ref is a word, and what may not be one: a word of another kind finds nothing here, or
-# raises.
+# These are the values of a session by ref: tensors, `Poisoned`, `Shards` of a mesh's members, and what
+# functions of the worker return. The key is a word, and a word need not be a ref: one of another kind finds
+# nothing here, or raises.
 Slots = dict[Plain, object]
 Run = Callable[[Slots, Words, int], int]
 
@@ -80,31 +80,32 @@ class Step(Protocol):
     Class attributes are what holds for a step that says nothing else.
     """
 
-    # As errors say it: "aten::add.Tensor" for a template, "all_reduce of group 7" for a group's operation.
+    # Errors name the step so: "aten::add.Tensor" for a template, "all_reduce of group 7" for a group's
+    # operation.
     name: str
-    # Runs the instruction at an index of the words; returns the index of the word after it.
+    # It runs the instruction at an index of the words, and returns the index of the word after it.
     run: Run
     length: int = 0
     reads: Sequence[int] = ()
     writes: Sequence[int] = ()
-    # Operands that it writes, and those that it writes although its schema does not say so.
+    # The step writes these operands. It writes the second ones although its schema does not say so.
     mutates: Sequence[int] = ()
     unsaid: Sequence[int] = ()
-    # Where the refs of its operands' kin stand, as a list, if it only checks: they are poisoned if it fails.
+    # If it only checks, the refs of its operands' kin stand there, as a list. It poisons them if it fails.
     kin: int | None = None
-    # Operands that its results may be views of.
+    # Its results may be views of these operands.
     views: Sequence[int] = ()
-    # Where its results will be, as far as that is known.
+    # Its results will be on these devices, as far as that is known.
     devices: Sequence[torch.device] = ()
-    # None where it is no operator.
+    # It is None where the step is no operator.
     pattern: Pattern | None = None
-    # Other workers count on it, so it takes part even where it is dropped.
+    # If it is True, other workers count on the step, so it takes part even where it is dropped.
     joint: bool = False
-    # The steps of a mesh's members, where several are here.
+    # These are the steps of a mesh's members, where several are here.
     lanes: Sequence[Step] = ()
-    # What each of those runs. The chain replaces it: see chain.py.
+    # The members' steps run these. The chain replaces them: see chain.py.
     runs: Sequence[Run] = ()
-    # What holds it to its session's share of memory, if anything does: see guard.py.
+    # It holds the step to its session's share of memory, if anything does: see guard.py.
     guard: Guard | None = None
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:

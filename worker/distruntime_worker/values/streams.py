@@ -22,14 +22,14 @@ from distruntime.wire.messages import Failure, Plain, Segment
 
 from .step import Run, Step
 
-# Events kept; an older position waits for the oldest of them.
+# So many events are kept. An older position waits for the oldest of them.
 _MARKS = 256
 
 Action = Callable[[], None]
 
 
 class Mesh(Protocol):
-    """A mesh's log, to those who run its segments: see `Team`."""
+    """A mesh's log, to those who run its segments: see `MeshState`."""
 
     number: int
     devices: list[str]
@@ -45,17 +45,17 @@ class Work:
 
     segment: Segment
     payloads: list[Buffer]
-    # Stretches that have not run.
+    # So many stretches have not run.
     left: int
     failures: list[Failure] = field(default_factory=list)
     corrections: list[Plain] = field(default_factory=list)
-    # The mesh whose segment it is, if it is one's.
-    team: Mesh | None = None
-    # Set when everything before it has run, where the streams must wait for that.
+    # The segment is this mesh's, if it is a mesh's.
+    mesh: Mesh | None = None
+    # It is set when everything before the segment has run, where the streams must wait for that.
     before: threading.Event | None = None
 
 
-# The words from one index to another of a segment.
+# A stretch is the words from one index to another of a segment.
 Stretch = tuple[Work, int, int]
 
 
@@ -72,15 +72,15 @@ class Stream:
         self.reached = self.position = 0
         # What ends at or before this position and has not begun is dropped.
         self.cancelled = 0
-        # time.monotonic() when it began what it runs.
+        # It began what it runs at this time.monotonic().
         self.started = 0.0
         self.waiting: list[tuple[int, Action]] = []
         # A thread holds it while it answers what has waited.
         self.serving = threading.RLock()
         # These streams wait for `position`.
         self.blocked: list[tuple[int, threading.Event]] = []
-        # (position of the wait, other stream, its position): what it has not waited for, because it was
-        # cancelled. Never changed in place.
+        # Each entry has the position of a wait, the other stream, and a position there. This stream has not
+        # waited for that, because it was cancelled. The tuple is never changed in place.
         self.owed: tuple[tuple[int, Stream, int], ...] = ()
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)

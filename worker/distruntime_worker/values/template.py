@@ -23,7 +23,7 @@ from .step import Operator, Pattern, Run, Slots, Step, Words
 Fail = Callable[["Template", Slots, Words, int, BaseException], None]
 
 
-# Torch's operators that exist only once their module is imported.
+# These operators of torch exist only once their module is imported.
 _ON_IMPORT = {
     "torch_nn": "torch.nn.modules.linear_cross_entropy",
     "torch_attn": "torch.nn.attention.varlen",

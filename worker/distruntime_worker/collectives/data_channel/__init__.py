@@ -31,8 +31,11 @@ _MPIRUN = (
     "OMPI_COMM_WORLD_RANK",
 )
 
-# By name: the module, the class, and what must be there for it. Imported on demand: mpi4py starts MPI when it
-# is imported.
+# Torch reads by either name how many operations its flight recorder keeps.
+_RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+# Each name has its module and its class. The module is imported on demand: mpi4py starts MPI when it is
+# imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),
@@ -90,10 +93,15 @@ def find(name: str) -> Factory:
 
 
 def prepare() -> None:
-    """Start MPI, if `mpirun` has started this worker.
+    """Make this process ready for groups: turn torch's flight recorder off, and start MPI.
 
-    It waits there for all that `mpirun` starts, and the master would wait with it.
+    A user who has set the recorder's size keeps it. MPI is started if `mpirun` has started this worker. It
+    waits there for all that `mpirun` starts, and the master would wait with it.
     """
+    # Members on one worker use torch's groups from several threads at once. The recorder of torch 2.11 writes
+    # into a table without its lock when a group runs its first operation, and the worker dies by SIGSEGV.
+    if not any(variable in os.environ for variable in _RECORDED):
+        os.environ[_RECORDED[0]] = "0"
     if not _missing("mpi"):
         try:
             find("mpi")

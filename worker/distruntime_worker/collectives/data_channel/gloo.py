@@ -43,13 +43,14 @@ _NUMBERS = numbers(torch.int16)
 _FLOATS = frozenset(d for d in _NUMBERS if d.is_floating_point)
 _INTEGERS = _NUMBERS - _FLOATS
 _BOOL = {torch.bool}
-# A tag that no tensor has.
+# No tensor has this tag, and nothing is ever sent with it.
 _NEVER = (1 << 31) - 1
-# Neither has this one: of what only members know.
+# No tensor has this tag. It is for the words that only members know.
 _WORD = _NEVER - 1
 # The worker tries so often to make a device while nothing else of this process begins to listen.
 _TRIES = 20
-_SECRET = 32  # bytes
+# A word that only members know has so many bytes.
+_SECRET = 32
 
 
 @final
@@ -104,7 +105,8 @@ class Gloo(DataChannel):
             }
             if rank == self.rank or where is None or places[rank] is None:
                 continue
-            # One end is where this one or that one listens: no connection of another group counts.
+            # Such a pair ends where this member or the other one listens, so no connection of another group
+            # counts.
             if not any(pair in others and (pair[0] == where or pair[1] == places[rank]) for pair in own):
                 raise self._not_with(rank, "has no connection that ends there")
 
@@ -186,9 +188,9 @@ class Gloo(DataChannel):
         self._group._reduce_scatter_base(output, data, options).wait()
 
     def abort(self) -> None:
-        # gloo has no other way from outside: an operation that times out closes every connection of its
-        # group, and what waits raises. With a member that is gone it does not time out but fails, and closes
-        # nothing: so with each, until one is there.
+        # gloo can be stopped from outside in one way only: an operation that times out closes every
+        # connection of its group, and what waits raises. An operation with a member that is gone does not
+        # time out. It fails, and closes nothing. So this tries each member, until one is there.
         for peer in range(self.size):
             if peer != self.rank:
                 try:
@@ -196,7 +198,8 @@ class Gloo(DataChannel):
                         timedelta(milliseconds=1)
                     )
                 except RuntimeError:
-                    continue  # what was wanted
+                    # This closes the connections, or the next member is tried.
+                    continue
 
     def close(self) -> None:
         del self._group

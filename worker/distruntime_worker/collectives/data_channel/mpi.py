@@ -7,6 +7,7 @@ another thread end it. What was begun and never done keeps its memory for ever: 
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Protocol, final
 
 import torch
 
-# Starts MPI, with MPI_THREAD_MULTIPLE where it can.
+# This import starts MPI, with MPI_THREAD_MULTIPLE where it can.
 from mpi4py import MPI as mpi
 
 from distruntime.errors import ConfigurationError
@@ -29,14 +30,17 @@ from distruntime.wire.data_channel import (
     numbers,
 )
 
+# The module mpi4py would do so when the interpreter is taken apart, but a worker leaves that out.
+atexit.register(mpi.Finalize)
+
 
 class _Request(Protocol):
     def Test(self) -> bool: ...
 
 
-# Seconds of looking without a pause: a large message moves on only while it is looked at.
+# It looks for so many seconds without a pause: a large message moves on only while somebody looks at it.
 _EAGER = 0.02
-# Seconds between looks from then on.
+# From then on so many seconds lie between looks.
 _PAUSE = 0.0002
 _TYPES = {
     torch.uint8: mpi.UINT8_T,
@@ -62,7 +66,7 @@ _INTEGERS = frozenset(d for d in _REDUCED if not d.is_floating_point)
 # This names our mpirun, and so tells workers of others from ours.
 _job: str = mpi.COMM_WORLD.bcast(uuid.uuid4().hex)
 _last_tag: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)
-# What was begun and never done, with its memory.
+# These operations were begun and never done. They are here with their memory.
 _left_behind: list[object] = []
 
 
@@ -115,7 +119,7 @@ class MPI(DataChannel):
             if waited > _EAGER:
                 self._end.wait(_PAUSE)
             else:
-                # The core to another thread or process that is ready, if there is one.
+                # This gives the core to another thread or process that is ready, if there is one.
                 time.sleep(0)
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from distruntime.errors import ConfigurationError
 from distruntime.wire.identity import has_died, process
 
-# Characters of the folder's path: with the socket's name there may be 107, on macOS 103.
+# The folder's path may have so many characters. With the socket's name there may be 107, on macOS 103.
 _LONGEST = 80
 _PREFIX = "distruntime-data-"
-# The file that says whose folder it is.
+# This file says whose folder it is.
 _OWNER = "process"
 
 _made: list[Path] = []
@@ -57,7 +57,7 @@ def _make() -> Path:
 def _sweep(base: Path) -> None:
     """Remove the folders of this user's processes that were killed."""
     for folder in base.glob(f"{_PREFIX}*"):
-        # Gone meanwhile, another user's, or not one of ours.
+        # The folder is gone meanwhile, or is another user's, or is not one of ours.
         with suppress(OSError, ValueError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():

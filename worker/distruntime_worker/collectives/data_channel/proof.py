@@ -18,7 +18,7 @@ import os
 import struct
 from typing import final
 
-# Bytes of the group's secret.
+# A group's secret has so many bytes.
 SECRET = 32
 ACCEPTED = b"\x06"
 _MAGIC = b"dr-data6"

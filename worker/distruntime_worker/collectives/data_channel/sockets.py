@@ -41,25 +41,25 @@ log = logging.getLogger("distruntime.worker")
 
 _HEADER = struct.Struct("!QQ")
 _TAKEN = b"\x06"
-# Bytes that go with their header.
+# A message of at most so many bytes goes together with its header.
 _SMALL = 1 << 16
-# Seconds, of what a socket takes as a timeout.
+# A socket takes at most so many seconds as a timeout.
 _LONGEST = 1e6
-# Seconds to connect, and to get through to a member whose strangers are in the way.
+# A member has so many seconds to connect, and to get through to a member whose strangers are in the way.
 _CONNECT = 10.0
-# Seconds that who connects may take to prove who it is.
+# A peer that connects has so many seconds to prove who it is.
 _STRANGER = 2.0
-# Connections that have not proven it, at a time: one more, and one of them is closed.
+# At most so many connections at a time have not proven it. With one more, one of them is closed.
 _STRANGERS = 64
-# Seconds between looks whether the group has ended, where that does not wake `accept`.
+# So many seconds lie between looks whether the group has ended, where its end does not wake `accept`.
 _LOOK = 5.0
-# Seconds between lines in the log about strangers.
+# So many seconds lie between lines in the log about strangers.
 _SAY = 60.0
 
 _numbers = count().__next__
 
 
-# Where a member listens: a path, or host and port.
+# A member listens at a path, or at a host and port.
 Address = str | tuple[str, int]
 
 
@@ -112,18 +112,21 @@ class SocketChannel(DataChannel):
         super().__init__(membership)
         self._name, self._cover = name, cover
         self._timeout = min(membership.timeout, _LONGEST)
-        self._changed = threading.Condition()  # guards what follows
+        # It guards what follows.
+        self._changed = threading.Condition()
         self._ended = False
         self._open: set[socket.socket] = set()
         # These sockets lead to each member, and may be used.
         self._idle: dict[int, list[socket.socket]] = {}
-        self._arrived: dict[tuple[int, int], _Message] = {}  # by source and tag
+        # The keys are source and tag.
+        self._arrived: dict[tuple[int, int], _Message] = {}
         # These peers have not proven who they are.
         self._strangers: list[socket.socket] = []
-        # Threads that wait for one of them, those among them that were closed just now.
+        # So many threads wait for a stranger's proof.
         self._proving = 0
+        # So many strangers were refused since the last line in the log about them.
         self._refused, self._say_at = 0, 0.0
-        # The path of the unix socket, if it is one.
+        # This is the path of the unix socket, if it is one.
         self._path = ""
         store = membership.store
         store.set(f"tcp-{self.rank}-is", json.dumps([vicinity(), cover.about()]))
@@ -204,7 +207,7 @@ class SocketChannel(DataChannel):
             if message.size != len(body):
                 raise ConnectionError(f"it sends {message.size}")
             _fill(message.sock, body, deadline)
-            # Before this returns: the group may be closed next.
+            # This is sent before the tensor is returned: the group may be closed next.
             message.sock.sendall(_TAKEN)
         except OSError as error:
             if message is not None:
@@ -217,7 +220,8 @@ class SocketChannel(DataChannel):
         with self._changed:
             self._ended = True
             if self._path:
-                # A unix socket's shutdown does not wake who waits for a connection to it; a connection does.
+                # A unix socket's shutdown does not wake a thread that waits for a connection to it. A
+                # connection does.
                 with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
                     sock.setblocking(False)
                     sock.connect(self._path)
@@ -230,7 +234,8 @@ class SocketChannel(DataChannel):
                 message.taken.set()
             self._changed.notify_all()
         if self._path:
-            with suppress(OSError):  # it is gone already
+            # The file may be gone already.
+            with suppress(OSError):
                 os.unlink(self._path)
 
     def close(self) -> None:
@@ -259,8 +264,8 @@ class SocketChannel(DataChannel):
                 Unproven,
                 ConnectionRefusedError,
                 FileNotFoundError,
-                # Another try does not mend this.
             ) as error:
+                # Another try does not mend this.
                 raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
             # Strangers may have taken all places: one that is closed for the next may be this one.
             except OSError as error:
@@ -290,8 +295,8 @@ class SocketChannel(DataChannel):
             sock = socket.create_connection((address[0], address[1]), patience)
         sock = self._entered(self._cover.around(sock, True))
         try:
-            # However long that takes: a member that stands still is no stranger, and its machine has taken
-            # the connection already.
+            # This may take any time: a member that stands still is no stranger, and its machine has taken the
+            # connection already.
             self._cover.greet(sock, _left(deadline))
             self._cover.check(sock, to)
             dialler = Dialler(self._secret, self.rank, to)
@@ -396,8 +401,8 @@ class SocketChannel(DataChannel):
         listener.check(_read(sock, PROOF_SIZE, deadline))
         self._cover.check(sock, listener.source)
         with self._changed:
-            # Before it hears that it is in: from then on it does not dial again, and nobody may hang up on
-            # it.
+            # This comes before the member hears that it is in: from then on it does not dial again, and
+            # nobody may hang up on it.
             if sock not in self._strangers:
                 raise ConnectionError("its place was given to another stranger in the last moment")
             self._strangers.remove(sock)
@@ -440,7 +445,7 @@ def _hang_up(sock: socket.socket) -> None:
     """End a connection; the thread that uses it wakes, and closes it."""
     # It is not connected any more.
     with suppress(OSError):
-        # Not the method of ssl, which would take the encryption away from under that thread.
+        # The method of ssl would take the encryption away from under that thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

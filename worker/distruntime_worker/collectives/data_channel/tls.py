@@ -75,14 +75,15 @@ class _Encryption:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=b"".join(self._members))
         if not dialled:
-            context.num_tickets = 0  # nobody resumes a session
+            # Nobody resumes a session.
+            context.num_tickets = 0
         password = os.urandom(16).hex()
         private = self._key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.BestAvailableEncryption(password.encode("ascii")),
         )
-        # OpenSSL reads a key from a file only: one that is private, encrypted, and gone at once.
+        # OpenSSL reads a key from a file only. This file is private, encrypted, and gone at once.
         with tempfile.NamedTemporaryFile() as file:
             file.write(self.about().encode("ascii") + private)
             file.flush()
@@ -101,6 +102,11 @@ class _Encryption:
             sock.do_handshake()
         except ssl.SSLCertVerificationError as error:
             raise Unproven(f"its certificate is no member's: {error.verify_message}") from error
+        except ssl.SSLError as error:
+            # A member that has no place left just hangs up, and another try may mend that.
+            if error.reason != "WRONG_VERSION_NUMBER":
+                raise
+            raise Unproven(f"it does not speak TLS: {error}") from error
 
     def check(self, sock: socket.socket, rank: int) -> None:
         assert isinstance(sock, ssl.SSLSocket)

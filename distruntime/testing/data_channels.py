@@ -1,28 +1,22 @@
-"""The suites that plug points pass, for who writes one.
-
-`check_data_channel` is for data channels (`docs/data_channel.md`), `check_launcher` for launchers
-(`docs/sessions.md`).
-"""
+"""The suite that each data channel passes (`docs/data_channel.md`)."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 import distruntime as dr
 
-from .collectives.group import groups_of
-from .collectives.reductions import Op
-from .session.session import active_session
-from .wire.data_channel import MOVES, REDUCES
+from ..collectives.group import groups_of
+from ..collectives.reductions import Op
+from ..session.session import active_session
+from ..wire.data_channel import MOVES, REDUCES
 
 _KINDS = (
     torch.bool,
@@ -37,7 +31,8 @@ _KINDS = (
 )
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _FACTOR = 0.5
-_LARGE = 4 << 20  # float32 numbers: 16 MiB
+# So many numbers of float32 are 16 MiB.
+_LARGE = 4 << 20
 # A member's death must be noticed within so many seconds.
 _PROMPT = 30.0
 _ROUNDS = 3
@@ -85,125 +80,6 @@ def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int]
                 dr.shutdown()
 
 
-def check_launcher(
-    launcher: dr.Launcher, *, listen: str | None = None, timeout: float = 60.0, insecure: bool = False
-) -> None:
-    """Check that a launcher starts, watches and ends workers as a session needs it. Block for a minute.
-
-    There must be no session. Two workers are started, and compute; one is ended behind the session's back,
-    which notices it; another one takes its place; one that runs is replaced, too. The end of a session ends
-    its workers, and those of a named session that is left run on until a later one ends it.
-
-    Args:
-        listen: where this process listens for the workers; left out: at a socket in a folder of this machine.
-        timeout: seconds for workers to start, and for each other thing that is waited for.
-        insecure: as `init_master_worker` takes it.
-
-    Raises:
-        AssertionError: something is not as `dr.Launcher` and `dr.WorkerProcess` say; the text names it.
-            UsageError: there is a session.
-    """
-    if dr.is_initialized():
-        raise dr.UsageError("check_launcher opens sessions of its own: end the open one first, dr.shutdown()")
-    options = _Options(launcher, listen, timeout, insecure)
-    try:
-        _check_one_session(options)
-        _check_named_session(options)
-    finally:
-        if dr.is_initialized():
-            # The check that failed says more than what this end may raise.
-            with suppress(dr.DistruntimeError):
-                dr.shutdown()
-
-
-@dataclass(frozen=True)
-class _Options:
-    launcher: dr.Launcher
-    listen: str | None
-    timeout: float
-    insecure: bool
-
-    def open(self, name: str | None = None, *, resume: bool = False) -> dr.Session:
-        return dr.init_master_worker(
-            world_size=2,
-            launcher=self.launcher,
-            session=name,
-            resume=resume,
-            listen=self.listen,
-            timeout=self.timeout,
-            insecure=self.insecure,
-            quiet=True,
-        )
-
-    def until(self, condition: Callable[[], object], otherwise: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"launcher {self.launcher!r}: within {self.timeout:g} s {otherwise}")
-            time.sleep(0.02)
-
-
-def _started(session: dr.Session) -> list[dr.WorkerProcess]:
-    workers = [worker for worker in session.workers if worker is not None]
-    for worker in workers:
-        assert isinstance(worker, dr.WorkerProcess), f"start() returns a dr.WorkerProcess, got {worker!r}"
-        assert isinstance(worker.pid, int), f"pid is an int, got {worker.pid!r}"
-        assert isinstance(worker.last_lines(5), str), f"last_lines(5) is a str, got {worker.last_lines(5)!r}"
-        assert worker.last_lines(5).count("\n") < 5, "last_lines(5) has more than five lines"
-        ended = worker.poll()
-        assert ended is None, f"a worker runs, and poll() says {ended!r}"
-    return workers
-
-
-def _computes(node: int) -> bool:
-    with dr.on(node, "cpu"):
-        return bool(torch.ones(3, device="remote").sum().item() == 3)
-
-
-def _check_one_session(options: _Options) -> None:
-    session = options.open()
-    first = _started(session)
-    assert len({worker.pid for worker in first}) == 2, "two workers have one pid"
-    assert _computes(0) and _computes(1)
-    first[1].stop(0.0)
-    ended = first[1].poll()
-    assert isinstance(ended, str) and ended, (
-        f"after stop(0.0) poll() says how the worker has ended, got {ended!r}"
-    )
-    # A worker that is asked to end before it is killed may still say that it leaves.
-    options.until(
-        lambda: dr.nodes()[1].state in ("lost", "left"),
-        "the session does not hear of a worker's end: see poll()",
-    )
-    assert _computes(0), "the end of one worker has taken another with it"
-    dr.restart(1)
-    second = _started(session)
-    assert second[1] is not first[1] and _computes(1)
-    dr.restart(1)
-    third = _started(session)
-    assert second[1].poll() is not None, "a worker that was replaced runs on"
-    assert third[1] is not second[1] and _computes(0) and _computes(1)
-    dr.shutdown()
-    for worker in (first[0], third[1]):
-        assert worker.poll() is not None, "a worker runs on after the end of its session"
-        worker.terminate()
-        worker.stop(0.0)
-
-
-def _check_named_session(options: _Options) -> None:
-    name = f"check-{os.getpid()}"
-    left = _started(options.open(name))
-    dr.publish("kept", torch.full((3,), 2.0, device="remote"))
-    dr.detach()
-    options.open(name, resume=True)
-    assert dr.lookup("kept").sum().item() == 6, "workers of a named session have lost what was published"
-    dr.shutdown()
-    options.until(
-        lambda: all(worker.poll() is not None for worker in left),
-        "workers outlive the end of a named session",
-    )
-
-
 class _Check:
     """The checks with one number of members."""
 
@@ -215,7 +91,7 @@ class _Check:
             )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
-        if groups_of(active_session()).backend_for(homes, None) != name:
+        if groups_of(active_session()).channels.name_for(homes, None) != name:
             raise dr.UsageError(
                 f"copies in this session use another data channel: open it with data_channel={name!r}"
             )
@@ -270,7 +146,7 @@ class _Check:
 
     def at(self, rank: int, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of that member."""
-        with dr.on(self.places[rank].node, self.places[rank].device):
+        with dr.on(self.places[rank].node, self.places[rank].local_device):
             return value.to("remote")
 
     def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
@@ -317,7 +193,10 @@ class _Check:
     def streams(self) -> None:
         """Copies side by side: four pairs of streams, both ways, and all arrive where they should."""
         here, there = self.places[:2]
-        pairs = [(dr.Stream(here.node, here.device), dr.Stream(there.node, there.device)) for _ in range(4)]
+        pairs = [
+            (dr.Stream(here.node, here.local_device), dr.Stream(there.node, there.local_device))
+            for _ in range(4)
+        ]
         values = [self.draw(torch.int32, 1 << 16) + 10 * k for k in range(len(pairs))]
         forth, back = self.there_at(0, values), self.there_at(1, [-v for v in values])
         with self.trying(
@@ -411,7 +290,7 @@ class _Check:
                     tensors = self.there(rows)
                     dr.all_reduce(tensors, given, group=self.group)
                     _same(tensors, [_reduced(op, rows)] * self.size)
-        # Take float32 or int32 if the channel can.
+        # The check takes float32 or int32 if the channel can.
         op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
         rows = self.rows(dtype, _LARGE)
         with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
@@ -604,6 +483,3 @@ def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None
 
 def _text(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"
-
-
-__all__ = ["check_data_channel"]

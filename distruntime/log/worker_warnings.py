@@ -10,10 +10,10 @@ import builtins
 import threading
 import warnings
 
-from ..log.line import Line, line_number
 from ..wire.units import printable
+from .line import Line, line_number
 
-# So many are noted until somebody waits, with so much of the text of each.
+# So many are noted until somebody waits, with so many characters of each.
 _MOST, _MOST_TEXT = 100, 2000
 # Python forgets what it has shown of a file where that is more.
 _MOST_SHOWN = 1000

@@ -1,0 +1,139 @@
+"""The arguments of `init_master_worker`: which cannot be, and which are not those of the session that is
+open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..collectives.data_channels import Choice
+from ..errors import ConfigurationError
+from ..session.launcher import Launcher
+
+# What a session was begun with, by the names of the arguments, and with the defaults filled in.
+Arguments = Mapping[str, object]
+
+# Where neither `world_size` nor `workers` is given, so many workers are started.
+WORLD_SIZE = 2
+
+
+def check(
+    backend: str,
+    world_size: int | None,
+    workers: Sequence[str] | None,
+    listen: str | None,
+    simulate_cuda: int,
+    data_channel: Choice,
+    restart_workers: bool,
+    launcher: Launcher | None,
+    resume: object,
+) -> None:
+    """Raise `ConfigurationError` for an argument that cannot be, or that another one excludes."""
+    if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
+        raise ConfigurationError(
+            f"backend={backend!r} is how workers would talk to each other; the command channel is always "
+            "ZeroMQ: use "
+            f'backend="zmq", data_channel={backend!r}'
+        )
+    if backend != "zmq":
+        raise ConfigurationError(
+            f'backend is "zmq", got {backend!r}; addresses of workers go into workers=["tcp://host:port", '
+            "...]"
+        )
+    if not isinstance(data_channel, str) and not (
+        isinstance(data_channel, Mapping)
+        and set(data_channel) <= {"cpu", "cuda"}
+        and all(isinstance(name, str) for name in data_channel.values())
+    ):
+        raise ConfigurationError(
+            f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}'
+        )
+    if isinstance(workers, str):
+        raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
+    if workers is not None and not workers:
+        raise ConfigurationError(
+            "workers is an empty list: name the daemons, or leave it out to start workers on this machine"
+        )
+    if workers is not None and listen is not None:
+        raise ConfigurationError(
+            "workers= attaches to running daemons and listen= waits for them to dial in: give one of the two"
+        )
+    if workers is not None and world_size not in (None, len(workers)):
+        raise ConfigurationError(
+            f"world_size={world_size} but workers names {len(workers)}: leave world_size out"
+        )
+    if listen is not None and world_size is None:
+        raise ConfigurationError(f"listen={listen!r} needs world_size=: how many workers will dial in")
+    if world_size is not None and (
+        isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
+    ):
+        raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
+    if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
+        raise ConfigurationError(
+            "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "
+            f"apart; got {simulate_cuda!r}"
+        )
+    if launcher is not None and not isinstance(launcher, Launcher):
+        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
+    if launcher is not None and workers is not None:
+        raise ConfigurationError(
+            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
+        )
+    starts = workers is None and (listen is None or launcher is not None)
+    if restart_workers and not starts:
+        raise ConfigurationError(
+            "restart_workers is for workers that are started here; daemons are their own supervisor's to "
+            "restart"
+        )
+    if simulate_cuda and not starts:
+        raise ConfigurationError(
+            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
+            "themselves"
+        )
+    if resume not in (True, False, "auto"):
+        raise ConfigurationError(
+            f'resume is True, False or "auto", which attaches to the session if it is there and begins it if '
+            f"not; got {resume!r}"
+        )
+
+
+def settled(arguments: Arguments) -> Arguments:
+    """Return the arguments with the defaults that follow from others, so that equal sessions have equal ones.
+
+    `resume` and `quiet` are left out: they say how a session begins, and not what it is.
+    """
+    found = {name: value for name, value in arguments.items() if name not in ("resume", "quiet")}
+    workers, key = found["workers"], found["key"]
+    if workers is not None:
+        assert isinstance(workers, Sequence)
+        found["workers"], found["world_size"] = list(workers), len(workers)
+    elif found["world_size"] is None:
+        found["world_size"] = WORLD_SIZE
+    if isinstance(key, (str, Path)):
+        found["key"] = Path(key).absolute()
+    return found
+
+
+def differing(got: Arguments, expected: Arguments) -> list[str]:
+    """Return what differs, as "world_size: got 3, expected 2"."""
+    return [
+        f"{name}: got {_shown(got[name])}, expected {_shown(expected[name])}"
+        for name in got
+        if not _equal(got[name], expected[name])
+    ]
+
+
+def _shown(value: object) -> str:
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
+def _equal(one: object, other: object) -> bool:
+    if one == other:
+        return True
+    # A cell that is run again makes its launcher again.
+    return (
+        isinstance(one, Launcher)
+        and type(one) is type(other)
+        and getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
+    )

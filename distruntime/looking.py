@@ -1,0 +1,182 @@
+"""The commands that look at workers: `python -m distruntime status`, `top`, `sessions` and `stacks`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+from .cluster.connect import init_master_worker
+from .cluster.connector import span
+from .cluster.named_sessions import Entry, names, now, read
+from .cluster.nodes import doing, percent
+from .cluster.observe import Answer, Observer
+from .errors import ConfigurationError
+from .session.tables import table_text
+from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
+from .wire.units import size_text
+
+T = TypeVar("T")
+
+# `top` looks again after so many seconds.
+_AGAIN = 1.0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print what workers do, and which sessions they have. Return 1 if one of them did not answer."""
+    with _observer(options, _addresses(options)) as observer:
+        answers = observer.ask(AskWorker, options.timeout)
+    print(report(answers))
+    return 0 if all(answer.value is not None for answer in answers) else 1
+
+
+def top(options: argparse.Namespace) -> int:
+    """Print the same as `status` again and again, until Ctrl-C."""
+    if importlib.util.find_spec("rich") is None:
+        raise ConfigurationError("`top` needs rich as well:  pip install 'distruntime[top]'")
+    live = importlib.import_module("rich.live").Live
+    text = importlib.import_module("rich.text").Text
+    at_terminal = sys.stdout.isatty()
+    with (
+        _observer(options, _addresses(options)) as observer,
+        live(auto_refresh=False, screen=True) if at_terminal else nullcontext() as screen,
+    ):
+        looks = 0
+        try:
+            while options.times is None or looks < options.times:
+                if looks:
+                    time.sleep(_AGAIN)
+                looks += 1
+                shown = report(observer.ask(AskWorker, options.timeout))
+                if screen is None:
+                    print(shown, flush=True)
+                else:
+                    screen.update(text(f"{shown}\n\n Ctrl-C ends this.", no_wrap=True), refresh=True)
+        except KeyboardInterrupt:
+            # That is how a person leaves.
+            return 0
+    return 0
+
+
+def stacks(options: argparse.Namespace) -> int:
+    """Print where the threads of one worker are."""
+    address = options.worker
+    if "://" not in address:
+        workers = _addresses(options)
+        if not address.isdigit() or int(address) >= len(workers):
+            raise ConfigurationError(
+                f"got {address!r}, expected the address of a worker, or the number of a node: "
+                f"{', '.join(f'{k} is {worker}' for k, worker in enumerate(workers))}"
+            )
+        address = workers[int(address)]
+    with _observer(options, [address]) as observer:
+        (answer,) = observer.ask(AskStacks, options.timeout)
+    print(answer.why if answer.value is None else answer.value)
+    return 0 if answer.value is not None else 1
+
+
+def sessions(options: argparse.Namespace) -> int:
+    """Print the named sessions that this user has begun on this machine, or end one of them."""
+    if options.end is not None:
+        # Who ends a session attaches to it, as its next master would.
+        session = init_master_worker(session=options.end, resume=True, force=options.force, quiet=True)
+        count = len(session.nodes)
+        session.shutdown(raise_unread=False)
+        print(f"the session {options.end!r} has ended, on {count} node{'s' if count != 1 else ''}")
+        return 0
+    entries = [entry for name in names() if (entry := read(name)) is not None]
+    if not entries:
+        print('no session is noted here. A session has a name: init_master_worker(session="day")')
+        return 0
+    rows = [["session", "begun", "workers", "master", "they listen at"]]
+    for entry in entries:
+        rows.append(
+            [entry.name, f"{span(max(0.0, now() - entry.began))} ago", *_state(entry, options.timeout)]
+        )
+    print(table_text(rows))
+    return 0
+
+
+def _state(entry: Entry, timeout: float) -> list[str]:
+    """Return how many workers of a noted session have it, who its master is, and where they are."""
+    if entry.listen:
+        return [f"{len(entry.workers)}", "its workers dial in, and cannot be asked", entry.listen]
+    key = Path(entry.key) if entry.key else None
+    where = entry.workers[0] + (f", and {len(entry.workers) - 1} more" if len(entry.workers) > 1 else "")
+    try:
+        with Observer(entry.workers, key=key, insecure=entry.insecure) as observer:
+            answers = observer.ask(AskWorker, timeout)
+    except ConfigurationError as error:
+        return [f"? of {len(entry.workers)}", str(error), where]
+    rows = [row for a in answers if a.value is not None for row in a.value.sessions if row.name == entry.name]
+    if not rows:
+        return [f"0 of {len(entry.workers)}", "none: the session has ended", where]
+    return [f"{len(rows)} of {len(entry.workers)}", _master(rows[0]), where]
+
+
+def _addresses(options: argparse.Namespace) -> list[str]:
+    """Return the workers that are meant: those named, else those of the named sessions of this user."""
+    named: list[str] = getattr(options, "addresses", [])
+    if named:
+        return named
+    wanted = getattr(options, "session", None)
+    entries = [entry for name in names() if wanted in (None, name) and (entry := read(name)) is not None]
+    found = list(dict.fromkeys(worker for entry in entries if not entry.listen for worker in entry.workers))
+    if not found:
+        raise ConfigurationError(
+            "no session whose workers listen is noted here: name the workers, as in "
+            "`python -m distruntime status tcp://gpu1:29400`"
+        )
+    return found
+
+
+def _observer(options: argparse.Namespace, addresses: Sequence[str]) -> Observer:
+    return Observer(
+        addresses, key=None if options.key is None else Path(options.key), insecure=options.insecure
+    )
+
+
+def report(answers: Sequence[Answer[WorkerReport]]) -> str:
+    """Return what workers have answered, as tables: the workers, and the sessions on them."""
+    found = [(answer.address, answer.value) for answer in answers if answer.value is not None]
+    gpus = any(share is not None for _, worker in found for share in worker.busy)
+    heads = "worker host pid up doing queued CPU".split() + (["GPU"] if gpus else []) + ["memory free"]
+    workers = [heads, *(_worker_row(address, worker, gpus) for address, worker in found)]
+    rows = [["worker", "session", "up", "master", "values", "queued", "doing"]]
+    for address, worker in found:
+        for row in worker.sessions:
+            name = row.name if row.lasting else f"{row.name} (unnamed)"
+            what = doing([row], row.name)
+            counts = [str(row.values), _about(row.queued)]
+            rows.append([address, name, span(row.age), _master(row), *counts, what])
+    parts = [table_text(workers)] if found else []
+    parts += [table_text(rows)] if len(rows) > 1 else [" no sessions"] if found else []
+    parts += [f" {answer.address}: {answer.why}" for answer in answers if answer.value is None]
+    return "\n\n".join(parts)
+
+
+def _worker_row(address: str, worker: WorkerReport, gpus: bool) -> list[str]:
+    busy = ", ".join(percent(share) for share in worker.busy if share is not None)
+    free = " + ".join(size_text(device.free) for device in worker.devices[: 1 if worker.simulated else 8])
+    queued = sum(row.queued for row in worker.sessions)
+    return [
+        *[address, worker.host, str(worker.pid), span(worker.age), doing(worker.sessions), _about(queued)],
+        percent(worker.processor),
+        *([busy] if gpus else []),
+        free,
+    ]
+
+
+def _about(count: int) -> str:
+    return f"about {count:,}" if count else "0"
+
+
+def _master(row: SessionRow) -> str:
+    who = f"pid {row.pid} on {row.host}"
+    return who if row.away is None else f"none for {span(row.away)} (was {who})"

@@ -1,0 +1,199 @@
+"""What the CPU's own kernel says of a call that is a mistake.
+
+Meta kernels compute shapes. Where arguments are wrong, many of them raise another class than the kernel does,
+and other words: a search for these finds nothing. Most meta kernels look at no dtypes. A kernel checks its
+arguments before it computes, so a *rehearsal* calls it in this process, on operands that hold no values. A
+call is rehearsed on the first sight of its signature only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..errors import of_caller
+from ..log.spec import Spec
+
+# Operands up to so many elements are filled with zeros, since kernels of indices read them. Larger ones are
+# pages that nobody has touched, and cost next to nothing.
+_FILLED = 1 << 16
+# No rehearsal has more elements: a kernel that takes what its meta kernel has refused computes.
+_MOST = 1 << 28
+# Operators whose kernel has taken what their meta kernel refuses. Their workers decide from then on.
+_doubted: set[torch._ops.OpOverload] = set()
+
+# Elements of common dtypes are ones; other dtypes cannot be filled everywhere.
+_COMMON = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+# What was rehearsed element by element and taken: an operator, and each operand's dtype and whether it has
+# dimensions. Other shapes need no rehearsal.
+_taken: set[tuple[object, ...]] = set()
+
+
+def _of_several_dtypes(specs: Sequence[Spec]) -> bool:
+    return specs[0].dtype is torch.bool or any(spec.dtype is not specs[0].dtype for spec in specs)
+
+
+def _of_fractions(specs: Sequence[Spec]) -> bool:
+    return any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
+
+
+def _of_another_dtype(specs: Sequence[Spec]) -> bool:
+    # Indices stand between the two.
+    return specs[0].dtype is not specs[-1].dtype
+
+
+def _of_whole_numbers(specs: Sequence[Spec]) -> bool:
+    return not (specs[0].dtype.is_floating_point or specs[0].dtype.is_complex)
+
+
+def _of_truth_values(specs: Sequence[Spec]) -> bool:
+    return specs[0].dtype is torch.bool
+
+
+# Operators whose kernels refuse dtypes that their meta kernels take, with what makes a call suspicious. The
+# time of a rehearsal depends on the shapes, so only suspicious calls are rehearsed. These are the mistakes
+# that people make: mixed precision, labels for logits, masks for numbers. Others fail on the worker, and are
+# raised where the result is read.
+_SUSPICIOUS: dict[str, Callable[[Sequence[Spec]], bool]] = {
+    **dict.fromkeys(
+        (
+            *("aten::mm", "aten::addmm", "aten::addbmm", "aten::mv", "aten::convolution"),
+            *("aten::linalg_cross", "aten::_cdist_forward", "aten::binary_cross_entropy"),
+            *("aten::grid_sampler_2d", "aten::grid_sampler_3d"),
+        ),
+        _of_several_dtypes,
+    ),
+    **dict.fromkeys(
+        (
+            *("aten::index_put", "aten::index_put_", "aten::index_add", "aten::index_add_"),
+            *("aten::index_copy", "aten::index_copy_", "aten::put", "aten::put_"),
+        ),
+        _of_another_dtype,
+    ),
+    **dict.fromkeys(
+        (
+            *("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax", "aten::glu"),
+            *("aten::hardswish", "aten::huber_loss", "aten::smooth_l1_loss", "aten::nll_loss_forward"),
+            *("aten::log_sigmoid_forward", "aten::_prelu_kernel", "aten::_adaptive_avg_pool2d"),
+            *("aten::adaptive_max_pool2d", "aten::upsample_bilinear2d", "aten::var", "aten::std"),
+        ),
+        _of_whole_numbers,
+    ),
+    **dict.fromkeys(
+        ("aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not"), _of_fractions
+    ),
+    **dict.fromkeys(
+        ("aten::argmax", "aten::argmin", "aten::topk", "aten::median", "aten::kthvalue"), _of_truth_values
+    ),
+}
+_SPEAKS_OF_TYPES = re.compile("type|not implemented for|complex|bool|integ", re.IGNORECASE)
+
+
+def refusal(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    specs: Sequence[Spec],
+    said: Exception,
+    cpu_kernels: bool,
+) -> Exception | None:
+    """Return what the CPU's kernel says of a call that its meta kernel refuses by `said`.
+
+    Return None if that kernel takes the call. The meta kernel is wrong then, or speaks for a GPU, and only
+    the worker knows. Return `said` if there is no such kernel. `cpu_kernels` says whether the call will run
+    kernels of a CPU.
+    """
+    of_caller(said)
+    if func in _doubted or _elements(specs) > _MOST:
+        return None
+    try:
+        _call(func, args, kwargs, [_stand_in(spec) for spec in specs])
+    except Exception as error:
+        # A kernel says by any exception what is wrong with its arguments. These words say nothing of them:
+        # there is no kernel, there is no memory for the rehearsal, or a GPU may have a kernel.
+        silent = "Could not run" in str(error) or "allocate memory" in str(error)
+        if silent or (not cpu_kernels and isinstance(error, NotImplementedError)):
+            return said
+        return of_caller(error)
+    _doubted.add(func)
+    return None
+
+
+def rehearse(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    specs: Sequence[Spec],
+    cpu_kernels: bool,
+) -> None:
+    """Raise what the CPU's kernel says of a call whose operands have the wrong dtypes.
+
+    Only dtypes count here, since no stand-in has values. `cpu_kernels` says whether the call will run kernels
+    of a CPU. What the table calls suspicious is a mistake on a GPU too, with few exceptions.
+    """
+    if cpu_kernels and torch.Tag.pointwise in func.tags:
+        key = func, *((spec.dtype, len(spec.size) > 0) for spec in specs)
+        if key in _taken or not all(spec.dtype in _COMMON and spec.size.numel() for spec in specs):
+            return
+        _raise_of_dtypes(
+            func,
+            args,
+            kwargs,
+            [torch.ones((1,) * len(spec.size), dtype=spec.dtype, device="cpu") for spec in specs],
+        )
+        _taken.add(key)
+        return
+    suspicious = _SUSPICIOUS.get(func._schema.name)
+    # A GPU may take truth values for numbers.
+    if suspicious is None or (suspicious is _of_truth_values and not cpu_kernels):
+        return
+    if suspicious(specs) and _elements(specs) <= _MOST:
+        _raise_of_dtypes(func, args, kwargs, [_stand_in(spec) for spec in specs])
+
+
+def _raise_of_dtypes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], twins: list[torch.Tensor]
+) -> None:
+    try:
+        _call(func, args, kwargs, twins)
+    except Exception as error:
+        # A kernel says by any exception what is wrong with its arguments. It may also dislike the values of
+        # the stand-ins, which are not the user's.
+        if _SPEAKS_OF_TYPES.search(str(error)):
+            raise of_caller(error) from None
+
+
+def _call(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], twins: list[torch.Tensor]
+) -> None:
+    """Call an operator's CPU kernel with `twins` in the place of its tensors."""
+    given = iter(twins)
+    args, kwargs = tree_map_only(torch.Tensor, lambda _: next(given), (list(args), dict(kwargs)))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    # Local numbers that are drawn at random must not depend on what was rehearsed.
+    with (
+        torch._C._DisableAutocast(),
+        torch.random.fork_rng([], enabled=torch.Tag.nondeterministic_seeded in func.tags),
+    ):
+        func(*args, **kwargs)
+
+
+def _elements(specs: Sequence[Spec]) -> int:
+    return sum(spec.size.numel() for spec in specs)
+
+
+def _stand_in(spec: Spec) -> torch.Tensor:
+    """Return a CPU tensor of this metadata, without values where it is large."""
+    made = spec.empty("cpu")
+    if spec.size.numel() <= _FILLED:
+        # Some dtypes have no kernel that fills.
+        made.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+    return made

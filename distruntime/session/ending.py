@@ -1,0 +1,181 @@
+"""How a session ends: its workers drop what they have, or are left with it for a later master."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+from ..errors import WaitTimeout
+from ..log.ledger import Cause
+from ..log.log import Log
+from ..log.node import Node
+from ..wire.channel import Channel
+from ..wire.link import Delivery
+from ..wire.messages import Detach, Goodbye, Message
+from ..wire.shared import SharedPool
+from ..wire.shield import shield
+from ..wire.tally import Tally
+from .failures import remote_error
+from .launched import LaunchedWorkers
+from .places import Places
+from .pump import Pump
+from .receiver import Receiver
+from .requests import Requests
+from .timeouts import deadline_in
+
+log = logging.getLogger("distruntime")
+
+# Workers may take so many seconds to hear of the end.
+_LAST_WORD = 1.0
+# The session's own thread may take so many seconds to end, and as many all its workers before they are
+# killed.
+_LAST_STEPS = 2.0
+
+
+class Owner(Protocol):
+    """What the end of a session needs of it."""
+
+    channel: Channel
+    closed: str | None
+    lasting: bool
+    name: str
+    nodes: list[Node]
+    places: Places
+    pump: Pump
+    receiver: Receiver
+    requests: Requests
+    shared: SharedPool
+    strangers: Tally
+    workers: LaunchedWorkers
+
+    @property
+    def logs(self) -> Sequence[Log]:
+        """What has a command log."""
+
+    def post(self, node: Node, message: Message) -> Delivery:
+        """Send one message to a worker; while it cannot be reached, the message waits."""
+
+
+@final
+class Ending:
+    """The end of one session, and what others want to be done then."""
+
+    def __init__(self, session: Owner) -> None:
+        self._session = session
+        # The session calls these while its workers still answer. Each hears until when
+        # (monotonic) to wait for those that cannot be reached; None stands for as long as it takes.
+        self.before: list[Callable[[float | None], None]] = []
+        # The session calls these when this process has let go of it.
+        self.on_close: list[Callable[[], None]] = []
+        # The session calls these when it is over, and not only left by this process.
+        self.on_end: list[Callable[[], None]] = []
+
+    def shut_down(self, limit: float | None, raise_unread: bool) -> None:
+        """See `Session.shutdown`."""
+        session = self._session
+        unread: list[tuple[Node, Cause]] = []
+        try:
+            deadline = self._prepare(limit)
+            if raise_unread:
+                unread = self._unread(deadline)
+        finally:
+            try:
+                late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
+                if late and session.lasting:
+                    log.warning(
+                        "%s has not heard that the session %r is over, and may keep it until its time is "
+                        "over",
+                        late[0],
+                        session.name,
+                    )
+            finally:
+                # Ctrl-C may have come again. This takes no more than 2 s for the pump, and as many for all
+                # workers together.
+                with shield:
+                    self._close("it was shut down")
+                    session.workers.stop(time.monotonic() + _LAST_STEPS)
+                    for callback in (
+                        *self.on_close,
+                        *([] if any(node.presence.taken for node in session.nodes) else self.on_end),
+                    ):
+                        callback()
+        if unread:
+            raise remote_error(*unread[0])
+
+    def leave(self, limit: float | None) -> None:
+        """See `Session.detach`."""
+        session = self._session
+        late: list[Node] = []
+        try:
+            deadline = self._prepare(limit)
+            for node in session.logs:
+                node.flush()
+            late = self._part(Detach("the master leaves"), deadline)
+        finally:
+            with shield:
+                self._close('it was detached; resume="auto" attaches to it again')
+                session.workers.leave()
+                for callback in self.on_close:
+                    callback()
+        if late:
+            raise WaitTimeout(
+                f"not all that was issued to {late[0]} has arrived there within {limit:g} s; the rest is lost"
+            )
+
+    def _prepare(self, limit: float | None) -> float | None:
+        """Wait for what must be over before the end; return until when (monotonic) the rest is waited for.
+
+        Workers that cannot be reached are waited for once, not once for each thing that is waited for.
+        """
+        deadline = deadline_in(limit)
+        for callback in self.before:
+            callback(deadline)
+        if limit is None or any(
+            node.failed is None and node.presence.absence is not None for node in self._session.nodes
+        ):
+            return deadline
+        return time.monotonic() + limit
+
+    def _unread(self, deadline: float | None) -> list[tuple[Node, Cause]]:
+        """Wait for what is in flight; return the first failure of each worker that nobody has read."""
+        session = self._session
+        for node in session.logs:
+            node.flush()
+        there = [node for node in session.nodes if node.failed is None and node.presence.absence is None]
+        busy = next((n for n in there if n.flights), None)
+
+        def idle() -> bool:
+            here = [n for n in there if n.failed is None and n.presence.absence is None]
+            return not any(n.flights for n in here)
+
+        session.requests.wait(idle, session.receiver.read, deadline, busy, "Ctrl-C ends the session now")
+        return [(n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in session.nodes if n.ledger.unread]
+
+    def _part(self, word: Message, deadline: float | None) -> list[Node]:
+        """Say the last word to each worker, and wait until it has arrived there.
+
+        Return the workers where it has not.
+        """
+        session = self._session
+        said = {node: session.post(node, word) for node in session.nodes if node.failed is None}
+
+        def late() -> list[Node]:
+            # A word may get its number a moment later, as another thread may just be using the socket.
+            return [
+                n for n, d in said.items() if not 0 < d.number <= d.link.acknowledged and n.failed is None
+            ]
+
+        session.requests.wait(lambda: not late(), session.receiver.read, deadline, next(iter(said), None))
+        return late()
+
+    def _close(self, why: str) -> None:
+        session = self._session
+        session.closed = why
+        session.places.forget()
+        session.requests.lose(None, "shutdown")
+        session.pump.stop(_LAST_STEPS)
+        session.channel.close()
+        session.strangers.finish()
+        session.shared.close()

@@ -1,0 +1,127 @@
+"""What a prompt says after Ctrl-C: how much is still queued on the workers, and how to drop it.
+
+A loop that issues operations runs ahead of its workers. So after Ctrl-C they may have minutes of work left,
+and the next read waits behind it.
+"""
+
+from __future__ import annotations
+
+import code
+import sys
+import time
+from types import TracebackType
+from typing import Protocol
+
+from ..log.node import Node
+from ..wire.messages import AskStatus
+from .session import Session, active
+
+# So many seconds may pass until the workers have said what they run.
+_PATIENCE = 0.3
+
+
+class Result(Protocol):
+    """What IPython tells of a cell that has run."""
+
+    error_in_exec: BaseException | None
+
+
+class Events(Protocol):
+    """Where IPython calls back."""
+
+    def register(self, event: str, function: object) -> None:
+        """Call a function at each event of this name."""
+
+
+class Shell(Protocol):
+    """A prompt of IPython, or a kernel of Jupyter."""
+
+    events: Events
+
+
+def queued_text(session: Session) -> str:
+    """Return what is queued on each worker; nothing if nothing is. Block for 0.3 s at most."""
+    there = [node for node in session.nodes if node.failed is None and _queued(node, 0)]
+    asked = [(node, session.ask(node, AskStatus)) for node in there if node.presence.absence is None]
+    deadline, lines = time.monotonic() + _PATIENCE, list[str]()
+    for node, request in asked:
+        if not session.result(request, max(0.0, deadline - time.monotonic())):
+            session.requests.discard(request)
+        position, running = 0, ""
+        if request.value is not None:
+            position, name = int(request.value[0]), str(request.value[1] or "")
+            printable = "".join(c if c.isprintable() else "?" for c in name[:100])
+            running = printable.removesuffix(".default").replace("::", ".")
+        count = _queued(node, position)
+        if count:
+            lines.append(
+                f"{node}: {count:,} operation{'s' if count > 1 else ''} queued"
+                + (f", {running} runs" if running else "")
+            )
+    if not lines:
+        return ""
+    return "\n".join([*lines, "They run on. dr.cancel() drops those that have not begun."])
+
+
+def _queued(node: Node, position: int) -> int:
+    """Return how many operations a worker has not run, as far as this process knows."""
+    with node.lock:
+        flights = [
+            line
+            for flight in node.flights
+            for line in flight.line_table
+            if flight.log is not node or line[0] > position
+        ]
+        return len(flights) + len(node.line_table)
+
+
+def _tell() -> None:
+    if not active or active[0].closed is not None or active[0].foreign:
+        return
+    try:
+        text = queued_text(active[0])
+    except KeyboardInterrupt:
+        # Whoever presses it again wants the prompt, and no figures.
+        return
+    if text:
+        print(text, file=sys.stderr)
+
+
+def watch_prompt() -> None:
+    """Have the prompts of this process say what is queued after Ctrl-C: Python's own, IPython and Jupyter."""
+    # A hook that somebody has set since then calls this one, or is meant to stand alone.
+    if not _before:
+        _before.append(sys.excepthook)
+        sys.excepthook = _hook
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        watch_shell(shell)
+
+
+def watch_shell(shell: Shell) -> None:
+    """Have a prompt of IPython, or a kernel of Jupyter, say what is queued after Ctrl-C."""
+    if not any(shell is known for known in _shells):
+        _shells.append(shell)
+        shell.events.register("post_run_cell", _after_cell)
+
+
+_before: list[object] = []
+_shells: list[Shell] = []
+
+
+def _after_cell(result: Result) -> None:
+    if isinstance(result.error_in_exec, KeyboardInterrupt):
+        _tell()
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # The module `code` shows a frame of its own to every hook but Python's.
+    if trace is not None and trace.tb_frame.f_code.co_filename == code.__file__:
+        trace = trace.tb_next
+    before = _before[0]
+    assert callable(before)
+    before(kind, error, trace)
+    # A script that Ctrl-C ends, ends its session.
+    if issubclass(kind, KeyboardInterrupt) and (hasattr(sys, "ps1") or sys.flags.interactive):
+        _tell()

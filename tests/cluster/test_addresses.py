@@ -1,0 +1,60 @@
+"""Addresses that cannot be used: the error says what is wrong with them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import distruntime as dr
+
+
+@pytest.fixture(autouse=True)
+def _no_session() -> Iterator[None]:
+    dr.shutdown()
+    yield
+    dr.shutdown()
+
+
+def refused(code: Callable[[], object], text: str, kind: type[dr.DistruntimeError]) -> None:
+    with pytest.raises(kind) as caught:
+        code()
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("option", ["workers", "listen"])
+def test_an_address_without_a_port(option: str) -> None:
+    address = "tcp://127.0.0.1"
+    where: dict[str, Any] = (
+        {"workers": [address]} if option == "workers" else {"listen": address, "world_size": 2}
+    )
+    refused(
+        lambda: dr.init_master_worker(**where, insecure=True),
+        "got address 'tcp://127.0.0.1': the port is missing. Expected tcp://host:port or ipc://path "
+        "(at most 107 characters of path).",
+        dr.ConfigurationError,
+    )
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        refused(
+            lambda: dr.init_master_worker(listen=address, world_size=2, insecure=True),
+            f"got address '{address}': it is in use: another program listens there already. Choose another "
+            "port, or end that program",
+            dr.ConfigurationError,
+        )
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    refused(
+        lambda: dr.init_master_worker(workers=["tcp://nohost.invalid:29400"], insecure=True, timeout=1.0),
+        "the name 'nohost.invalid' in 'tcp://nohost.invalid:29400' does not resolve on this machine: check "
+        "its spelling",
+        dr.ConnectionFailed,
+    )

@@ -1,0 +1,141 @@
+"""Workers that dial in: who has come is shown, who has not is named, and a worker's second try is no news."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.cluster.commands import worker_command
+from distruntime.cluster.connector import Connector
+from distruntime.cluster.local_workers import worker_environment
+from distruntime.cluster.nursery import ForkedWorker, fork_worker
+from distruntime.session.session import active_session
+from processes import STARTING, Child, free_port, until
+
+Dialler = Callable[[], None]
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    dr.shutdown()
+    yield f"tcp://127.0.0.1:{free_port()}"
+    dr.shutdown()
+
+
+@pytest.fixture
+def dial(tmp_path: Path, address: str) -> Iterator[Dialler]:
+    """Starts a worker that dials the address, and ends it with the test."""
+    started: list[subprocess.Popen[bytes] | ForkedWorker] = []
+
+    def start() -> None:
+        with (tmp_path / f"worker-{len(started)}.log").open("wb") as output:
+            arguments = ["--threads", "1", "--master", address, "--insecure"]
+            worker = fork_worker(arguments, worker_environment(1), output, False)
+            assert worker is not None
+            started.append(worker)
+
+    yield start
+    dr.shutdown()
+    for worker in started:
+        worker.terminate()
+        worker.wait(STARTING)
+
+
+def begin(address: str, count: int, timeout: float = STARTING, **options: Any) -> dr.Session:
+    return dr.init_master_worker(listen=address, world_size=count, insecure=True, timeout=timeout, **options)
+
+
+def test_each_arrival_is_shown(address: str, dial: Dialler, capsys: pytest.CaptureFixture[str]) -> None:
+    dial(), dial()
+    begin(address, 2, quiet=False)
+    said = capsys.readouterr().out
+    assert f"waiting at {address} for 2 workers, which dial it: distruntime-worker --master {address}" in said
+    host = socket.gethostname()
+    assert (
+        said.index(f"node 0 ({host}) after") < said.index(" s, 1 of 2") < said.index(f"node 1 ({host}) after")
+    )
+    assert " s, 2 of 2" in said
+
+
+def test_who_is_missing_is_named(address: str, dial: Dialler) -> None:
+    dial()
+    texts: list[str] = []
+
+    def one_has_come() -> bool:
+        with pytest.raises(dr.ConnectionFailed) as caught:
+            begin(address, 3, timeout=1.0)
+        texts.append(str(caught.value))
+        return "has come" in texts[-1]
+
+    until(one_has_come)
+    assert texts[-1].startswith(
+        f"2 of 3 workers did not dial {address} within 1 s: nodes 1, 2 are missing; "
+        f"node 0 ({socket.gethostname()}) has come (pid "
+    )
+    assert f"Start each with distruntime-worker --master {address}" in texts[-1]
+
+
+def test_the_waiting_time_is_one_for_schedulers(address: str, dial: Dialler) -> None:
+    dial()
+    dr.init_master_worker(listen=address, world_size=1, insecure=True)
+    assert active_session().patience == 600.0
+
+
+def test_a_wildcard_is_this_machine_in_the_command() -> None:
+    name = socket.gethostname()
+    assert (
+        worker_command("tcp://0.0.0.0:29400", dials=True) == f"distruntime-worker --master tcp://{name}:29400"
+    )
+
+
+def hang_up(address: str) -> None:
+    """Connect, send the beginning of a handshake, and hang up."""
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
+        stranger.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")
+
+
+def test_a_worker_that_gives_a_connection_up_and_dials_again_is_no_news(
+    address: str, dial: Dialler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt warned of a stranger just after all workers had come."""
+    dial()
+    begin(address, 1)
+    connector = active_session().connector
+    assert isinstance(connector, Connector)
+    hang_up(address)
+    until(lambda: connector._refusals)
+    connector._joined_at = connector._refusals[0][0] + 0.1  # as a worker does that dials again
+    until(lambda: not connector._refusals)
+    assert "a connection" not in caplog.text
+    connector._joined_at = 0.0
+    hang_up(address)
+    until(lambda: f"rejected a connection to {address}: " in caplog.text)
+
+
+def publishes(address: str) -> None:
+    """Child: a kernel whose workers dial in; it publishes a value, and dies."""
+    begin(address, 1, session="day", resume="auto")
+    dr.publish("x", torch.full((3,), 2.0, device=REMOTE))
+    print("published", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_same_line_begins_and_attaches_where_workers_dial(
+    address: str, dial: Dialler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
+    dial()
+    with Child(publishes, address) as child:
+        child.expect("published")
+    begin(address, 1, session="day", resume="auto")
+    assert dr.lookup("x").tolist() == [2, 2, 2]

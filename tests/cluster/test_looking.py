@@ -1,0 +1,171 @@
+"""Looking at workers: what they do, and where their threads are, with a session and without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime import __main__ as command_line
+from distruntime.cluster import named_sessions
+from distruntime.cluster.observe import Answer, Observer
+from distruntime.session.session import active_session
+from distruntime.wire.keys import KeyPair
+from distruntime.wire.messages import AskStacks, AskWorker, WorkerReport
+from distruntime_worker.log.progress import Progress
+from distruntime_worker.log.state import State
+from distruntime_worker.values.streams import Stream
+from processes import ListeningWorker, blocked, state, stopped, until
+
+REMOTE = "remote"
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
+    dr.shutdown()
+    yield
+    dr.shutdown()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[ListeningWorker]:
+    started = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0")
+    yield started
+    dr.shutdown()
+    started.stop()
+
+
+def report_of(observer: Observer) -> WorkerReport:
+    (answer,) = observer.ask(AskWorker, 30.0)
+    assert answer.value is not None, answer.why
+    return answer.value
+
+
+def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: ListeningWorker) -> None:
+    with Observer([daemon.address]) as observer:
+        assert report_of(observer).sessions == []
+        dr.init_master_worker(workers=[daemon.address], session="day")
+        x = torch.ones(3, device=REMOTE)
+        dr.synchronize()
+        (row,) = report_of(observer).sessions
+        assert (row.name, row.lasting, row.away, row.running) == ("day", True, None, None) and row.values >= 1
+        with blocked(dr.current_stream()):
+            ys = [x + 1 for _ in range(100)]
+            active_session().nodes[0].flush()
+            until(lambda: report_of(observer).sessions[0].queued >= 90)
+            # The wait for the block is one more.
+            assert report_of(observer).sessions[0].queued <= 110
+        assert ys[-1].tolist() == [2.0] * 3
+        dr.detach()
+        until(lambda: report_of(observer).sessions[0].away is not None)
+        report = report_of(observer)
+        assert (report.address, report.version) == (daemon.address, dr.__version__)
+        assert [device.name for device in report.devices] == ["cpu"] and report.busy == [None]
+    assert daemon.text().count("begins") == 1
+
+
+def test_without_the_key_nothing_is_said(daemon: ListeningWorker, tmp_path: Path) -> None:
+    KeyPair.generate().save(tmp_path / "another")
+    with Observer([daemon.address], key=tmp_path / "another") as observer:
+        (answer,) = observer.ask(AskWorker, 30.0)
+    assert answer.value is None and "closed the connection during the handshake" in answer.why
+
+
+def test_who_does_not_answer_is_named_and_the_others_are_shown(
+    daemon: ListeningWorker, tmp_path: Path
+) -> None:
+    nobody = f"ipc://{tmp_path}/nobody"
+    with Observer([nobody, daemon.address]) as observer:
+        first, second = observer.ask(AskWorker, 30.0)
+        assert first == Answer(nobody, None, first.why) and "nobody listens" in first.why
+        assert second.value is not None
+        with stopped(second.value.pid):
+            third = observer.ask(AskWorker, 0.3)[1]
+        assert third.value is None and "did not answer as a worker within 0 s" in third.why
+        assert observer.ask(AskWorker, 30.0)[1].value is not None
+
+
+def _busy() -> Any:
+    """Keep node 0 in one operator for a second or more."""
+    x = torch.ones(1500, 1500, device=REMOTE)
+    for _ in range(20):
+        x = x @ x
+    return x
+
+
+def test_nodes_tell_what_runs_there_and_stacks_where(tmp_path: Path) -> None:
+    dr.init_master_worker(world_size=1)
+    assert (dr.nodes()[0].doing, dr.nodes()[0].queued, dr.nodes()[0].sessions) == ("nothing", 0, 1)
+    x = _busy()
+    until(lambda: "aten.mm for" in str(dr.nodes()[0].doing))
+    node = dr.nodes()[0]
+    assert node.queued and node.processor is not None and node.processor >= 0
+    head, row = repr(dr.nodes()).splitlines()[2:]
+    assert head.split() == "node address doing queued sessions CPU".split() and row.split()[-1] == "%"
+    assert dr.nodes()._repr_html_().count("<table>") == 2
+    found = dr.stacks(0)
+    assert repr(found) == str(found) and f"pid {node.pid}" in found
+    assert "thread executor" in found and "executor.py" in found
+    x.sum().item()
+    with pytest.raises(dr.PlacementError):
+        dr.stacks(7)
+
+
+def test_a_worker_that_does_not_answer_has_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    dr.init_master_worker(world_size=1)
+    pid = dr.nodes()[0].pid
+    monkeypatch.setenv("DISTRUNTIME_LOOK_TIMEOUT", "0.2")
+    with stopped(pid), pytest.raises(dr.WaitTimeout, match=f"py-spy dump --native --pid {pid}"):
+        dr.stacks(0)
+    assert state(pid) in "RS"
+
+
+def test_the_commands_show_named_sessions_and_end_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["sessions"]) == 0 and "no session is noted here" in capsys.readouterr().out
+    assert command_line.main(["status"]) == 1 and "name the workers" in capsys.readouterr().err
+    dr.init_master_worker(world_size=2, session="day")
+    torch.ones(3, device=REMOTE).sum().item()
+    assert command_line.main(["status"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split() == "worker host pid up doing queued CPU memory free".split()
+    assert [line.split()[1] for line in shown if "/worker-" in line][-2:] == ["day", "day"]
+    assert command_line.main(["top", "--times", "2"]) == 0
+    assert capsys.readouterr().out.count("memory free") == 2
+    assert command_line.main(["stacks", "1", "--session", "day"]) == 0
+    assert "thread executor" in capsys.readouterr().out
+    assert command_line.main(["stacks", "5"]) == 1 and "0 is ipc://" in capsys.readouterr().err
+    dr.detach()
+    assert command_line.main(["sessions"]) == 0
+    assert "2 of 2   none for" in capsys.readouterr().out
+    assert command_line.main(["sessions", "--end", "day"]) == 0
+    assert capsys.readouterr().out == "the session 'day' has ended, on 2 nodes\n"
+    assert named_sessions.names() == []
+
+
+def test_a_stranger_who_asks_on_and_on_costs_a_session_nothing(daemon: ListeningWorker) -> None:
+    dr.init_master_worker(workers=[daemon.address])
+    x = torch.ones(3, device=REMOTE)
+    with Observer([daemon.address]) as observer:
+        for _ in range(20):
+            (stacks,) = observer.ask(AskStacks, 30.0)
+            assert stacks.value is not None and len(stacks.value) <= 1 << 18
+            assert (x + 1).sum().item() == 6.0
+
+
+def test_an_operator_runs_since_the_last_look_that_has_found_another() -> None:
+    stream = Stream(0, torch.device("cpu"))
+    progress = Progress(cast(State, None), ())
+    stream.started = time.monotonic() - 100
+    assert progress._seconds(stream, 5) >= 100
+    assert progress._seconds(stream, 9) < 50
+    again = progress._seconds(stream, 9)
+    assert again <= progress._seconds(stream, 9) < 50
+    # The next segment has begun.
+    stream.started = time.monotonic()
+    assert progress._seconds(stream, 9) < again + 50

@@ -1,0 +1,91 @@
+"""`dr.cancel` drops what is queued: on all streams of a node, or of every node, and on meshes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.session.session import active_session
+from processes import blocked, until
+
+
+def there(node: int) -> torch.Tensor:
+    """Return a tensor that has been computed on a node."""
+    with dr.on(node):
+        x = torch.ones(3)
+    assert x.sum().item() == 3
+    return x
+
+
+def dropped(x: torch.Tensor) -> None:
+    with pytest.raises(
+        dr.StreamCancelled, match=r"dropped by stream\.cancel\(\) or dr\.cancel\(\) before it ran"
+    ):
+        x.tolist()
+
+
+def test_all_streams_of_all_nodes_are_dropped(session: object) -> None:
+    x, y = there(0), there(1)
+    side = dr.Stream(0)
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)), blocked(side):
+        with dr.stream(side):
+            z = x * 3
+        a, b = x + 1, y + 1
+        dr.cancel()
+    for value in (a, b, z):
+        dropped(value)
+    assert (x + 2).tolist() == (y + 2).tolist() == [3, 3, 3]
+    dr.synchronize()  # nothing healthy raises
+
+
+def test_one_node_is_dropped_alone(session: object) -> None:
+    x, y = there(0), there(1)
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        a, b = x + 1, y + 1
+        dr.cancel(1)
+    dropped(b)
+    assert a.tolist() == [2, 2, 2]
+
+
+def test_a_mesh_is_dropped_on_all_its_members(session: object) -> None:
+    mesh = dr.init_device_mesh("cpu", (2,))
+    m = torch.ones(4, device=mesh.device)
+    assert m.sum().item() == 4
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        n = m + 1
+        total = dr.lines.all_reduce(mesh.lines(), m)
+        dr.cancel(1)
+    for value in (n, total):
+        for member in (0, 1):
+            dropped(value.member(member))
+    assert dr.lines.all_reduce(mesh.lines(), m).tolist() == [2, 2, 2, 2]
+    assert (m + 2).tolist() == [3, 3, 3, 3]
+
+
+def test_a_collective_is_dropped_and_the_group_works_on(session: object) -> None:
+    x, y = there(0), there(1)
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        a, b = dr.functional.all_reduce([x, y])
+        dr.cancel()
+    for value in (a, b):
+        dropped(value)
+    assert [t.tolist() for t in dr.functional.all_reduce([x, y])] == [[2, 2, 2]] * 2
+
+
+def test_no_such_node_and_a_lost_one(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=2)
+    with pytest.raises(dr.PlacementError, match="no node 7"):
+        dr.cancel(7)
+    os.kill(dr.nodes()[1].pid, signal.SIGKILL)
+    until(lambda: active_session().nodes[1].failed is not None)
+    with pytest.raises(dr.NodeFailed):
+        dr.cancel(1)
+    dr.cancel()
+    assert torch.ones(3, device=REMOTE).sum().item() == 3

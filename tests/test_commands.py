@@ -1,0 +1,65 @@
+"""The commands answer for themselves at once: help and version need no torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distruntime.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")])},
+    )
+
+
+def _imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "distruntime_worker --help",
+        "distruntime_worker --version",
+        "distruntime_worker keygen --help",
+        "distruntime",
+        "distruntime --help",
+        "distruntime --version",
+        "distruntime repl --help",
+    ],
+)
+def test_help_and_version_do_not_import_torch(arguments: str) -> None:
+    done = _run(*arguments.split())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not _imported(done) & {"torch", "numpy"}
+    assert done.stdout.startswith(f"distruntime {__version__}\n" if "version" in arguments else "usage: ")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert _run("distruntime").stdout == _run("distruntime", "--help").stdout
+
+
+def test_a_public_module_is_one_module_under_both_names() -> None:
+    code = """
+import sys
+import distruntime
+assert "torch" not in sys.modules
+import distruntime.functional as public
+import distruntime.collectives.functional as inner
+assert public is inner is distruntime.functional
+assert public.__spec__.name == public.__name__ == "distruntime.collectives.functional"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr

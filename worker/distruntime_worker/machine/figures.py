@@ -1,0 +1,86 @@
+"""What a device has, and what it has given out: the figures that `torch.remote` tells its users."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from .devices import memory
+from .pages import give_pages_back
+
+_PEAK = "VmHWM:"
+# The word that makes the kernel begin the peak anew.
+_RESET = "5"
+
+
+def _peak_of_process() -> int:
+    """Return the most main memory that this process has had, in bytes; 0 where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(_PEAK)), 0)
+    except OSError:
+        return 0
+
+
+def _cpu_name() -> str:
+    """Return the processor's name, or its architecture where the system does not say more."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            found = next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+            )
+    except OSError:
+        found = ""
+    return found or platform.processor() or platform.machine()
+
+
+def memory_figures(device: torch.device) -> list[int]:
+    """Return [free, total, allocated, most allocated, reserved, most reserved] of a device, in bytes.
+
+    A CPU has no allocator that counts: it has [free, total, 0, this process's peak, 0, 0].
+    """
+    if device.type == "cpu":
+        total, free = memory()
+        return [free, total, 0, _peak_of_process(), 0, 0]
+    free, total = torch.cuda.mem_get_info(device)
+    return [
+        free,
+        total,
+        torch.cuda.memory_allocated(device),
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.memory_reserved(device),
+        torch.cuda.max_memory_reserved(device),
+    ]
+
+
+def reset_peak(device: torch.device) -> list[int]:
+    """Let the peaks of a device begin anew at what it holds now; return its `memory_figures`.
+
+    Raise `OSError` where the system cannot do that for a process's main memory.
+    """
+    if device.type == "cpu":
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write(_RESET)
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+    return memory_figures(device)
+
+
+def empty_cache() -> None:
+    """Give back what the allocators hold for nobody: torch's to the GPUs, and malloc's to the machine."""
+    give_pages_back()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def device_properties(device: torch.device) -> list[str | int]:
+    """Return [name, total memory, major, minor, multiprocessors] of a GPU.
+
+    A CPU has its name, the main memory, 0, 0, and its cores.
+    """
+    if device.type == "cpu":
+        return [_cpu_name(), memory()[0], 0, 0, os.cpu_count() or 1]
+    found = torch.cuda.get_device_properties(device)
+    return [found.name, found.total_memory, found.major, found.minor, found.multi_processor_count]

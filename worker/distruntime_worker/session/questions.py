@@ -1,0 +1,98 @@
+"""Replies to the questions that the reader answers at once."""
+
+from __future__ import annotations
+
+from distruntime.errors import ConfigurationError, ProtocolError
+from distruntime.wire.codec import failure_fields
+from distruntime.wire.messages import (
+    AskChannel,
+    AskDevices,
+    AskMemory,
+    AskPassed,
+    AskStacks,
+    AskStatus,
+    AskTurns,
+    AskWorker,
+    DropOlder,
+    DropPublished,
+    Failed,
+    FindPublished,
+    ListenForPeers,
+    ListPublished,
+    ListVersions,
+    MemoryHeld,
+    Question,
+    Reply,
+)
+
+from ..collectives.data_channel import report
+from ..log.turns import Turns
+from ..machine.devices import Devices
+from ..values.objects import failure
+from .address import peer_address, unusable_for_workers
+from .config import WorkerConfig
+from .report import Reporter
+from .session import Session
+
+
+class Questions:
+    """Answers the questions of all sessions of a worker."""
+
+    def __init__(self, config: WorkerConfig, devices: Devices, turns: Turns, reporter: Reporter) -> None:
+        self._config, self._devices, self._turns, self._reporter = config, devices, turns, reporter
+
+    def of_stranger(self, question: AskWorker | AskStacks) -> Reply:
+        """Return the reply to a question that needs no session."""
+        stacks = isinstance(question, AskStacks)
+        return Reply(question.request, self._reporter.stacks() if stacks else self._reporter.report())
+
+    def answer(self, session: Session, question: Question[object]) -> None:
+        """Reply, or say why not."""
+        try:
+            session.send(Reply(question.request, self._reply(session, question)))
+        except (ConfigurationError, OSError) as error:
+            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+            session.send(Failed(question.request, failure_fields(cause)))
+
+    def _reply(self, session: Session, question: Question[object]) -> object:
+        executor, shelf = session.executor, session.executor.shelf
+        match question:
+            case AskDevices():
+                return self._devices.info()
+            case AskMemory():
+                state = executor.state
+                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
+            case AskStatus():
+                return executor.status()
+            case AskTurns():
+                return self._turns.report()
+            case AskWorker():
+                return self._reporter.report()
+            case AskStacks():
+                return self._reporter.stacks()
+            case AskPassed(after=after):
+                return executor.passed(after)
+            case AskChannel(channel=channel):
+                return report(channel)
+            case ListenForPeers(host=host):
+                return self._listen(session, host)
+            case ListPublished():
+                return shelf.listing()
+            case ListVersions(name=name):
+                return shelf.versions(name)
+            case FindPublished(owner=owner, name=name, token=token):
+                return shelf.find(owner, name, token)
+            case DropOlder(name=name, version=version):
+                return shelf.drop_older(name, version)
+            case DropPublished(name=name, version=version):
+                return shelf.drop(name, version)
+        raise ProtocolError(f"a worker does not answer {type(question).__name__}")
+
+    def _listen(self, session: Session, host: str) -> str:
+        """Open a session's channel to other workers; return where it listens."""
+        session.host = host
+        address = peer_address(self._config, host, session.number)
+        try:
+            return session.listen(address, self._config.keys)
+        except ConfigurationError as error:
+            raise unusable_for_workers(address, error) from error

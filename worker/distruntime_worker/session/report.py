@@ -1,0 +1,158 @@
+"""What a worker tells of itself: its sessions, what they run, how busy it is, and where its threads are.
+
+Whoever holds the key may ask, with a session or without one. Everything here is bounded, as a reply is made
+in the reader's thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import final
+
+import torch
+
+from distruntime.version import __version__
+from distruntime.wire.messages import CHECK, LEARN, SessionRow, WorkerReport
+
+from ..machine.devices import Devices
+from .session import Session
+
+# A report has at most so many sessions, so many characters of an operator's name, and so many characters of
+# stacks.
+_SESSIONS, _NAME, _STACKS = 1000, 200, 1 << 18
+# A thread's stack has at most so many frames.
+_FRAMES = 60
+# So many words are walked through to find out how long an instruction is.
+_WALKED = 2000
+# So many words stand before the instruction that is checked or learnt.
+_BEFORE = {CHECK: 3, LEARN: 2}
+# So many looks are kept. The processor's share is an average over them, which is two seconds.
+_LOOKS = 5
+
+
+@final
+class Reporter:
+    """Reports on one worker. `sessions` are the daemon's, `address` is where it listens or what it dials."""
+
+    def __init__(self, devices: Devices, sessions: Mapping[str, Session], address: str) -> None:
+        self._devices, self._sessions, self._address = devices, sessions, address
+        self._started = time.monotonic()
+        self._looks: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
+        self.look()
+
+    def look(self) -> None:
+        """Note the processor time of this process, and what its sessions run.
+
+        The daemon calls this twice a second.
+        """
+        self._looks.append((time.monotonic(), time.process_time()))
+        for session in self._sessions.values():
+            session.executor.status()
+
+    def report(self) -> WorkerReport:
+        """Return what is known of this worker now."""
+        rows = [self._row(session) for session in islice(self._sessions.values(), _SESSIONS)]
+        return WorkerReport(
+            socket.gethostname(),
+            os.getpid(),
+            self._address,
+            __version__,
+            torch.__version__,
+            platform.python_version(),
+            time.monotonic() - self._started,
+            self._devices.simulated,
+            self._processor(),
+            self._devices.info(),
+            [self._gpu(name) for name in self._devices.names],
+            rows,
+        )
+
+    def _processor(self) -> float:
+        """Return the share of one core that this process has had lately, in percent."""
+        since, had = self._looks[0]
+        passed = time.monotonic() - since
+        return 100 * (time.process_time() - had) / passed if passed > 0 else 0.0
+
+    def _gpu(self, name: str) -> float | None:
+        """Return how much of the last second a GPU ran kernels, in percent; None where nobody knows."""
+        if name == "cpu" or self._devices.simulated:
+            return None
+        # NVIDIA's library is what torch asks, and not every machine has its Python package.
+        if torch.version.hip is None and importlib.util.find_spec("pynvml") is None:
+            return None
+        try:
+            return float(torch.cuda.utilization(name))
+        except (RuntimeError, ImportError):
+            return None
+
+    def _row(self, session: Session) -> SessionRow:
+        status, state = session.executor.status(), session.executor.state
+        away = None if session.alone_since is None else time.monotonic() - session.alone_since
+        pid = next((part for part in session.process[1:2] if isinstance(part, int)), 0)
+        return SessionRow(
+            session.name,
+            session.greeting.host,
+            pid,
+            session.lasting,
+            away,
+            time.monotonic() - session.began,
+            len(state.slots),
+            self._queued(session, status.position),
+            None if status.running is None else status.running[:_NAME],
+            status.seconds,
+        )
+
+    def _queued(self, session: Session, position: int) -> int:
+        """Return about how many instructions of a session have not begun.
+
+        To count them all would take long, so the first words tell how long an instruction is.
+        """
+        state = session.executor.state
+        with state.gate:
+            works = list(state.works)
+        walked = found = 0
+        for work in works:
+            words, info = work.segment.words, state.log(work).info
+            i = 0
+            while i < len(words) and walked + i < _WALKED:
+                word, step = words[i], info.get(words[i])
+                if step is not None and step.length:
+                    i, found = i + step.length, found + 1
+                elif isinstance(word, int) and (word < 0 or word in (CHECK, LEARN)):
+                    i += _BEFORE.get(word, 1)
+                else:
+                    # The runtime's own instructions are rare, and about as long as the others.
+                    i, found = i + 4, found + 1
+            walked += i
+        left = sum(len(work.segment.words) for work in works)
+        if works and works[0].mesh is None:
+            left -= min(max(0, position - works[0].segment.start), len(works[0].segment.words))
+        return round(left * found / walked) if walked else 0
+
+    def stacks(self) -> str:
+        """Return where each thread of this process is, in Python. No other thread has to do anything."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = [f"distruntime-worker, pid {os.getpid()} on {socket.gethostname()}"]
+        for session in islice(self._sessions.values(), _SESSIONS):
+            status = session.executor.status()
+            runs = (
+                f"runs {status.running[:_NAME]} for {status.seconds:.1f} s" if status.running else "is idle"
+            )
+            parts.append(f"session {session.name}: {runs}")
+        for ident, frame in sys._current_frames().items():
+            if ident == threading.get_ident():
+                continue
+            stack = "".join(traceback.format_list(traceback.extract_stack(frame, _FRAMES)))
+            parts.append(f"\nthread {names.get(ident, '?')} ({ident})\n{stack.rstrip()}")
+        return "\n".join(parts)[:_STACKS]

@@ -49,6 +49,8 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:  # type: igno
             with session.lock:
                 for node in session.nodes:
                     _tell(node)
+            # The first call of each signature brings its kernel's warnings, and these are others now.
+            session.places.forget()
 
     return changed
 

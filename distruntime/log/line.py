@@ -152,12 +152,18 @@ def code_text(code: CodeType | None, offset: int) -> str:
     """Return what `line_text` returns of an offset in a code."""
     if code is None:
         return "an unknown line"
+    number = line_number(code, offset)
+    source = linecache.getline(code.co_filename, number).strip()
+    return f"{_file_name(code.co_filename)}:{number}" + (f"   {source}" if source else "")
+
+
+def line_number(code: CodeType, offset: int) -> int:
+    """Return the number of the line that an offset in a code is in."""
     number = code.co_firstlineno
     for start, end, found in code.co_lines():
         if start <= offset < end and found is not None:
             number = found
-    source = linecache.getline(code.co_filename, number).strip()
-    return f"{_file_name(code.co_filename)}:{number}" + (f"   {source}" if source else "")
+    return number
 
 
 def _file_name(name: str) -> str:

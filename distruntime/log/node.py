@@ -198,6 +198,12 @@ class Node(Log):
             for failure in map(failure_from, fields):
                 self._file_running(failure)
 
+    def line_of(self, seq: int, position: int) -> Line | None:
+        """Return the line of an instruction of a segment that is not done; None if there is no such."""
+        with self.lock:
+            flight = next((flight for flight in self.flights if flight.seq == seq), None)
+            return None if flight is None else flight.line_at(position)
+
     def cause(self, failure: Failure) -> Cause:
         """Return the filed cause of a failure that a reply names, and count it as read."""
         if failure.node not in (-1, self.index) and 0 <= failure.node < len(self.session.nodes):

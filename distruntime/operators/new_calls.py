@@ -20,7 +20,7 @@ from ..log.log import relieve
 from ..log.read_only import require_writable
 from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
-from ..wire.messages import CHECK
+from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .owners import owner
@@ -184,9 +184,11 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
                 # The number of the template stands behind CHECK, which is 0, the word that emit writes first.
                 words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
                 entry = (CHECK, *entry[1:])
-            else:
-                place.signatures[call.signature] = entry
-        return emit(cls, entry, words, args, kwargs, place, call.line)
+                return emit(cls, entry, words, args, kwargs, place, call.line)
+            place.signatures[call.signature] = entry
+        # Emit writes the first word, and the number of the template stands behind it.
+        words.insert(0, WATCH)
+        return emit(cls, (WATCH, *entry[1:]), words, args, kwargs, place, call.line)
 
 
 def _corrector(

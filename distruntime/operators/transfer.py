@@ -191,11 +191,11 @@ def read(handle: Handle, form: str, why: str) -> Request[object]:
     session.require_open()
     before_wait(why)
     reply = request(handle, form)
-    if not reply.done:
-        started = time.perf_counter()
-        try:
-            session.result(reply)
-        finally:
+    waits, started = not reply.done, time.perf_counter()
+    try:
+        session.result(reply)
+    finally:
+        if waits:
             note_wait(why, started)
     session.raise_for(reply)
     return reply

@@ -12,6 +12,7 @@ from typing import Protocol, final
 
 from ..errors import ProtocolError
 from ..log.node import Node
+from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerEvent
 from ..wire.codec import Buffer, decode
 from ..wire.inbox import Frames
@@ -27,6 +28,7 @@ from ..wire.messages import (
     Part,
     Refused,
     Reply,
+    Warned,
     Welcome,
 )
 from ..wire.shield import shield
@@ -82,6 +84,7 @@ class Owner(Protocol):
     nodes: list[Node]
     on_broken: Callable[[Node, int, str], None]
     requests: Requests
+    warnings: WorkerWarnings
     strangers: Tally
     workers: LaunchedWorkers
 
@@ -163,6 +166,8 @@ class Receiver:
         match message:
             case Done():
                 node.done(message)
+            case Warned(kind=kind, text=text):
+                self._session.warnings.note(kind, text, node.line_of(message.seq, message.position))
             case Part():
                 self._session.requests.part(node, message.request, message.offset, payloads)
             case Reply():

@@ -21,6 +21,7 @@ from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
+from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
@@ -89,6 +90,7 @@ class Session:
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
         self.requests.announcer.ask = self._ask_status
+        self.warnings = WorkerWarnings()
         # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
         self.shared = SharedPool()
@@ -216,7 +218,7 @@ class Session:
     def result(self, request: Request[object], timeout: float | None = None) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).
 
-        Ctrl-C leaves everything usable.
+        Show what workers have warned of until then. Ctrl-C leaves everything usable.
         """
         deadline = deadline_in(timeout)
         if self.joined:
@@ -235,6 +237,8 @@ class Session:
                     f"than {_INSIDE:.0f} s for a "
                     "value: let it note what it wants, and read later"
                 )
+            if not inside:
+                self.warnings.show()
             return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
@@ -254,6 +258,8 @@ class Session:
             return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
 
         self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
+        if not self._inside():
+            self.warnings.show()
 
     def value(self, request: Request[R]) -> R:
         """Block for the reply and return its value; raise the failure that it brings."""
@@ -455,7 +461,10 @@ class Session:
         """
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is None and not self.foreign:
-            self.ending.shut_down(limit, raise_unread)
+            try:
+                self.ending.shut_down(limit, raise_unread)
+            finally:
+                self.warnings.show()
 
     def detach(self, timeout: float | None = None) -> None:
         """Leave the session to its workers: see `dr.detach`. Block as `shutdown` does."""

@@ -45,7 +45,7 @@ class Fetched(concurrent.futures.Future[T]):
         try:
             for reply in self._pending:
                 left = left_until(deadline)
-                if not reply.done and not session_of_log(reply.node).result(reply, left):
+                if not session_of_log(reply.node).result(reply, left):
                     break
             return super().result(left_until(deadline))
         except concurrent.futures.TimeoutError:

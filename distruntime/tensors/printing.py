@@ -18,13 +18,9 @@ from ..session.stalls import before_wait, note_wait
 from ..wire.codec import dtype_name
 from ..wire.deadlines import REPR
 from ..wire.messages import AskStatus, Plain
-from ..wire.units import size_text
+from ..wire.units import printable, size_text
 
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
 def _where(handle: Handle) -> str:
@@ -57,7 +53,7 @@ def _status(handle: Handle) -> str:
             for line in flight.line_table
             if position < line[0] <= handle.ready_at
         )
-    name = _printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
+    name = printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
     return (
         f"computing ({ahead} ahead of it, {name} for {float(seconds):.1f} s).  .cpu() waits, Ctrl-C returns"
     )
@@ -109,7 +105,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
             where,
             "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t),
         )
-    body = _printable(str(reply.value))
+    body = printable(str(reply.value))
     if spec.size.numel() == 0:
         body = "[]"
         if tensor.dim() != 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 9
+PROTOCOL = 10
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -58,7 +58,12 @@ PUBLISH = 11
 # The words are ADOPT, token, version, [ref or 0, ...]. They give these refs to the values that
 # `FindPublished` found under this token. Version 0 lets go of them.
 ADOPT = 12
+# WATCH, then an instruction: run it, and report in `Warned` what its kernel warns of. CHECK and LEARN do so
+# too.
+WATCH = 13
 FIRST_TEMPLATE = 16
+# The words that stand before an instruction, and how many words of theirs come before it.
+BEFORE_INSTRUCTION = {CHECK: 3, LEARN: 2, WATCH: 1}
 
 
 def stream_number(mesh: int, stream: int) -> int:
@@ -268,6 +273,19 @@ class Done:
     seq: int
     failures: list[Plain]
     corrections: list[Plain]
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Worker to master: the kernel of an instruction has warned. It comes before the segment's `Done`.
+
+    `kind` is the warning's class, which the master finds in an allow-list.
+    """
+
+    seq: int
+    position: int
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -825,6 +843,7 @@ Message = (
     | MeshSegment
     | MeshBody
     | Done
+    | Warned
     | Fetch
     | AskDevices
     | AskMemory

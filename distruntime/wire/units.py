@@ -1,4 +1,4 @@
-"""Sizes and counts as text, in messages of both sides."""
+"""Sizes, counts and what others say, as text for people."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def size_text(nbytes: float) -> str:
 def count_text(number: float) -> str:
     """Return "1.5 M"."""
     return _scaled(number, 1000, _COUNTS)
+
+
+def printable(text: str) -> str:
+    """Return a text of somebody else's, in which nothing moves a terminal's cursor or changes its colours."""
+    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:

@@ -387,6 +387,8 @@ def _failures() -> None:
     with dr.on(0, "cpu"):
         x = torch.arange(6, device="remote")
         bad = x[torch.tensor([99], device="remote")]
+        # It warns.
+        torch.zeros(1, device="remote").expand(3).index_fill_(0, torch.tensor([0], device="remote"), 1.0)
         for read in (
             bad.cpu,
             (bad + 1).cpu,

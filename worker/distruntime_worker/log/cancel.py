@@ -10,7 +10,7 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     ADOPT,
     AWAIT,
-    CHECK,
+    BEFORE_INSTRUCTION,
     FORGET,
     GIVE,
     HOST,
@@ -89,7 +89,7 @@ class Cancelling:
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
             return i + 4
-        first = i + (3 if word == CHECK else 2 if word == LEARN else 0)
+        first = i + BEFORE_INSTRUCTION.get(word, 0)
         step = self._state.log(self._state.work(p)).info[p[first]]
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their
         # order.

@@ -21,9 +21,11 @@ from distruntime.wire.messages import (
     STAMP,
     TAKE,
     UPLOAD,
+    WATCH,
     Failed,
     Plain,
     Reply,
+    Warned,
 )
 from distruntime.wire.shared import Attached, KeptMemory
 
@@ -34,6 +36,7 @@ from ..values.staging import Staging
 from ..values.step import Own, Slots, Step, Words, int_word, list_word, text_word
 from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
+from .watching import watched
 
 # Torch's allocator gives addresses that are multiples of the first number of bytes, and a frame of the socket
 # begins anywhere. There kernels sum in another order, so a small weight gave other last bits than here. From
@@ -61,7 +64,23 @@ class Instructions:
             HOST: Own("a copy to the host", self._host),
             TAKE: Own("take", self._take),
             GIVE: Own("give", self._give),
+            WATCH: Own("watch", self._watch),
         }
+
+    def _watch(self, slots: Slots, p: Words, i: int) -> int:
+        """Run the next instruction, and tell the master what its kernel warns of."""
+        if self._state.log(self._state.work(p)).info.get(p[i + 1]) is None:
+            raise ProtocolError("WATCH stands before an instruction only")
+        return self._watched(slots, p, i + 1)
+
+    def _watched(self, slots: Slots, p: Words, i: int) -> int:
+        """Run the instruction at `i`, and tell the master what its kernel warns of."""
+        work = self._state.work(p)
+        run = self._state.log(work).templates[p[i]]
+        after, heard = watched(lambda: run(slots, p, i))
+        for warning in heard:
+            self._state.send(Warned(work.segment.seq, work.segment.start + i, *warning), None)
+        return after
 
     def _check(self, slots: Slots, p: Words, i: int) -> int:
         """Run the next instruction.
@@ -71,12 +90,11 @@ class Instructions:
         number, predicted = int_word(p[i + 1]), list_word(p[i + 2])
         log = self._state.log(self._state.work(p))
         template = log.info.get(p[i + 3])
-        run = log.templates[p[i + 3]]
         if template is not None and template.guard is not None:
             template.guard.expect(predicted, slots, p, i + 3)
-        after = run(slots, p, i + 3)
         if template is None:
             raise ProtocolError("CHECK stands before an instruction only")
+        after = self._watched(slots, p, i + 3)
         for k, (offset, expected) in enumerate(zip(template.writes, predicted)):
             value = slots[p[i + 3 + offset]]
             if isinstance(value, Shards):
@@ -149,7 +167,7 @@ class Instructions:
         if template is None:
             raise ProtocolError("LEARN stands before an instruction only")
         position = self._state.work(p).segment.start + i + 2
-        after = log.templates[p[i + 2]](slots, p, i + 2)
+        after = self._watched(slots, p, i + 2)
         results = [slots[p[i + 2 + k]] for k in template.writes]
         bad = next((v.failure for v in results if isinstance(v, Poisoned)), None)
         if bad is None:

@@ -6,7 +6,7 @@ import sys
 import time
 from types import CodeType
 
-from distruntime.wire.messages import CHECK, LEARN, Status
+from distruntime.wire.messages import BEFORE_INSTRUCTION, Status
 
 from ..values.streams import Stream
 from .state import State
@@ -52,8 +52,8 @@ class Progress:
         position = start + i
         if i >= names.get("stop", names.get("n", 0)):
             return Status(position, None, 0.0)
-        while isinstance(words[i], int) and words[i] in (CHECK, LEARN):
-            i += 3 if words[i] == CHECK else 2
+        while isinstance(words[i], int) and words[i] in BEFORE_INSTRUCTION:
+            i += BEFORE_INSTRUCTION[words[i]]
         found = self._state.log(names["work"]).info.get(words[i]) or self._state.own.get(words[i])
         return Status(position, found.name if found else "a free", self._seconds(stream, position))
 

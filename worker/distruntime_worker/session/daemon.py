@@ -66,6 +66,7 @@ from ..checkpoint import folder as checkpoint_folder
 from ..collectives.data_channel import prepare
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
+from ..log.watching import install_watching
 from ..machine.devices import Devices
 from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
@@ -455,6 +456,7 @@ def serve(config: WorkerConfig, stop: threading.Event) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     prepare()
+    install_watching()
     daemon = Daemon(config)
     try:
         daemon.run(stop)

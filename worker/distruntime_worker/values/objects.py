@@ -51,16 +51,16 @@ def memory_of(value: object) -> torch.UntypedStorage | None:
     )
 
 
-def class_name(error: BaseException) -> str:
-    """Return the name that the master rebuilds the exception from: "IndexError", "torch.OutOfMemoryError"."""
-    cls = type(error)
+def class_name(cls: type[BaseException]) -> str:
+    """Return the name that the master finds a class by: "IndexError", "torch.OutOfMemoryError"."""
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def failure(error: BaseException, *, seq: int, position: int, op: str, operands: str) -> Failure:
     """Return `error` as the value that poisons results."""
     lines = traceback.format_exception(type(error), error, error.__traceback__) if _tells(error) else []
-    return Failure(seq, position, class_name(error), str(error)[:4000], "".join(lines)[-8000:], op, operands)
+    kind, text = class_name(type(error)), str(error)[:4000]
+    return Failure(seq, position, kind, text, "".join(lines)[-8000:], op, operands)
 
 
 def _tells(error: BaseException) -> bool:

@@ -139,7 +139,9 @@ class Reporter:
             words, info = work.segment.words, state.log(work).info
             i = 0
             while i < len(words) and walked + i < _WALKED:
-                word, step = words[i], info.get(words[i])
+                word = words[i]
+                # The words of the runtime's own instructions may be lists.
+                step = info.get(word) if isinstance(word, int) else None
                 if step is not None and step.length:
                     i, found = i + step.length, found + 1
                 elif isinstance(word, int) and (word < 0 or word in (CHECK, LEARN)):

@@ -73,6 +73,16 @@ def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: Listen
     assert daemon.text().count("begins") == 1
 
 
+def test_what_is_queued_may_hold_words_of_any_kind() -> None:
+    dr.init_master_worker(world_size=1)
+    with blocked(dr.current_stream()):
+        xs = [torch.ones(2, 3).to(REMOTE) for _ in range(20)]
+        active_session().nodes[0].flush()
+        assert dr.nodes()[0].queued
+        assert dr.nodes()[0].state == "busy"
+    assert sum(x.sum().item() for x in xs) == 120.0
+
+
 def test_without_the_key_nothing_is_said(daemon: ListeningWorker, tmp_path: Path) -> None:
     KeyPair.generate().save(tmp_path / "another")
     with Observer([daemon.address], key=tmp_path / "another") as observer:

@@ -140,7 +140,7 @@ class Reporter:
             i = 0
             while i < len(words) and walked + i < _WALKED:
                 word = words[i]
-                # What stands behind an instruction that is checked may be a list.
+                # The words of the runtime's own instructions may be lists.
                 step = info.get(word) if isinstance(word, int) else None
                 if step is not None and step.length:
                     i, found = i + step.length, found + 1

@@ -469,7 +469,7 @@ def test_implicit_waits_warn_with_the_users_line(
 ) -> None:
     x = torch.ones(3, device=REMOTE)
     sync_mode("warn")
-    with pytest.warns(UserWarning, match=r"(?s)wait.*test_reading.py:\d+"):
+    with pytest.warns(UserWarning, match=r"(?s)blocks.*test_reading.py:\d+"):
         wait(x)
 
 
@@ -480,7 +480,7 @@ def test_implicit_waits_can_be_forbidden(
     x = torch.ones(3, device=REMOTE)
     sync_mode(2)
     assert dr.get_sync_debug_mode() == 2
-    with pytest.raises(dr.UsageError, match=r"(?s)wait.*test_reading.py:\d+.*fetch_async"):
+    with pytest.raises(dr.UsageError, match=r"(?s)blocks.*test_reading.py:\d+.*fetch_async"):
         wait(x)
     sync_mode("default")
     wait(x)

@@ -112,6 +112,18 @@ def _busy() -> Any:
     return x
 
 
+def test_instructions_of_every_kind_are_counted() -> None:
+    dr.init_master_worker(world_size=1)
+    x = torch.eye(3, device=REMOTE)
+    with blocked(dr.current_stream()):
+        uploaded = [torch.ones(3).to(REMOTE) for _ in range(5)]
+        checked = [torch.linalg.inv(x) for _ in range(5)]
+        x.t().fill_diagonal_(2)
+        active_session().nodes[0].flush()
+        until(lambda: (dr.nodes()[0].queued or 0) >= 10)
+    assert uploaded[-1].tolist() == [1, 1, 1] and torch.equal(checked[-1].cpu(), torch.eye(3))
+
+
 def test_nodes_tell_what_runs_there_and_stacks_where(tmp_path: Path) -> None:
     dr.init_master_worker(world_size=1)
     assert (dr.nodes()[0].doing, dr.nodes()[0].queued, dr.nodes()[0].sessions) == ("nothing", 0, 1)

@@ -23,7 +23,7 @@ from typing import final
 import torch
 
 from distruntime.version import __version__
-from distruntime.wire.messages import CHECK, LEARN, DeviceRow, SessionRow, WorkerReport
+from distruntime.wire.messages import BEFORE_INSTRUCTION, DeviceRow, SessionRow, WorkerReport
 
 from ..machine.devices import Devices
 from .session import Session
@@ -37,8 +37,6 @@ _SESSIONS, _NAME, _STACKS = 1000, 200, 1 << 18
 _FRAMES = 60
 # So many words are walked through to find out how long an instruction is.
 _WALKED = 2000
-# So many words stand before the instruction that is checked or learnt.
-_BEFORE = {CHECK: 3, LEARN: 2}
 # So many looks are kept. The processor's share is an average over them, which is two seconds.
 _LOOKS = 5
 
@@ -140,12 +138,12 @@ class Reporter:
             i = 0
             while i < len(words) and walked + i < _WALKED:
                 word = words[i]
-                # The words of the runtime's own instructions may be lists.
+                # After the runtime's own instructions this may be in the middle of another one.
                 step = info.get(word) if isinstance(word, int) else None
                 if step is not None and step.length:
                     i, found = i + step.length, found + 1
-                elif isinstance(word, int) and (word < 0 or word in (CHECK, LEARN)):
-                    i += _BEFORE.get(word, 1)
+                elif isinstance(word, int) and (word < 0 or word in BEFORE_INSTRUCTION):
+                    i += BEFORE_INSTRUCTION.get(word, 1)
                 else:
                     # The runtime's own instructions are rare, and about as long as the others.
                     i, found = i + 4, found + 1

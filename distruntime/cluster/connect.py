@@ -95,8 +95,9 @@ def init_master_worker(
         timeout: seconds to wait for workers: 30, and 600 with `listen`, where a scheduler may start them.
         unreachable: seconds of silence after which a worker is called unreachable (10).
         grace: seconds that an unreachable worker is waited for before it is lost (600).
-        quiet: print nothing. Otherwise a terminal and a notebook get it on standard output, and a file or a
-            pipe gets it on standard error, unless False is given.
+        quiet: print nothing. The default is $DISTRUNTIME_QUIET: any text there stands for True. Without it a
+            terminal and a notebook get the lines on standard output, and a file or a pipe gets them on
+            standard error; False prints on standard output in any case.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: a session with other arguments is open.

@@ -203,8 +203,8 @@ class Nursery:
         except BlockingIOError:
             # There is nothing more to read now.
             pass
-        except ConnectionResetError:
-            # The nursery has ended before it read all requests.
+        except OSError:
+            # The nursery has ended before it read all requests, or this process has closed the socket.
             self._reports.append(b"")
         # Another thread may read the same reports now. Acting on one twice does nothing more, but counting
         # one twice would skip another.

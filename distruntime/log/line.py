@@ -42,6 +42,8 @@ Line = tuple[int, "Call | None", int]
 
 # A generator goes on in another caller's frame each time, so nothing is kept in its frame.
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# The code of a module has this name.
+_MODULE = "<module>"
 # So many calls of a recursion are noted.
 _MOST_CALLS = 64
 _INSIDE = (
@@ -84,7 +86,8 @@ def _is_users(code: CodeType) -> bool:
 
 def _entered(frame: FrameType, code: CodeType) -> Call:
     """Return the call of a user's frame that has no mark yet, and mark it and its callers."""
-    outer = frame.f_back
+    # What executes a module is not shown: an import, a prompt, a notebook, a test runner.
+    outer = frame.f_back if code.co_name != _MODULE else None
     if outer is not None and type(known := outer.f_trace) is Call:
         return _marked(frame, code, known, outer.f_lasti)
     _, caller, at = _called_from(outer)
@@ -110,6 +113,8 @@ def _called_from(frame: FrameType | None) -> Line:
             break
         if _users.get(code) or _is_users(code):
             unknown.append(frame)
+            if code.co_name == _MODULE:
+                break
         frame = frame.f_back
     while unknown:
         frame = unknown.pop()

@@ -7,6 +7,7 @@ a line of its own for each text, and few of them.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def screen() -> Screen:
 
 def voice(quiet: bool | None) -> Callable[[str], None]:
     """Return what says how a session begins: to a terminal or a notebook, in lines to a log, or to nobody."""
-    if quiet:
+    if quiet or (quiet is None and os.environ.get("DISTRUNTIME_QUIET")):
         return _silent
     if quiet is False or sys.stdout.isatty() or in_notebook():
         return _print

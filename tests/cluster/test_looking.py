@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from distruntime.cluster import named_sessions
 from distruntime.cluster.observe import Answer, Observer
 from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import AskStacks, AskWorker, WorkerReport
+from distruntime.wire.messages import AskStacks, AskWorker, DeviceRow, WorkerReport
 from distruntime_worker.log.progress import Progress
 from distruntime_worker.log.state import State
+from distruntime_worker.machine.devices import Devices
+from distruntime_worker.session.report import Reporter
 from distruntime_worker.values.streams import Stream
 from processes import ListeningWorker, blocked, state, stopped, until
 
@@ -68,6 +71,16 @@ def test_a_stranger_with_the_key_sees_the_sessions_and_opens_none(daemon: Listen
         assert (report.address, report.version) == (daemon.address, dr.__version__)
         assert [device.name for device in report.devices] == ["cpu"] and report.busy == [None]
     assert daemon.text().count("begins") == 1
+
+
+def test_what_is_queued_may_hold_words_of_any_kind() -> None:
+    dr.init_master_worker(world_size=1)
+    with blocked(dr.current_stream()):
+        xs = [torch.ones(2, 3).to(REMOTE) for _ in range(20)]
+        active_session().nodes[0].flush()
+        assert dr.nodes()[0].queued
+        assert dr.nodes()[0].state == "busy"
+    assert sum(x.sum().item() for x in xs) == 120.0
 
 
 def test_without_the_key_nothing_is_said(daemon: ListeningWorker, tmp_path: Path) -> None:
@@ -181,3 +194,21 @@ def test_an_operator_runs_since_the_last_look_that_has_found_another() -> None:
     # The next segment has begun.
     stream.started = time.monotonic()
     assert progress._seconds(stream, 9) < again + 50
+
+
+def test_a_gpu_that_fails_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Devices):
+        def info(self) -> list[DeviceRow]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    def untold(device: object) -> int:
+        raise Exception("Not Supported")
+
+    devices = Broken()
+    devices.names = ["cpu", "cuda:0"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "utilization", untold)
+    report = Reporter(devices, {}, "tcp://here:1").report()
+    assert report.busy == [None, None]
+    assert [row.name for row in report.devices] == ["cpu", "cuda:0"]
+    assert report.devices[1].description == "unusable: CUDA error: an illegal memory access was encountered"

@@ -388,6 +388,15 @@ def test_an_idle_nursery_ends() -> None:
             control.send(b"{}")
 
 
+def test_a_nursery_that_takes_no_request_any_more_is_replaced(master: Master) -> None:
+    """An idle one refuses the next request and is still ending: on a busy machine that takes a while."""
+    ending = mother(*master.start())
+    ending._socket.shutdown(socket.SHUT_WR)
+    for _ in range(2):
+        assert mother(*master.start()) is not ending
+    assert ending.ended
+
+
 def test_where_a_fork_is_not_safe_a_nursery_starts_the_worker_as_a_program(tmp_path: Path) -> None:
     control, process = by_hand("nursery._may_fork = lambda: False")
     key = tmp_path / "key"

@@ -40,6 +40,8 @@ def start_master(
 
     With `strict` its warnings are errors, and its output is not buffered.
     """
+    # What a master says of its start would come between the lines that a test waits for.
+    environment = {**environment, "DISTRUNTIME_QUIET": "1"}
     if sys.platform == "linux" and _early(environment) == _early(dict(os.environ)):
         for _ in range(2):
             if not (_nurseries and _nurseries[0].serves()):

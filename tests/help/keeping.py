@@ -75,5 +75,6 @@ def enter(open_session: Callable[..., Any], daemons: list[Keeping], name: str) -
         workers=[daemon.address for daemon in daemons],
         session=name,
         force=True,
-        resume=all(name in daemon.kept for daemon in daemons),
+        # A session that has just failed may end between a look at the daemon and the greeting.
+        resume="auto",
     )

@@ -134,7 +134,10 @@ def test_a_start_without_a_terminal_is_plain_lines_on_standard_error(tmp_path: P
     assert last.startswith("new tensors go to node 0 cpu")
 
 
-def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUNTIME_QUIET", "1")
+    voice(None)("nothing\n")
+    monkeypatch.delenv("DISTRUNTIME_QUIET")
     for quiet in (True, None, False):
         voice(quiet)("a ")
         voice(quiet)("line\n")

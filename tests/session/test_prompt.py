@@ -148,7 +148,7 @@ def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python
     python.expect(r"\d+ operations under way, now aten\.mm for \d+\.\d s")
     python.expect(r"under way, now aten\.mm for \d+\.\d s, about \d+ s left \(Ctrl-C")
     python.send("\x03")
-    python.expect(r"KeyboardInterrupt\n>>> ")
+    python.expect(rf"KeyboardInterrupt\n{QUEUED}>>> ")
 
 
 def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_drop_it(

@@ -6,8 +6,8 @@ in the reader's thread.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import logging
 import os
 import platform
 import socket
@@ -23,10 +23,12 @@ from typing import final
 import torch
 
 from distruntime.version import __version__
-from distruntime.wire.messages import BEFORE_INSTRUCTION, SessionRow, WorkerReport
+from distruntime.wire.messages import BEFORE_INSTRUCTION, DeviceRow, SessionRow, WorkerReport
 
 from ..machine.devices import Devices
 from .session import Session
+
+log = logging.getLogger("distruntime.worker")
 
 # A report has at most so many sessions, so many characters of an operator's name, and so many characters of
 # stacks.
@@ -71,7 +73,7 @@ class Reporter:
             time.monotonic() - self._started,
             self._devices.simulated,
             self._processor(),
-            self._devices.info(),
+            self._rows(),
             [self._gpu(name) for name in self._devices.names],
             rows,
         )
@@ -91,8 +93,19 @@ class Reporter:
             return None
         try:
             return float(torch.cuda.utilization(name))
-        except (RuntimeError, ImportError):
+        # NVML's errors have no other base, and the reader must go on: some GPUs cannot tell, such as parts of
+        # one (MIG).
+        except Exception as error:
+            log.debug("%s does not tell how busy it is: %s", name, error)
             return None
+
+    def _rows(self) -> list[DeviceRow]:
+        """Return the devices with their memory of now. After an error of CUDA there are no figures."""
+        try:
+            return self._devices.info()
+        except RuntimeError as error:
+            why = f"unusable: {str(error).partition(chr(10))[0]:.80}"
+            return [DeviceRow(name, why, 0, 0, "", 0, 0) for name in self._devices.names]
 
     def _row(self, session: Session) -> SessionRow:
         status, state = session.executor.status(), session.executor.state
@@ -125,7 +138,7 @@ class Reporter:
             i = 0
             while i < len(words) and walked + i < _WALKED:
                 word = words[i]
-                # After the runtime's own instructions this may be in the middle of another one.
+                # The words of the runtime's own instructions may be lists.
                 step = info.get(word) if isinstance(word, int) else None
                 if step is not None and step.length:
                     i, found = i + step.length, found + 1

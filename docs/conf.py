@@ -66,6 +66,9 @@ CONTENTS = """
 :hidden:
 :caption: Guide
 :glob:
+docs/porting
+docs/notebooks
+docs/slow
 docs/sessions
 docs/publishing
 docs/checkpoints
@@ -78,6 +81,7 @@ docs/looking
 docs/sharing_a_worker
 docs/security
 docs/limits
+docs/environment
 docs/design
 docs/protocol
 docs/*

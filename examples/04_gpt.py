@@ -11,6 +11,7 @@ and let it write.
         def sut.pars of thars opt acker act ions = self._option):
 
 The model, the optimizer and the schedule are the libraries' own; what makes them remote is one .to("remote").
+The example needs `pip install transformers`.
 """
 
 import argparse

@@ -70,8 +70,8 @@ class DataParallel:
                 self.copies.append(network().to("remote"))
         self.works: list[dr.Work] = []
         for twins in zip(*(copy.parameters() for copy in self.copies)):
-            # This process runs the copies' backward passes one after the other: the last one's gradient
-            # completes the set.
+            # The sum needs the gradients of all copies. This process runs the backward passes one after the
+            # other, so the last copy's gradient comes last, and its hook starts the sum.
             twins[-1].register_post_accumulate_grad_hook(lambda _, twins=twins: self.reduce(twins))
 
     def reduce(self, twins: tuple[nn.Parameter, ...]) -> None:

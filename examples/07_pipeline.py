@@ -9,8 +9,8 @@ serial model.
     largest difference: losses 2.4e-08, parameters 7.5e-09
 
 Each stage lives on its own worker; activations go from worker to worker by `.to(device)`, and autograd sends
-their gradients back. The schedule is nothing but the order in which this program says things: each worker
-runs what it was given in that order, and waits only for what it needs.
+their gradients back. The schedule is simply the order in which this program issues the work. Each worker runs
+its part in that order, and waits only for the inputs that it needs.
 """
 
 import torch

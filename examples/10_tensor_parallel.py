@@ -19,7 +19,8 @@ In float64, so that "equal" means something: AdamW divides a gradient by its own
 steps of rounding errors where a gradient is next to nothing. Sums that are cut up round otherwise: in float32
 the losses agree to 1e-06, the parameters to 1e-04 only.
 
-`python examples/10_tensor_parallel.py 4` has four members, the simulated GPUs of two workers.
+`python examples/10_tensor_parallel.py 4` has four members, the simulated GPUs of two workers. The example
+needs `pip install transformers`.
 """
 
 import sys

@@ -17,7 +17,8 @@ from rows of its own, and the gradients are averaged.
 
 In float64, as 10_tensor_parallel.py, and for its reason.
 
-`python examples/11_fsdp.py 4` has four members, the simulated GPUs of two workers.
+`python examples/11_fsdp.py 4` has four members, the simulated GPUs of two workers. The example needs `pip
+install transformers`.
 """
 
 import sys

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,14 +93,81 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_readme_examples_print_what_they_show(tmp_path: Path) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n((?:(?!```).)*)```\n```text\n(.*?)```", page, re.S)
-    assert len(blocks) == 2
-    printed = run("-c", "".join(code for code, _ in blocks), folder=tmp_path)
-    assert without_figures(printed.splitlines()) == without_figures(
-        [line for _, text in blocks for line in text.splitlines()]
-    )
+# It types the blocks of a page from one of them on, and says which one comes before what it prints. Examples
+# of a prompt are typed one by one, and what they print is compared at each.
+TYPE = """
+import json, sys
+names = {"__name__": "__main__"}
+for number, source, mode in json.loads(sys.argv[1]):
+    print(f"\\x1e{number}")
+    exec(compile(source, f"block {number}", mode), names)
+"""
+
+
+def typed(page: str) -> list[tuple[str, str, str]]:
+    """Return what a page has one type: the code, how Python compiles it, and what the page says it prints."""
+    found = []
+    for block in re.finditer(r"^```(python|pycon)\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", page, re.M | re.S):
+        language, text, shows = block.groups()
+        if language == "python":
+            found.append((text, "exec", shows or ""))
+        else:
+            examples = doctest.DocTestParser().get_examples(text)
+            found += [(example.source, "single", example.want) for example in examples]
+    return found
+
+
+def type_all(blocks: list[tuple[str, str, str]], folder: Path) -> list[str]:
+    """Return what each block prints; a process that kills itself is followed by another, which goes on."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        # The workers of a session end soon if the test fails before it ends the session.
+        "DISTRUNTIME_KEEP": "60",
+        "DISTRUNTIME_STATE": str(folder / "state"),
+        "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
+        "DISTRUNTIME_TRUSTED_KEYS": str(folder / "trusted-keys"),
+    }
+    environment.pop("DISTRUNTIME_QUIET", None)
+    printed: list[str] = []
+    while len(printed) < len(blocks):
+        rest = [(k, code, mode) for k, (code, mode, _) in enumerate(blocks)][len(printed) :]
+        done = subprocess.run(
+            [sys.executable, "-u", "-c", TYPE, json.dumps(rest)],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+        )
+        parts = re.split(r"\x1e(\d+)\n", done.stdout)
+        assert parts[0] == "" and [int(number) for number in parts[1::2]] == [
+            k for k, *_ in rest[: len(parts) // 2]
+        ]
+        printed += parts[2::2]
+        killed = done.returncode == -signal.SIGKILL and "os.kill(" in blocks[len(printed) - 1][0]
+        assert killed or done.returncode == 0, f"{blocks[len(printed) - 1][0]}\n{parts[-1]}"
+    return printed
+
+
+def of_any_machine(text: str) -> list[str]:
+    """Leave out what differs from run to run: the machine's name, the rows of its workers, and decimals."""
+    lines = [line for line in text.splitlines() if not re.match(r" \d+ +\S+ +\d+ +ready ", line)]
+    lines = [re.sub(r"workers [. ]*", "workers ", line.replace(socket.gethostname(), "vm")) for line in lines]
+    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )\d+(?= s)"
+    return [re.sub(r"\s+", " ", re.sub(figure, "#", line)).strip() for line in lines]
+
+
+def test_the_readme_can_be_typed_from_top_to_bottom(tmp_path: Path) -> None:
+    blocks = typed((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert sum(mode == "exec" for _, mode, _ in blocks) >= 5
+    assert sum("os.kill(" in code for code, _, _ in blocks) == 1
+    for (code, _, shows), printed in zip(blocks, type_all(blocks, tmp_path), strict=True):
+        assert of_any_machine(printed) == of_any_machine(shows), code
 
 
 def check_digits(printed: str, folder: Path) -> None:

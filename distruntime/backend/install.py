@@ -134,7 +134,10 @@ def _import_ahead() -> None:
 
 # CPUs and GPUs have kernels for these, and other devices a formula. A kernel here keeps C++ from taking them
 # apart above Python's key.
-_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default)
+_WHOLE = (
+    *(_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default),
+    *(_aten.kaiser_window.default, _aten.kaiser_window.periodic, _aten.kaiser_window.beta),
+)
 
 
 def _implement(op: Operator, function: Kernel, backend: str) -> None:

@@ -169,7 +169,7 @@ def _await(session: Session, requests: Sequence[Request[object]]) -> None:
     """Block until several requests are answered; raise the first failure among them, when all are."""
     for request in requests:
         if not request.done:
-            session.result(request)
+            session.result(request, quietly=True)
     for request in requests:
         session.raise_for(request)
 

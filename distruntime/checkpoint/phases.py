@@ -143,7 +143,7 @@ class Saving:
         Past a deadline (monotonic) wait only for a save that has begun and whose workers can be reached.
         """
         patience = left_until(deadline)
-        while not self._whole.done and not self._session.result(self._whole, patience):
+        while not self._whole.done and not self._session.result(self._whole, patience, quietly=True):
             if not self._looks or any(
                 node.failed is None and node.presence.absence is not None for node in self._session.nodes
             ):

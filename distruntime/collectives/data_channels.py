@@ -103,7 +103,7 @@ class DataChannels:
 def require_done(session: Session, request: Request[object], what: str, limit: float | None = None) -> None:
     """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
     patience = MEET.get()
-    if not session.result(request, patience if limit is None else limit):
+    if not session.result(request, patience if limit is None else limit, quietly=True):
         session.requests.discard(request)
         raise ConnectionFailed(
             f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"

@@ -134,6 +134,7 @@ class Residence:
     not confirmed yet is in `unproven`: the slow path has each such call checked. `promoted` has the
     signatures of calls whose integers must be converted to the default dtype first, and the numbers of these
     operands. Each default dtype of torch has `tables` of its own, so that no signature needs to name it.
+    `default` is the one that they are for: a thread may see torch's new default before they follow it.
     """
 
     __slots__ = (
@@ -141,6 +142,7 @@ class Residence:
         "_released",
         "_tables",
         "cache",
+        "default",
         "device",
         "free",
         "lazy",
@@ -191,6 +193,7 @@ class Residence:
         self.tables = self._tables[default] = signatures, unproven, promoted
         self.signatures, self.unproven, self.promoted = self.tables
         self.cache = self.signatures if self.node.order is None else {}
+        self.default = default
 
     def clear_signatures(self) -> None:
         """Send every call down the slow path, which does not know it either."""

@@ -41,6 +41,13 @@ def ask(call: Call) -> Any:
 
     Wait for the description: one round trip.
     """
+    results = _asked(call)
+    # The user's filters may raise a warning, and what was written must have its new metadata before.
+    session_of_log(call.place.node).show_warnings()
+    return results
+
+
+def _asked(call: Call) -> Any:
     cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
     node = place.node
     if node.members:
@@ -119,7 +126,7 @@ def _ask_each(call: Call) -> Any:
         own = [_at_member(value, cls, home, k, place, whole) for value in call.args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in call.kwargs.items()}
         # The arguments are held, as their ids are keys.
-        found.append((ask(Call(cls, func, own, named, there, None, call.line)), own, named))
+        found.append((_asked(Call(cls, func, own, named, there, None, call.line)), own, named))
     return _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
 
 
@@ -194,10 +201,11 @@ def await_specs(
 ) -> list[Any]:
     """Block until a worker has described an instruction's results.
 
-    `tensors` says for each result whether it is a tensor, or None.
+    `tensors` says for each result whether it is a tensor, or None. Warnings are not shown, as the caller is
+    still to note what the worker has done.
     """
     started = time.perf_counter()
-    described = session_of_log(node).value(request)
+    described = session_of_log(node).value(request, quietly=True)
     note_wait(f"{func}", started)
     if not isinstance(described, list) or len(described) != len(tensors):
         raise InternalError(f"a worker described {func} by {described!r}")

@@ -114,6 +114,9 @@ def call(
     if signature in place.promoted:
         args, kwargs = promoted(args, kwargs, place.promoted[signature])
         return func(*args, **kwargs)
+    # Another thread is changing the default dtype just now, and these tables do not follow it yet.
+    if place.default is not default:
+        signature = None
     made = Call(cls, func, args, kwargs, place, signature, user_line())
     entry: Any = place.unproven.get(signature) if signature is not None else None
     try:

@@ -222,7 +222,7 @@ def _issue(
             node.flush()
     # This waits for all of them first, so that what comes after a failure finds no worker half-way.
     for request in requests.values():
-        session.result(request)
+        session.result(request, quietly=True)
     numbers = {}
     for node, request in requests.items():
         session.raise_for(request)

@@ -80,7 +80,7 @@ class Meeting:
             self.returned(request.node)
         deadline = deadline_in(patience)
         for request in self._asked:
-            if not self.session.result(request, left_until(deadline)):
+            if not self.session.result(request, left_until(deadline), quietly=True):
                 raise ConnectionFailed(
                     f"{request.node} did not say within {patience:.0f} s where it listens for other workers"
                 )

@@ -215,10 +215,13 @@ class Session:
         asked = self.ask(node, AskStatus)
         asked.when_done(lambda answered: then(answered.value) if answered.value is not None else None)
 
-    def result(self, request: Request[object], timeout: float | None = None) -> bool:
+    def result(
+        self, request: Request[object], timeout: float | None = None, *, quietly: bool = False
+    ) -> bool:
         """Block until the reply is here, and read the socket; return False past the timeout (seconds).
 
-        Show what workers have warned of until then. Ctrl-C leaves everything usable.
+        Show what workers have warned of until then, which raises if the user's filters say so. A caller that
+        must go on waits `quietly`. Ctrl-C leaves everything usable.
         """
         deadline = deadline_in(timeout)
         if self.joined:
@@ -237,14 +240,19 @@ class Session:
                     f"than {_INSIDE:.0f} s for a "
                     "value: let it note what it wants, and read later"
                 )
-            if not inside:
-                self.warnings.show()
+            if not quietly:
+                self.show_warnings()
             return done
         except KeyboardInterrupt:
             # A future may be asked again, and shared memory is the worker's to write until it has answered.
             if request.then is None and not isinstance(request.buffer, Loan):
                 self.requests.discard(request)
             raise
+
+    def show_warnings(self) -> None:
+        """Show what workers have warned of; raise it if the user's filters say so."""
+        if not self._inside():
+            self.warnings.show()
 
     def _inside(self) -> bool:
         """Whether this is a finalizer inside a log's own code: nothing else waits with the lock."""
@@ -257,14 +265,13 @@ class Session:
         def enough() -> bool:
             return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
 
+        # It is waited for quietly: a group that is half joined must not end for a warning.
         self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
-        if not self._inside():
-            self.warnings.show()
 
-    def value(self, request: Request[R]) -> R:
-        """Block for the reply and return its value; raise the failure that it brings."""
+    def value(self, request: Request[R], *, quietly: bool = False) -> R:
+        """Block for the reply and return its value, as `result` does; raise the failure that it brings."""
         if not request.done:
-            self.result(request)
+            self.result(request, quietly=quietly)
         self.raise_for(request)
         return request.value
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from processes import STARTING, Child, StruckWhileWaiting, stopped, until
+from processes import STARTING, Child, StruckWhileWaiting, blocked, stopped, until
 
 Fresh = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -614,3 +615,21 @@ def file_of_save(folder: Path, number: int) -> Path:
     known = {file for index in indexes for file in index["files"]}
     (found,) = [path for path in folder.glob("*.safetensors") if path.name not in known]
     return found
+
+
+def test_the_end_of_a_session_waits_for_all_saves_whatever_warning_is_raised(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
+    session = fresh_session(world_size=1)
+    with blocked(dr.default_stream(0)):
+        x = torch.zeros(1, device=REMOTE).expand(3)
+        x.index_fill_(0, torch.tensor([0], device=REMOTE), 1.0)
+        big = torch.zeros(1 << 25, device=REMOTE)
+        saves = [dr.save({"big": big}, tmp_path / name, async_op=True) for name in ("one", "two", "three")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="index_fill_ on expanded tensors"):
+            session.shutdown()
+    for save in saves:
+        assert save is not None and save.done()
+        save.wait()

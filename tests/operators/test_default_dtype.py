@@ -12,6 +12,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
+from distruntime.session.places import Places
 
 OTHERS = [torch.float64, torch.bfloat16, torch.float16]
 
@@ -36,6 +37,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "arange of integers": lambda d: torch.arange(3, device=d),
     "linspace": lambda d: torch.linspace(0, 1, 5, device=d),
     "hann_window": lambda d: torch.hann_window(5, device=d),
+    "kaiser_window": lambda d: torch.kaiser_window(5, False, 3.0, device=d),
     "scalar_tensor": lambda d: torch.scalar_tensor(2.5, device=d),
     "fftfreq": lambda d: torch.fft.fftfreq(5, device=d),
     "tensor": lambda d: torch.tensor([1.5], device=d),
@@ -91,6 +93,30 @@ def test_it_holds_for_all_threads_as_torchs_does(session: object) -> None:
         thread.start()
         thread.join()
     assert found == [torch.float64]
+
+
+def test_a_thread_that_calls_while_it_changes_leaves_nothing_behind(
+    session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.empty(5, 3, 2, device=REMOTE),
+        lambda: torch.rand(5, 3, 2, device=REMOTE),
+        lambda: torch.arange(0.0, 11.0, device=REMOTE),
+    ]
+    follow = Places.follow_default_dtype
+
+    def late(places: Places) -> None:
+        thread = threading.Thread(target=lambda: [call() for call in calls])
+        thread.start()
+        thread.join()
+        dr.synchronize()
+        follow(places)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Places, "follow_default_dtype", late)
+        torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+    assert [call().dtype for call in calls] == [torch.float32] * 3
 
 
 def test_the_old_way_to_set_it_is_followed_too(session: object) -> None:

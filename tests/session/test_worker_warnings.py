@@ -94,6 +94,35 @@ def test_a_filter_that_makes_it_an_error_raises_it_at_the_wait(session: object) 
     assert x.tolist() == [1, 1, 1]
 
 
+def test_what_is_written_has_its_new_metadata_when_the_warning_is_raised(session: object) -> None:
+    x, out = torch.tensor([0, 1, 1], device=REMOTE), torch.empty(0, dtype=torch.int64, device=REMOTE)
+    warns()
+    with heard("error"), pytest.raises(UserWarning, match=DEPRECATED):
+        torch.nonzero(x, out=out)
+    assert out.tolist() == [[1], [2]]
+
+
+def test_all_members_of_a_mesh_have_been_asked_when_the_warning_is_raised(session: dr.Session) -> None:
+    mesh = dr.init_device_mesh("cpu", (len(dr.nodes()),))
+    x = torch.ones(2, device=mesh.device)
+    out = torch.empty(0, dtype=torch.int64, device=mesh.device)
+    warns()
+    with heard("error"), pytest.raises(UserWarning, match=DEPRECATED):
+        torch.nonzero(x, out=out)
+    assert [out.member(k).tolist() for k in range(len(mesh.places))] == [[[0], [1]]] * len(mesh.places)
+
+
+def test_a_warning_that_is_raised_ends_no_group(session: object) -> None:
+    x, y = there(torch.ones(1), 0), there(torch.ones(1), 1)
+    warns()
+    with heard("error"):
+        group = dr.new_group([x.place, y.place])
+        dr.all_reduce([x, y], group=group)
+        with pytest.raises(UserWarning, match=DEPRECATED):
+            dr.synchronize()
+    assert x.tolist() == y.tolist() == [2]
+
+
 def test_an_operator_whose_results_are_predicted_is_heard_too(session: object) -> None:
     with heard() as here:
         torch.ones(3).to(torch.complex32)

@@ -125,7 +125,9 @@ def type_all(blocks: list[tuple[str, str, str]], folder: Path) -> list[str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         # The workers of a session end soon if the test fails before it ends the session.
-        "DISTRUNTIME_KEEP": "60",
+        "DISTRUNTIME_KEEP": "120",
+        # A value that is shown is waited for, however busy the machine is.
+        "DISTRUNTIME_REPR_TIMEOUT": "60",
         "DISTRUNTIME_STATE": str(folder / "state"),
         "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
         "DISTRUNTIME_TRUSTED_KEYS": str(folder / "trusted-keys"),
@@ -155,13 +157,18 @@ def type_all(blocks: list[tuple[str, str, str]], folder: Path) -> list[str]:
 
 
 def of_any_machine(text: str) -> list[str]:
-    """Leave out what differs from run to run: the machine's name, the rows of its workers, and decimals."""
+    """Leave out what differs from run to run: the machine's name, the rows of its workers, and decimals.
+
+    A worker may be at work on what the blocks before have left to do, such as freeing memory.
+    """
+    text = re.sub(r"\bbusy\b", "ready", text)
     lines = [line for line in text.splitlines() if not re.match(r" \d+ +\S+ +\d+ +ready ", line)]
     lines = [re.sub(r"workers [. ]*", "workers ", line.replace(socket.gethostname(), "vm")) for line in lines]
     figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )\d+(?= s)"
     return [re.sub(r"\s+", " ", re.sub(figure, "#", line)).strip() for line in lines]
 
 
+@pytest.mark.timeout(300)
 def test_the_readme_can_be_typed_from_top_to_bottom(tmp_path: Path) -> None:
     blocks = typed((ROOT / "README.md").read_text(encoding="utf-8"))
     assert sum(mode == "exec" for _, mode, _ in blocks) >= 5

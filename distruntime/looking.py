@@ -20,7 +20,7 @@ from .cluster.observe import Answer, Observer
 from .errors import ConfigurationError
 from .session.tables import table_text
 from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
-from .wire.units import size_text
+from .wire.units import printable, size_text
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def stacks(options: argparse.Namespace) -> int:
         address = workers[int(address)]
     with _observer(options, [address]) as observer:
         (answer,) = observer.ask(AskStacks, options.timeout)
-    print(answer.why if answer.value is None else answer.value)
+    print(printable(answer.why if answer.value is None else answer.value))
     return 0 if answer.value is not None else 1
 
 
@@ -158,7 +158,8 @@ def report(answers: Sequence[Answer[WorkerReport]]) -> str:
     parts = [table_text(workers)] if found else []
     parts += [table_text(rows)] if len(rows) > 1 else [" no sessions"] if found else []
     parts += [f" {answer.address}: {answer.why}" for answer in answers if answer.value is None]
-    return "\n\n".join(parts)
+    # A worker's texts must not steer this terminal.
+    return printable("\n\n".join(parts))
 
 
 def _worker_row(address: str, worker: WorkerReport, gpus: bool) -> list[str]:

@@ -8,6 +8,7 @@ from ..errors import WaitTimeout
 from ..session.session import active_session
 from ..wire.deadlines import LOOK
 from ..wire.messages import AskStacks
+from ..wire.units import printable
 
 
 @final
@@ -43,4 +44,4 @@ def stacks(node: int) -> Stacks:
             f"there: `py-spy dump --native --pid {worker.welcome.pid}` on its machine shows more"
         )
     session.raise_for(asked)
-    return Stacks(asked.value)
+    return Stacks(printable(asked.value))

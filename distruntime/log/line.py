@@ -50,8 +50,9 @@ _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-# It says whether a frame with this code is one of the user's, as far as it has been seen.
-_users: dict[CodeType, bool] = {}
+# It says whether the code of a file is the user's, as far as it has been seen. Codes would not do as keys:
+# equal ones of different files are one key.
+_users: dict[str, bool] = {}
 _gettrace = sys.gettrace
 
 
@@ -72,7 +73,7 @@ def line_from(frame: FrameType | None) -> Line:
         if type(call) is Call:
             return 0, call, frame.f_lasti
         code = frame.f_code
-        users = _users.get(code)
+        users = _users.get(code.co_filename)
         if users or (users is None and _is_users(code)):
             return 0, _entered(frame, code), frame.f_lasti
         frame = frame.f_back
@@ -80,7 +81,7 @@ def line_from(frame: FrameType | None) -> Line:
 
 
 def _is_users(code: CodeType) -> bool:
-    found = _users[code] = not inside(code)
+    found = _users[code.co_filename] = not inside(code)
     return found
 
 
@@ -111,7 +112,7 @@ def _called_from(frame: FrameType | None) -> Line:
         if type(known) is Call:
             line = 0, known, frame.f_lasti
             break
-        if _users.get(code) or _is_users(code):
+        if _users.get(code.co_filename) or _is_users(code):
             unknown.append(frame)
             if code.co_name == _MODULE:
                 break

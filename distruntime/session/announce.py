@@ -20,6 +20,7 @@ from ..log.log import Log
 from ..log.node import Node
 from ..wire.link import Delivery
 from ..wire.messages import Status
+from ..wire.units import printable
 from .screen import Screen, screen
 
 # From so many seconds on, the line counts.
@@ -258,7 +259,7 @@ class Announcer:
         if status is None or status.running is None:
             return ""
         name = status.running.removesuffix(".default").replace("::", ".")
-        return f", now {name[:_COLUMNS]} for {status.seconds:.1f} s"
+        return f", now {printable(name[:_COLUMNS])} for {status.seconds:.1f} s"
 
     def _hear(self, status: Status) -> None:
         self._status = status

@@ -45,7 +45,7 @@ def queued_text(session: Session) -> str:
     asked = [(node, session.ask(node, AskStatus)) for node in there if node.presence.absence is None]
     deadline, lines = time.monotonic() + _PATIENCE, list[str]()
     for node, request in asked:
-        if not session.result(request, max(0.0, deadline - time.monotonic())):
+        if not session.result(request, max(0.0, deadline - time.monotonic()), quietly=True):
             session.requests.discard(request)
         position, running = 0, ""
         if request.value is not None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from ..wire.units import printable
+
 # The first row is the head.
 Rows = Sequence[Sequence[str]]
 
 
 def table_text(rows: Rows) -> str:
-    """Return a table with its columns aligned."""
+    """Return a table with its columns aligned.
+
+    Cells have texts of others, such as names of operators, and none of them steers a terminal.
+    """
+    rows = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return "\n".join(
         (" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows

@@ -15,9 +15,11 @@ import distruntime as dr
 from distruntime import __main__ as command_line
 from distruntime.cluster import named_sessions
 from distruntime.cluster.observe import Answer, Observer
+from distruntime.looking import report
 from distruntime.session.session import active_session
+from distruntime.session.tables import table_text
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.messages import AskStacks, AskWorker, DeviceRow, WorkerReport
+from distruntime.wire.messages import AskStacks, AskWorker, DeviceRow, SessionRow, WorkerReport
 from distruntime_worker.log.progress import Progress
 from distruntime_worker.log.state import State
 from distruntime_worker.machine.devices import Devices
@@ -212,3 +214,12 @@ def test_a_gpu_that_fails_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatc
     assert report.busy == [None, None]
     assert [row.name for row in report.devices] == ["cpu", "cuda:0"]
     assert report.devices[1].description == "unusable: CUDA error: an illegal memory access was encountered"
+
+
+def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
+    row = SessionRow("day", "\x1b[2J", 7, True, None, 1.0, 0, 0, "\x1b]0;all is well\a", 1.0)
+    worker = WorkerReport("\x1b[31m", 7, "", "", "", "", 1.0, False, 0.0, [], [], [row])
+    answers = [Answer("tcp://gpu1:29400", worker), Answer("tcp://gpu2:29400", None, "\x1b[2J gone")]
+    assert "?[2J" in report(answers)
+    assert all(c == "\n" or c.isprintable() for c in report(answers))
+    assert table_text([["a", "b"], ["\x1b[2J", "c\nd"]]) == " a     b\n ?[2J  c d"

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from agree import REMOTE
+from distruntime.log.line import user_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -250,3 +251,13 @@ def test_a_cell_of_ipython_is_named_by_its_number() -> None:
     assert "  called from In[3]:2   z = pick(y)\n  issued at In[2]:2   return x[" in ran.stdout
     assert "(issued at In[2]:2   return x[" in ran.stdout
     assert re.search(r"node 0 cpu +In\[3\]:1   y = torch\.ones", ran.stdout)
+
+
+def test_equal_code_of_a_library_and_of_the_user_is_told_apart() -> None:
+    source = "def line(user_line):\n    return user_line()[1]\n"
+    found = []
+    for name in (os.path.join(os.path.dirname(torch.__file__), "theirs.py"), "/home/user/train.py"):
+        made: dict[str, Any] = {}
+        exec(compile(source, name, "exec"), made)
+        found.append(made["line"](user_line).code.co_filename)
+    assert found == [__file__, "/home/user/train.py"]

@@ -79,6 +79,25 @@ def test_a_collective_is_dropped_and_the_group_works_on(session: object) -> None
     assert [t.tolist() for t in dr.functional.all_reduce([x, y])] == [[2, 2, 2]] * 2
 
 
+def test_settings_and_seeds_are_not_dropped(session: object) -> None:
+    index, value = torch.tensor([0, 0], device=REMOTE), torch.ones(2, device=REMOTE)
+    side = dr.Stream(0)
+    torch.manual_seed(5)
+    first = torch.rand(3, device=REMOTE).tolist()
+    with blocked(dr.default_stream(0)), blocked(side):
+        torch.manual_seed(5)
+        torch.use_deterministic_algorithms(True)
+        x = torch.rand(3, device=REMOTE)
+        dr.cancel()
+    try:
+        dropped(x)
+        assert torch.rand(3, device=REMOTE).tolist() == first
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            torch.zeros(4, device=REMOTE).put_(index, value).tolist()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_no_such_node_and_a_lost_one(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2)
     with pytest.raises(dr.PlacementError, match="no node 7"):

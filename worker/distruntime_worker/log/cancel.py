@@ -31,6 +31,9 @@ from ..values.streams import Stream
 from .state import State, request_of
 from .waits import Waits
 
+# These are carried out all the same: the master remembers the settings, and would be wrong for ever after.
+_SETTINGS = {"distruntime::config", "distruntime::manual_seed"}
+
 
 class Cancelling:
     """Cancels a session's streams."""
@@ -90,7 +93,11 @@ class Cancelling:
             self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)
             return i + 4
         first = i + BEFORE_INSTRUCTION.get(word, 0)
-        step = self._state.log(self._state.work(p)).info[p[first]]
+        log = self._state.log(self._state.work(p))
+        step = log.info[p[first]]
+        if step.name in _SETTINGS:
+            self._waits.pay(stream, p, i)
+            return log.templates[p[first]](slots, p, first)
         # What it would write, or be a view of, must be there to be known; and a group's operations keep their
         # order.
         if step.mutates or step.views or step.joint:

@@ -27,7 +27,7 @@ from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session
 from ..wire.address import host_of, resolve
-from ..wire.channel import HANDSHAKE, PeerEvent
+from ..wire.channel import PeerEvent
 from ..wire.identity import has_died, process
 from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
 from .connection import Connection
@@ -40,8 +40,6 @@ _SOON = 0.3
 _BRIEF = 1.0
 # A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
-# So many refused connections are remembered until it is known whether a worker has dialled again.
-_MOST_REFUSALS = 100
 # Once all workers have come, so many seconds lie between two polls that do something.
 _LOOK = 0.1
 
@@ -88,11 +86,8 @@ class Connector:
         # These nodes are lost, and another worker is looked for in the place of each.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
-        # These are the last connections that were refused, and when: those that nobody has been told of.
+        # These are the last connections that were refused.
         self.refused: deque[str] = deque(maxlen=20)
-        self._refusals: deque[tuple[float, str]] = deque()
-        # A worker that dials has asked for a place at this time.
-        self._joined_at = 0.0
         session.connector = self
 
     # -- the first meeting ---------------------------------------------------------------------------------
@@ -139,23 +134,9 @@ class Connector:
             self._hang_up(connection)
 
     def _refuse(self, text: str) -> None:
-        """Note that a connection was refused; `_look_at_refusals` tells of it later."""
+        """Warn of a refused connection, and note it for who waits for workers in vain."""
         self.refused.append(text)
-        self._refusals.append((time.monotonic(), text))
-        if len(self._refusals) > _MOST_REFUSALS:
-            self.session.strangers.note(self._refusals.popleft()[1])
-
-    def _look_at_refusals(self, now: float) -> None:
-        """Warn of refused connections, but not of one that a worker gave up to dial again.
-
-        Such a worker joins on its next connection, shortly before or after the report of the first.
-        """
-        while self._refusals and now > self._refusals[0][0] + HANDSHAKE:
-            at, text = self._refusals.popleft()
-            if abs(self._joined_at - at) <= HANDSHAKE:
-                log.info("%s; a worker joined in the same seconds", text)
-            else:
-                self.session.strangers.note(text)
+        self.session.strangers.note(text)
 
     def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
         """Act on what a worker says before it is one of the session's, or is again."""
@@ -206,7 +187,6 @@ class Connector:
         if self._met and now < self._polled_at + _LOOK:
             return
         self._polled_at = now
-        self._look_at_refusals(now)
         self.session.strangers.look()
         surplus, self._surplus = self._surplus, {}
         for peer, join in surplus.items():
@@ -397,7 +377,7 @@ class Connector:
     # -- workers that dial this process --------------------------------------------------------------------
 
     def _joined(self, peer: bytes, join: Join) -> None:
-        now = self._joined_at = time.monotonic()
+        now = time.monotonic()
         for node in self.nodes.values():
             if node.failed is None and node.welcome.incarnation == join.incarnation:
                 if node.link.peer is not None:

@@ -12,6 +12,7 @@ priority and the CPU affinity that this process had when the nursery started.
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import re
@@ -161,7 +162,7 @@ class Nursery:
         with open(os.devnull, "rb") as nothing:
             theirs, ours = os.pipe() if piped else (os.dup(nothing.fileno()), None)
         try:
-            stdin = None if ours is None else open(ours, "wb", buffering=0)
+            stdin = None if ours is None else _Pipe(ours, "wb")
             worker = self._workers[number] = ForkedWorker(self, stdin)
             try:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs, output.fileno()])
@@ -261,6 +262,15 @@ def start_process(
         env={**environment, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
+
+
+@final
+class _Pipe(io.FileIO):
+    """A worker's standard input, which whoever lets go of it closes, in whatever order a cycle ends."""
+
+    def __del__(self) -> None:
+        # A file that is still open would warn here.
+        self.close()
 
 
 @final

@@ -16,7 +16,6 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.cluster.commands import worker_command
-from distruntime.cluster.connector import Connector
 from distruntime.cluster.local_workers import worker_environment
 from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.session.session import active_session
@@ -104,20 +103,11 @@ def hang_up(address: str) -> None:
         stranger.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f")
 
 
-def test_a_worker_that_gives_a_connection_up_and_dials_again_is_no_news(
+def test_a_connection_that_is_refused_is_told_at_once(
     address: str, dial: Dialler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The prompt warned of a stranger just after all workers had come."""
     dial()
     begin(address, 1)
-    connector = active_session().connector
-    assert isinstance(connector, Connector)
-    hang_up(address)
-    until(lambda: connector._refusals)
-    connector._joined_at = connector._refusals[0][0] + 0.1  # as a worker does that dials again
-    until(lambda: not connector._refusals)
-    assert "a connection" not in caplog.text
-    connector._joined_at = 0.0
     hang_up(address)
     until(lambda: f"rejected a connection to {address}: " in caplog.text)
 

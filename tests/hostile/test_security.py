@@ -262,7 +262,7 @@ def test_a_stranger_learns_that_the_keys_differ(
     _, target = curve_worker
     KeyPair.generate().save(tmp_path / "other")
     dr.shutdown()
-    with pytest.raises(ConnectionFailed, match="another key"):
+    with pytest.raises(ConnectionFailed, match="the keys do not match"):
         dr.init_master_worker(workers=[target.address], key=tmp_path / "other", timeout=20)
     with pytest.raises(ConnectionFailed, match="key"):
         dr.init_master_worker(workers=[target.address], insecure=True, timeout=20)

@@ -97,7 +97,7 @@ def test_saves_and_loads_are_bars(session: object, recorder: Recorder, tmp_path:
         return recorder.has(f"saving to {tmp_path}/checkpoint: ") and recorder.has("loading from ")
 
     until(saved_and_loaded)
-    assert any("100%" in text for text in recorder.ends)
+    until(lambda: any("100%" in text for text in recorder.ends))
 
 
 def test_a_wait_says_about_how_long_the_rest_takes() -> None:

@@ -33,6 +33,8 @@ _GAP = 1.0
 _ASKED = 1.0
 # A bar has at most so many columns.
 _COLUMNS = 100
+# So many characters of what a bar is about leave room for its figures.
+_LONGEST = 40
 
 
 @dataclass
@@ -111,7 +113,9 @@ class Uploads:
 
 
 def bar(what: str, done: int, total: int | None, seconds: float) -> str:
-    """Return a bar with an estimate of what is left."""
+    """Return a bar with an estimate of what is left. The middle of a long `what` is left out."""
+    if len(what) > _LONGEST:
+        what = f"{what[: _LONGEST // 2]}...{what[-(_LONGEST // 2) :]}"
     return str(
         tqdm.format_meter(
             done,

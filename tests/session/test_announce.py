@@ -94,7 +94,7 @@ def test_saves_and_loads_are_bars(session: object, recorder: Recorder, tmp_path:
     def saved_and_loaded() -> bool:
         dr.save(tree, tmp_path / "checkpoint")
         dr.load(tmp_path / "checkpoint")
-        return recorder.has(f"saving to {tmp_path}/checkpoint: ") and recorder.has("loading from ")
+        return recorder.has("saving to ") and recorder.has("loading from ")
 
     until(saved_and_loaded)
     until(lambda: any("100%" in text for text in recorder.ends))

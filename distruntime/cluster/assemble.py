@@ -151,6 +151,8 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     )
     launcher = options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, listen=entry.workers[k]))
+    for k, connection in enumerate(connector.connections):
+        connection.listened = k not in fresh
     started = time.monotonic()
     if fresh:
         options.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")

@@ -60,6 +60,8 @@ class Connection:
         self.failure: str | None = None
         # This says why the worker there has not taken the session, as the log has it.
         self.refusal = ""
+        # It is True where somebody listened at the address just before this search began.
+        self.listened = False
         self.resets = 0
         self._hang_ups = 0
         self._due_at = 0.0
@@ -74,8 +76,8 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether something has listened there so far and has closed the connection."""
-        return bool(self._seen & {"connected", "disconnected", "handshake_failed"})
+        """Whether somebody has listened there so far: if nobody does now, that one has ended."""
+        return self.listened or bool(self._seen & {"connected", "disconnected", "handshake_failed"})
 
     # -- seeking -------------------------------------------------------------------------------------------
 

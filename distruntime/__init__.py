@@ -11,9 +11,9 @@ import typing
 from . import first_use as _first_use
 from .version import __version__ as __version__
 
-# A public name is imported when it is first used. So `python -m distruntime --help` need not import torch,
-# which takes two seconds. A worker, which needs the wire and the errors alone, imports nothing else of this
-# package. `first_use.sources` reads the names off this block.
+# A public name is imported when it is first used. The import of torch takes two seconds, and so
+# `python -m distruntime --help` can do without it. A worker needs the wire and the errors alone, and imports
+# nothing else of this package. `first_use.sources` reads the names off this block.
 if typing.TYPE_CHECKING:
     from .backend.random import manual_seed
     from .checkpoint.load import load

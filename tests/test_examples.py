@@ -93,8 +93,8 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     )
 
 
-# It types the blocks of a page from one of them on, and says which one comes before what it prints. Examples
-# of a prompt are typed one by one, and what they print is compared at each.
+# It types the blocks of a page from one of them on, and says which one comes before what it prints. It types
+# the examples of a prompt one by one, and compares what each of them prints.
 TYPE = """
 import json, sys
 names = {"__name__": "__main__"}

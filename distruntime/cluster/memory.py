@@ -95,10 +95,7 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
         PlacementError: there is no such node. NodeFailed: it is lost.
     """
     session = active_session()
-    if node is not None:
-        session.places.devices(node)
-        session.nodes[node].require_alive()
-    asked = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
+    asked = session.living(node)
     infos = [node_info(session, n) for n in asked]
     hollow = frozenset[tuple[int, ...]]().union(*(session.poisoned(n) for n in asked))
     lines, values = held(asked, poisoned=hollow)

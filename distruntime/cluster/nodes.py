@@ -13,7 +13,7 @@ from ..session.session import Session, active_session
 from ..session.tables import table_html, table_text
 from ..wire.deadlines import ASK
 from ..wire.messages import AskWorker, SessionRow
-from ..wire.units import size_text
+from ..wire.units import operator_text, size_text
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def doing(sessions: Sequence[SessionRow], name: str | None = None) -> str:
     running.sort(key=lambda row: row.name != name)
     if not running:
         return "nothing"
-    operator = str(running[0].running).removesuffix(".default").replace("::", ".")
+    operator = operator_text(str(running[0].running))
     whose = "" if running[0].name == name else f" (session {running[0].name})"
     return f"{operator} for {running[0].seconds:.1f} s{whose}"
 

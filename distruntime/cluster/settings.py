@@ -86,10 +86,7 @@ def config(
     }
     _check(wanted)
     session = active_session()
-    if node is not None:
-        session.places.devices(node)
-        session.nodes[node].require_alive()
-    there = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
+    there = session.living(node)
     if not wanted:
         return {n.index: _settings(n) for n in there}
     # Two threads that set something at a time come to every node in one order.

@@ -207,8 +207,8 @@ class Groups:
         """Return the group of two places that copies between them use, made at the first."""
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
         if self.channels.name_for([here, there], None) != "nccl":
-            # There is one group for each pair of nodes, whatever the devices: it needs no place numbers, of
-            # which there are few.
+            # There is one group for each pair of nodes, whatever the devices. It needs no numbers of places,
+            # and there are few of those.
             here, there = (
                 Residence(Place(home.place.node, "cpu"), home.node, UNNUMBERED, _unnumbered)
                 for home in (here, there)

@@ -20,7 +20,7 @@ from ..log.log import Log
 from ..log.node import Node
 from ..wire.link import Delivery
 from ..wire.messages import Status
-from ..wire.units import printable
+from ..wire.units import operator_text
 from .screen import Screen, screen
 
 # From so many seconds on, the line counts.
@@ -262,8 +262,7 @@ class Announcer:
         status = self._status
         if status is None or status.running is None:
             return ""
-        name = status.running.removesuffix(".default").replace("::", ".")
-        return f", now {printable(name[:_COLUMNS])} for {status.seconds:.1f} s"
+        return f", now {operator_text(status.running)[:_COLUMNS]} for {status.seconds:.1f} s"
 
     def _hear(self, status: Status) -> None:
         self._status = status

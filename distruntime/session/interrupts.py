@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ..log.node import Node
 from ..wire.messages import AskStatus
+from ..wire.units import operator_text
 from .session import Session, active
 
 # So many seconds may pass until the workers have said what they run.
@@ -49,9 +50,8 @@ def queued_text(session: Session) -> str:
             session.requests.discard(request)
         position, running = 0, ""
         if request.value is not None:
-            position, name = int(request.value[0]), str(request.value[1] or "")
-            printable = "".join(c if c.isprintable() else "?" for c in name[:100])
-            running = printable.removesuffix(".default").replace("::", ".")
+            position = int(request.value[0])
+            running = operator_text(str(request.value[1] or ""))[:100]
         count = _queued(node, position)
         if count:
             lines.append(

@@ -429,6 +429,17 @@ class Session:
                 if not quietly:
                     self.connector.lost(node)
 
+    def living(self, node: int | None) -> list[Node]:
+        """Return the node of that number, or all that are not lost.
+
+        Raise `PlacementError` if there is no such node, and `NodeFailed` if it is lost.
+        """
+        if node is None:
+            return [n for n in self.nodes if n.failed is None]
+        self.places.devices(node)
+        self.nodes[node].require_alive()
+        return [self.nodes[node]]
+
     # -- the end -------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:

@@ -23,11 +23,8 @@ def cancel(node: int | None = None) -> None:
         PlacementError: there is no such node. NodeFailed: it is lost.
     """
     session = active_session()
-    if node is not None:
-        session.places.devices(node)
-        session.nodes[node].require_alive()
     with session.lock:
-        nodes = [n for n in session.nodes if n.failed is None and node in (None, n.index)]
+        nodes = session.living(node)
         meshes = [mesh for mesh in session.meshes if not set(mesh.workers()).isdisjoint(nodes)]
         for log in (*meshes, *nodes):
             drop(log, range(1 if log.order is None else log.order.count))

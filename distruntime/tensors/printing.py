@@ -18,7 +18,7 @@ from ..session.stalls import before_wait, note_wait
 from ..wire.codec import dtype_name
 from ..wire.deadlines import REPR
 from ..wire.messages import AskStatus, Plain
-from ..wire.units import printable, size_text
+from ..wire.units import operator_text, printable, size_text
 
 _DEFAULT_DTYPES = (torch.int64, torch.bool)
 
@@ -53,7 +53,7 @@ def _status(handle: Handle) -> str:
             for line in flight.line_table
             if position < line[0] <= handle.ready_at
         )
-    name = printable(str(op)).removesuffix(".default").replace("::", ".") if op else "nothing"
+    name = operator_text(str(op)) if op else "nothing"
     return (
         f"computing ({ahead} ahead of it, {name} for {float(seconds):.1f} s).  .cpu() waits, Ctrl-C returns"
     )

@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
+def operator_text(name: str) -> str:
+    """Return an operator's name as people say it: "aten.mm" for "aten::mm.default"."""
+    return printable(name).removesuffix(".default").replace("::", ".")
+
+
 def _scaled(number: float, base: int, units: Sequence[str]) -> str:
     unit = 0
     while number >= base and unit < len(units) - 1:

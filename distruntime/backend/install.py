@@ -77,9 +77,8 @@ def install() -> None:
         _guards.append(_Guard())
         torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
     _library.append(torch.library.Library("aten", "IMPL"))
-    factories = (_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default)
     for backend in ("Lazy", "PrivateUse1", BARE.upper()):
-        for op in factories:
+        for op in _FACTORIES:
             _implement(op, _factory(op), backend)
     for backend in ("Lazy", "PrivateUse1"):
         _implement(_aten._copy_from.default, _copy_from, backend)
@@ -132,11 +131,22 @@ def _import_ahead() -> None:
             return
 
 
+# torch would make `arange` and `eye` by their `out=` forms, which resize an empty tensor, and how large that
+# is then the worker alone would know: each call would wait for it.
+_FACTORIES = (
+    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default),
+    *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.eye.default, _aten.eye.m),
+)
+
 # CPUs and GPUs have kernels for these, and other devices a formula. A kernel here keeps C++ from taking them
-# apart above Python's key.
+# apart above Python's key. The windows' formula begins with `arange` in its `out=` form.
 _WHOLE = (
     *(_aten.silu_backward.default, _aten.mish_backward.default, _aten.native_channel_shuffle.default),
     *(_aten.kaiser_window.default, _aten.kaiser_window.periodic, _aten.kaiser_window.beta),
+    *(_aten.hann_window.default, _aten.hann_window.periodic, _aten.bartlett_window.default),
+    *(_aten.bartlett_window.periodic, _aten.blackman_window.default, _aten.blackman_window.periodic),
+    *(_aten.hamming_window.default, _aten.hamming_window.periodic, _aten.hamming_window.periodic_alpha),
+    _aten.hamming_window.periodic_alpha_beta,
 )
 
 

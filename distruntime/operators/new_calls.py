@@ -246,7 +246,8 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     kwargs["device"] = place.lazy
     signature = (
         id(func),
-        *(tuple(a) if isinstance(a, list) else a for a in args),
+        # 2 == 2.0 in Python, and `arange` gives another dtype for each.
+        *(tuple(a) if isinstance(a, list) else (type(a), a) for a in args),
         *((k, type(v), v) for k, v in kwargs.items()),
     )
     entry: Any = place.signatures.get(signature)

@@ -40,6 +40,7 @@ from .no_dynamo import hide
 from .random import fork_rng
 from .storages import install_storages
 from .torch_load import load
+from .torch_save import save
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []
@@ -104,6 +105,7 @@ def install() -> None:
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
     torch.load = load
+    torch.save = save
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
     install_storages()

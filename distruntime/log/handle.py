@@ -220,7 +220,21 @@ class Storage:
     there are several: see order.py.
     """
 
-    __slots__ = ("__weakref__", "given", "kin", "order", "parts", "resized", "spec", "whole", "written")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "given",
+        "kin",
+        "order",
+        "parts",
+        "resized",
+        "spec",
+        "whole",
+        "written",
+    )
+
+    # This is what `data_ptr()` tells, once somebody has asked: see remote_storage.py.
+    address: int
 
     # The values that one instruction made together with this memory, and the memory of each. Set only where
     # it made several, so that an operation with one result pays nothing: see `relate`. The references are
@@ -237,7 +251,7 @@ class Storage:
         self.whole: dict[Log, weakref.ref[Storage]] | None = None
         # A mesh's storage that was put together has here what keeps its names' order on each worker.
         self.given: dict[Node, Storage] | None = None
-        # These are bytes, once somebody has changed them: see mesh_storage.py.
+        # These are bytes, once somebody has changed them: see remote_storage.py.
         self.resized: int | None = None
 
 

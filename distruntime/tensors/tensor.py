@@ -7,6 +7,8 @@ everything else is torch's.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import NoReturn, Protocol, SupportsIndex, overload
 
 import numpy as np
@@ -24,8 +26,8 @@ from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
 from ..session.spelling import DeviceIndex, named, require_alone, twin_on
-from .mesh_storage import MeshStorage
 from .printing import render, suffixes_of
+from .remote_storage import RemoteStorage, address
 
 Numbers = list["Number | Numbers"]
 # numpy's own `generic` takes a parameter, which is `Any` where nobody gives it.
@@ -38,6 +40,10 @@ class _Convert(Protocol):
 
 # torch's own `Tensor.to` looks at its arguments itself; its overloads are not repeated here.
 _to: _Convert = torch.Tensor.to  # type: ignore[assignment]
+
+
+# While `torch.save` runs in this thread, this returns the local copy of a proxy: see `backend/torch_save.py`.
+saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
 
 
 class DistributedTensor(torch.Tensor):
@@ -284,32 +290,29 @@ class DistributedTensor(torch.Tensor):
         return self.detach().requires_grad_(self.requires_grad)
 
     @without_our_frames
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        fetched = saving.get()
+        if fetched is not None:
+            return fetched(self).__reduce_ex__(protocol)
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
-            "Fetch it first: torch.save(dr.fetch(state), path), "
-            "or pass fetched tensors to the function"
+            "torch.save(state, path) fetches and saves it; "
+            "elsewhere fetch it first: dr.fetch(state)"
         )
 
-    @without_our_frames
-    def data_ptr(self) -> NoReturn:
-        raise NotSupportedError(
-            f"a tensor on {self.place} has no address in this process; "
-            "compare tensors with `is`, or fetch: x.cpu().data_ptr()"
-        )
+    def data_ptr(self) -> int:
+        """Return a number that tells where in which memory the tensor begins.
 
-    @without_our_frames
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Refuse, as the memory is not in this process; of a tensor on a mesh, return what FSDP2 needs of it:
-        its size.
+        Views of one memory have numbers in one range, and no two memories share any. It is no address, and
+        larger than an address can be: C code refuses it.
         """
-        if self._handle.place.node.members:
-            # FSDP2 asks for nothing else of it.
-            return MeshStorage(self)  # type: ignore[return-value]
-        raise NotSupportedError(
-            f"a tensor on {self.place} has no storage in this process; "
-            "dr.fetch(x) gives a local tensor that has one"
-        )
+        begin = address(self._handle.storage)
+        return begin + self.storage_offset() * self.element_size() if begin and self.numel() else 0
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory's size, place and identity; its bytes are not in this process."""
+        # It answers what code asks that saves or compares, and it is no storage of this process.
+        return RemoteStorage(self)  # type: ignore[return-value]
 
     @without_our_frames
     def storage(self) -> NoReturn:

@@ -1,0 +1,146 @@
+"""`torch.save` as scripts and trainers call it: remote tensors are local ones in the file."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distruntime as dr
+from agree import REMOTE
+
+
+def saved(value: object, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("mean", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) - self.mean)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Tied().to(REMOTE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, device=REMOTE)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_is_fetched_at_once_and_loads_without_a_session(session: object) -> None:
+    model, optimizer = trained()
+    dr.stalls(reset=True)
+    loaded = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
+    assert [(row.why, row.count) for row in dr.stalls()] == [("explicit fetch", 1)]
+    expected = dr.fetch([model.state_dict(), optimizer.state_dict()])
+    torch.testing.assert_close([loaded["model"], loaded["optimizer"]], expected, rtol=0, atol=0)
+    assert {t.device.type for t in loaded["model"].values()} == {"cpu"} and loaded["step"] == 2
+    # And what was saved goes on.
+    again = Tied().to(REMOTE)
+    twin = torch.optim.AdamW(again.parameters(), lr=0.1)
+    again.load_state_dict(loaded["model"])
+    twin.load_state_dict(loaded["optimizer"])
+    for net, opt in ((model, optimizer), (again, twin)):
+        opt.zero_grad()
+        net(torch.ones(2, 4, device=REMOTE)).square().mean().backward()
+        opt.step()
+    torch.testing.assert_close(dr.fetch(again.state_dict()), dr.fetch(model.state_dict()), rtol=0, atol=0)
+
+
+def test_a_whole_module_stays_one(session: object) -> None:
+    model, _ = trained()
+    model.first.weight.tag = "kept"  # type: ignore[assignment]
+    loaded = saved(model)
+    assert loaded.first.weight is loaded.last.weight and type(loaded.first.weight) is nn.Parameter
+    assert loaded.first.weight.tag == "kept"
+    x = torch.ones(2, 4)
+    assert torch.equal(loaded(x), model(x.to(REMOTE)).cpu())
+    # The session's own model has stayed where it was.
+    assert {p.device.type for p in model.parameters()} == {"remote"}
+
+
+def test_what_tensors_are_survives(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+    frozen, leaf = nn.Parameter(x, requires_grad=False), x.clone().requires_grad_()
+    one, other, part, frozen, leaf = saved([x, x, x[1:], frozen, leaf])
+    assert one is other and torch.equal(part, torch.ones(2))
+    assert type(frozen) is nn.Parameter and not frozen.requires_grad
+    assert type(leaf) is torch.Tensor and leaf.requires_grad
+    old_form = saved({"x": x}, _use_new_zipfile_serialization=False)
+    assert torch.equal(old_form["x"], torch.ones(3))
+
+
+def test_what_cannot_be_saved_is_told_in_torchs_words(session: object) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        saved([torch.ones(1, device=REMOTE), lambda: 1])
+
+
+def test_a_tensor_that_is_poisoned_is_not_saved(session: object) -> None:
+    bad = torch.linalg.inv(torch.zeros(2, 2, device=REMOTE))
+    with pytest.raises(RuntimeError, match="singular"):
+        saved({"bad": bad})
+
+
+def test_other_pickles_refuse_even_while_a_file_is_saved(session: object) -> None:
+    """A queue between processes pickles in another thread, and must not fetch."""
+    x = torch.ones(1, device=REMOTE)
+    refused: list[bool] = []
+
+    def pickles_beside() -> None:
+        try:
+            pickle.dumps(x)
+        except dr.NotSupportedError as error:
+            refused.append("dr.fetch" in str(error))
+
+    class Meanwhile:
+        def __reduce__(self) -> tuple[object, ...]:
+            thread = threading.Thread(target=pickles_beside)
+            thread.start()
+            thread.join()
+            return int, ()
+
+    saved([Meanwhile(), x])
+    assert refused and all(refused)
+    with pytest.raises(dr.NotSupportedError, match=r"torch\.save\(state, path\) fetches"):
+        pickle.dumps(x)
+
+
+def test_a_storage_tells_who_shares_memory(session: object) -> None:
+    x = torch.zeros(4, 6, dtype=torch.float64, device=REMOTE)
+    other, storage = torch.zeros(4, 6, device=REMOTE), x.untyped_storage()
+    assert (storage.nbytes(), storage.size(), len(storage), storage.device) == (192, 192, 192, x.device)
+    assert x[1:].untyped_storage() == storage and x.T.untyped_storage().data_ptr() == storage.data_ptr()
+    assert other.untyped_storage() != storage and other.data_ptr() != x.data_ptr()
+    assert x.data_ptr() == storage.data_ptr() and x[1, 2:].data_ptr() - x.data_ptr() == 8 * 8
+    first, last = sorted((x, other), key=lambda t: t.data_ptr())
+    assert first.data_ptr() + first.untyped_storage().nbytes() <= last.data_ptr()
+    assert x[:0].data_ptr() == torch.zeros(0, device=REMOTE).data_ptr() == 0
+    assert not hasattr(storage, "anything") and len({storage, x.untyped_storage()}) == 1
+    with pytest.raises(AttributeError, match=r"no 'tolist'; dr\.fetch\(x\)\.untyped_storage\(\)"):
+        storage.tolist()
+    with pytest.raises(dr.NotSupportedError, match=r"x\.resize_"):
+        storage.resize_(0)
+    # No C integer holds the number, so no C code follows it.
+    assert x.data_ptr() >= 1 << 64
+
+
+def test_a_module_is_exported(session: object) -> None:
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(REMOTE), torch.ones(2, 3, device=REMOTE)
+    program = torch.export.export(module, (x,))
+    assert torch.equal(program.module()(x).cpu(), module(x).cpu())

@@ -35,6 +35,7 @@ from .default_dtype import install_default_dtype
 from .determinism import install_determinism
 from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
+from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
 from .random import fork_rng
@@ -109,6 +110,7 @@ def install() -> None:
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
     install_storages()
+    install_generators()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)
@@ -133,11 +135,12 @@ def _import_ahead() -> None:
             return
 
 
-# torch would make `arange` and `eye` by their `out=` forms, which resize an empty tensor, and how large that
+# torch would make these but the first three by their `out=` forms, which resize an empty tensor, and how large that
 # is then the worker alone would know: each call would wait for it.
 _FACTORIES = (
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default),
     *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.eye.default, _aten.eye.m),
+    *(_aten.randperm.default, _aten.randperm.generator),
 )
 
 # CPUs and GPUs have kernels for these, and other devices a formula. A kernel here keeps C++ from taking them

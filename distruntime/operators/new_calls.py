@@ -34,6 +34,9 @@ _MOST_SIGNATURES = 1 << 16
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
 for_each_member: list[Callable[..., Any]] = []
 
+# Calls with a `torch.Generator` go to what stands here; see backend/generators.py.
+draws: list[Callable[..., Any]] = []
+
 # These operators take index tensors from anywhere, as CUDA's do.
 _INDEXED = {
     "aten::index",
@@ -82,6 +85,12 @@ def first_time(
         return emit(cls, entry, words, args, kwargs, where, user_line())
     if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
+    if kwargs.get("generator") is not None and draws:
+        drawn = draws[0](
+            kwargs["generator"], func, args, kwargs, lambda: common_place(cls, func, args, kwargs)
+        )
+        if drawn is not NotImplemented:
+            return drawn
     special = specials.get(func._schema.name)
     if special is not None:
         done = special(cls, func, args, kwargs)
@@ -242,6 +251,10 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     place = active_session().places.meant(kwargs.get("device"))
     place.node.session.require_open()
     place.node.require_alive()
+    if kwargs.get("generator") is not None and draws:
+        drawn = draws[0](kwargs["generator"], func, args, kwargs, lambda: place)
+        if drawn is not NotImplemented:
+            return drawn
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     kwargs["device"] = place.lazy
     signature = (

@@ -54,11 +54,11 @@ def pattern(value: Any, cls: Any, words: list[object]) -> object:
             # A mesh's place says "member".
             return ["device", active_session().places.meant(value).place.local_device]
         return ["device", str(value)]
-    if isinstance(value, torch.Generator):
+    if isinstance(value, torch._C.Generator):
         raise NotSupportedError(
-            "a torch.Generator lives in this process and cannot drive draws on a worker: "
-            "leave the argument out and seed with "
-            "torch.manual_seed(...) or dr.manual_seed(...), which reach the workers"
+            "a generator of this process cannot drive draws on a worker: make one there, "
+            'torch.Generator("remote:0"), or leave the argument out and seed with torch.manual_seed(...), '
+            "which reaches the workers"
         )
     try:
         return pack_constant(value)

@@ -14,7 +14,9 @@ from .functions import seedings
 from .step import Run, Slots, Step, Words
 
 _SEED = "distruntime::manual_seed"
-_COMPOSITES = tuple(f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng"))
+_COMPOSITES = tuple(
+    f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng", "exchange_rng")
+)
 _changing = threading.Condition()
 # The process's generators hold the state of this one.
 _owner: list[Draws] = []

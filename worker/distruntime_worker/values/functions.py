@@ -51,6 +51,19 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
 
 
+def exchange_rng_state(device: torch.device, state: torch.Tensor) -> torch.Tensor:
+    """Set one device's random state for what follows, and return the one before, a byte tensor on the CPU.
+
+    It does not count as a seeding: the master gives the old state back.
+    """
+    before = get_rng_state(device)
+    if device.type == "cpu":
+        torch.set_rng_state(state.cpu())
+    else:
+        torch.cuda.set_rng_state(state.cpu(), device)
+    return before
+
+
 def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
     """Give a tensor's memory back, or take it again."""
     tensor.untyped_storage().resize_(nbytes)
@@ -132,6 +145,7 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::seed_member": seed_member,
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::set_rng_state": set_rng_state,
+    "distruntime::exchange_rng_state": exchange_rng_state,
     "distruntime::resize_storage": resize_storage,
     "distruntime::record": record,
     "distruntime::record_autocast": record_autocast,

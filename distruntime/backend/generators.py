@@ -1,0 +1,223 @@
+"""`torch.Generator(device="remote")`: a generator of random numbers whose state lives on a worker.
+
+Each draw with it is three instructions: the worker takes its state, draws, and gives the state back. Nobody
+waits. It draws what a generator of this process draws after the same seed.
+
+torch's C++ takes a generator of its own kind only, and hands a new Python object for it to the kernel. So a
+remote generator carries one of this process's CPU, which is seeded with a number that nobody else has, and by
+that number it is found again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..errors import NotSupportedError, of_caller, without_our_frames
+from ..log.handle import Residence, new_value
+from ..log.spec import spec
+from ..operators.new_calls import draws
+from ..operators.proxies import wrap
+from ..session.session import active_session, session_of_log
+from ..session.spelling import indexed, is_remote
+from ..tensors.tensor import DistributedTensor
+from ..tensors.worker_functions import issue_function
+
+_Own = torch._C.Generator
+# torch seeds a new generator so.
+_DEFAULT_SEED = 67280421310721
+_remote: weakref.WeakValueDictionary[int, RemoteGenerator] = weakref.WeakValueDictionary()
+
+
+class _Kind(type(_Own)):  # type: ignore[misc]
+    """The class of `torch.Generator`: it makes a remote generator for a place, and torch's own otherwise."""
+
+    @without_our_frames
+    def __call__(cls, device: object = None) -> torch.Generator:
+        if cls is not Generator:
+            made: torch.Generator = super().__call__(device)
+            return made
+        if is_remote(device):
+            return RemoteGenerator(device)
+        return _Own() if device is None else _Own(device)  # type: ignore[arg-type]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Own) if cls is Generator else type.__instancecheck__(cls, instance)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, _Own) if cls is Generator else type.__subclasscheck__(cls, other)
+
+
+class Generator(_Own, metaclass=_Kind):
+    """torch's own generator, or one on a worker for `device="remote"` or a place."""
+
+
+class RemoteGenerator(Generator):
+    """A generator at a place of the session. Nothing here blocks."""
+
+    def __new__(cls, device: str | torch.device) -> RemoteGenerator:
+        """Make one; torch's own would look for the device here."""
+        return super().__new__(cls)
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._home = indexed(active_session().places, torch.device(device))
+        if self._home.node.members:
+            raise NotSupportedError(
+                f"a generator lives at one place, and {self._home.place} are several: make one for each "
+                "member's place, or seed them with mesh.manual_seed(...)"
+            )
+        self._number = secrets.randbits(63)
+        _Own.manual_seed(self, self._number)
+        self._pristine = _Own.get_state(self)
+        _remote[self._number] = self
+        self.manual_seed(_DEFAULT_SEED)
+
+    @property
+    def device(self) -> torch.device:
+        """The place that it draws at."""
+        return self._home.device
+
+    def manual_seed(self, seed: int) -> RemoteGenerator:
+        """Seed it, and return it."""
+        number = int(seed)
+        if not -(1 << 63) <= number < 1 << 64:
+            raise of_caller(RuntimeError("Overflow when unpacking long long"))
+        self._seed = number % (1 << 64)
+        if self._home.has_cpu_kernels:
+            self.set_state(_Own().manual_seed(self._seed).get_state())
+        else:
+            # A GPU's generator has a seed and an offset.
+            self.set_state(torch.frombuffer(bytearray(struct.pack("<Qq", self._seed, 0)), dtype=torch.uint8))
+        return self
+
+    def seed(self) -> int:
+        """Seed it with a number that nobody knows, and return that."""
+        self.manual_seed(secrets.randbits(53))
+        return self._seed
+
+    def initial_seed(self) -> int:
+        """Return the last seed."""
+        return self._seed
+
+    @without_our_frames
+    def get_state(self) -> torch.Tensor:
+        """Return its state, a byte tensor on the worker; what is drawn later does not change it."""
+        return self._state.clone()
+
+    @without_our_frames
+    def set_state(self, new_state: torch.Tensor) -> None:
+        """Take a state, remote or local."""
+        if new_state.dtype != torch.uint8:
+            raise of_caller(TypeError("expected a torch.ByteTensor, but got " + new_state.type()))
+        home = self._home
+        places = session_of_log(home.node).places
+        if "cpu" in places.devices(home.place.node):
+            home = places.residence(places.place(home.place.node, "cpu"))
+        state = new_state.detach().to(home.device, copy=True)
+        assert isinstance(state, DistributedTensor)
+        self._state = state
+
+    def clone_state(self) -> RemoteGenerator:
+        """Return another generator at its place, with its state."""
+        twin = RemoteGenerator(self.device)
+        twin._state, twin._seed = self._state.clone(), self._seed  # type: ignore[assignment]
+        return twin
+
+    def draw(
+        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
+    ) -> object:
+        """Issue a call that draws from it."""
+        self._require_unused()
+        if place is not self._home:
+            raise of_caller(
+                RuntimeError(
+                    f"Expected a '{place.device}' device type for generator but found '{self.device}': "
+                    f"the generator draws on {self._home.place}, and {func} on {place.place}"
+                )
+            )
+        # Another thread that draws comes before or after.
+        with place.node.lock:
+            own = self._exchange(self._state)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._state = self._exchange(own)
+
+    def _exchange(self, state: DistributedTensor) -> DistributedTensor:
+        """Have the worker draw from `state` from now on; return the one that it drew from."""
+        home: Residence = state._handle.place
+        before = new_value(spec(tuple(state.shape), (1,), 0, torch.uint8), home)
+        issue_function(self._home.node, "exchange_rng_state", [self._home.lazy, state], fresh=before)
+        found: DistributedTensor = wrap(DistributedTensor, before)
+        return found
+
+    def _require_unused(self) -> None:
+        if not torch.equal(_Own.get_state(self), self._pristine):
+            raise of_caller(RuntimeError(self._misused()))
+
+    def _misused(self) -> str:
+        return (
+            f"Expected a 'cpu' device type for generator but found '{self.device}': this generator drew numbers "
+            "for a tensor of this process, and these do not follow its seed. "
+            "Use torch.Generator() for tensors of this process"
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pristine") and not torch.equal(_Own.get_state(self), self._pristine):
+            warnings.warn(self._misused(), stacklevel=2)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise NotSupportedError(
+            "a generator at a place cannot be pickled; save its state: torch.save(generator.get_state(), path)"
+        )
+
+    def get_offset(self) -> int:
+        """Refuse."""
+        return self._refuse("get_offset")
+
+    def set_offset(self, offset: int) -> None:
+        """Refuse."""
+        self._refuse("set_offset")
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        """Refuse."""
+        self._refuse("graphsafe_get_state")
+        return self
+
+    def graphsafe_set_state(self, new_state: torch.Generator) -> torch.Generator:
+        """Refuse."""
+        self._refuse("graphsafe_set_state")
+        return self
+
+    def _refuse(self, name: str) -> int:
+        raise NotSupportedError(
+            f"Generator.{name} is for CUDA graphs of this process; a generator on a worker has "
+            "get_state, set_state and clone_state"
+        )
+
+
+def _draw(
+    generator: object,
+    func: torch._ops.OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    place: Callable[[], Residence],
+) -> object:
+    """Issue a call with a generator, if that is remote."""
+    if not isinstance(generator, _Own):
+        return NotImplemented
+    found = _remote.get(generator.initial_seed())
+    if found is None:
+        return NotImplemented
+    return found.draw(func, args, {**kwargs, "generator": None}, place())
+
+
+def install_generators() -> None:
+    """Let `torch.Generator` make generators for places, from now on."""
+    torch.Generator = Generator  # type: ignore[misc]
+    draws.append(_draw)

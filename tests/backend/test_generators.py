@@ -1,0 +1,131 @@
+"""`torch.Generator(device="remote")`: it draws what a generator of this process draws after the same seed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distruntime as dr
+from agree import REMOTE
+
+
+def draws(device: str, generator: torch.Generator) -> list[torch.Tensor]:
+    generator.manual_seed(7)
+    torch.manual_seed(1)
+    g: dict[str, Any] = {"generator": generator}
+    with torch.no_grad():
+        return [
+            torch.randn(3, device=device, **g),
+            # This one follows torch's own seed, and is the first that does.
+            torch.rand(3, device=device),
+            torch.rand(2, 2, device=device, **g),
+            torch.randperm(9, device=device, **g),
+            torch.empty(4, device=device).normal_(**g),
+            torch.randint(9, (3,), device=device, **g),
+            torch.bernoulli(torch.full((5,), 0.5, device=device), **g),
+            torch.multinomial(torch.ones(4, device=device), 2, **g),
+            torch.normal(0.0, 1.0, (2,), device=device, **g),
+            torch.empty(3, device=device).uniform_(-1, 1, **g),
+            nn.init.orthogonal_(torch.empty(3, 3, device=device), **g),
+            nn.init.xavier_uniform_(torch.empty(3, 3, device=device), **g),
+            torch.randn(2, device=device),
+            torch.randperm(5, device=device),
+        ]
+
+
+def test_it_draws_as_a_local_one_and_leaves_the_others_alone(session: object) -> None:
+    remote, local = torch.Generator(device=REMOTE), torch.Generator()
+    for there, here in zip(draws(REMOTE, remote), draws("cpu", local)):
+        assert there.device.type == "remote" and torch.equal(there.cpu(), here)
+    # Its state can be asked for at once, and nobody waits for a draw.
+    dr.stalls(reset=True)
+    state = remote.get_state()
+    first = torch.rand(4, device=REMOTE, generator=remote)
+    remote.set_state(state)
+    again = torch.rand(4, device=REMOTE, generator=remote)
+    twin = remote.clone_state()
+    next_ones = [torch.rand(2, device=REMOTE, generator=g) for g in (remote, twin)]
+    assert dr.stalls() == []
+    assert torch.equal(first.cpu(), again.cpu())
+    assert torch.equal(*(t.cpu() for t in next_ones))
+    assert torch.equal(dr.fetch(remote.get_state()), dr.fetch(twin.get_state()))
+
+
+def test_a_state_goes_through_a_file(session: object) -> None:
+    generator = torch.Generator(REMOTE)
+    generator.manual_seed(3)
+    file = io.BytesIO()
+    torch.save(generator.get_state(), file)
+    expected = torch.rand(3, device=REMOTE, generator=generator).cpu()
+    file.seek(0)
+    generator.set_state(torch.load(file))
+    assert torch.equal(torch.rand(3, device=REMOTE, generator=generator).cpu(), expected)
+    local = torch.Generator()
+    local.manual_seed(3)
+    assert torch.equal(torch.rand(3, generator=local), expected)
+
+
+def test_it_is_a_generator_and_others_stay_what_they_were(session: object) -> None:
+    remote, local = torch.Generator(device=dr.place(1)), torch.Generator("cpu")
+    assert isinstance(remote, torch.Generator) and isinstance(local, torch.Generator)
+    assert not isinstance(3, torch.Generator) and issubclass(type(local), torch.Generator)
+    assert type(local) is torch._C.Generator and local.device == torch.device("cpu")
+    assert remote.device == dr.place(1).device and remote.initial_seed() == local.initial_seed()
+    assert remote.manual_seed(5) is remote and remote.initial_seed() == 5
+    assert remote.seed() == remote.initial_seed() != 5
+    assert torch.rand(1, device=dr.place(1), generator=remote).device == dr.place(1).device
+
+
+def test_a_loader_shuffles_with_it_where_it_is_the_default_device(session: object) -> None:
+    with torch.device(REMOTE):
+        there = DataLoader(list(range(9)), shuffle=True, generator=torch.Generator(REMOTE).manual_seed(1))  # type: ignore[arg-type, var-annotated]
+        mixed = [int(batch) for batch in there]
+    here = DataLoader(list(range(9)), shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type, var-annotated]
+    assert mixed == [int(batch) for batch in here]
+
+
+@pytest.mark.parametrize(
+    "mistake, kind, text",
+    [
+        (
+            lambda g: torch.rand(2, device=dr.place(1), generator=g),
+            RuntimeError,
+            "Expected a 'remote:1' device type for generator but found 'remote:0'",
+        ),
+        (lambda g: g.manual_seed(1 << 65), RuntimeError, "Overflow"),
+        (lambda g: g.set_state(torch.zeros(2)), TypeError, "expected a torch.ByteTensor"),
+        (lambda g: g.get_offset(), dr.NotSupportedError, "get_state, set_state"),
+        (lambda g: torch.save(g, io.BytesIO()), dr.NotSupportedError, r"torch\.save\(generator\.get_state\(\)"),
+        (
+            lambda g: torch.rand(2, device=REMOTE, generator=torch.Generator()),
+            dr.NotSupportedError,
+            'torch.Generator\\("remote:0"\\)',
+        ),
+    ],
+)
+def test_mistakes(session: object, mistake: Callable[[Any], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        mistake(torch.Generator(REMOTE))
+
+
+def test_draws_for_local_tensors_are_not_taken_for_its_own(session: object) -> None:
+    generator = torch.Generator(REMOTE)
+    torch.rand(2, generator=generator)
+    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'remote:0'"):
+        torch.rand(2, device=REMOTE, generator=generator)
+    with pytest.warns(UserWarning, match="drew numbers for a tensor of this process"):
+        del generator
+
+
+def test_it_draws_on_a_gpu_as_torchs_own_does(fresh_session: Callable[..., Any]) -> None:
+    """A simulated GPU has a CPU's kernels, and each place its own generator."""
+    fresh_session(world_size=1, simulate_cuda=2)
+    generators = [torch.Generator(dr.place(0, f"cuda:{k}")).manual_seed(4) for k in range(2)]  # type: ignore[call-arg, arg-type]
+    drawn = [torch.rand(3, device=g.device, generator=g).cpu() for g in generators]
+    assert torch.equal(*drawn) and torch.equal(drawn[0], torch.rand(3, generator=torch.Generator().manual_seed(4)))

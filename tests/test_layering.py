@@ -25,14 +25,19 @@ OUTSIDE = {
         "distruntime.wire.keys",
     },
     # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before
-    # authentication.
-    "pickle": {"distruntime.publishing.structure", "distruntime_worker.collectives.groups"},
+    # authentication. `torch_save` only walks through what `torch.save` is to pickle.
+    "pickle": {
+        "distruntime.backend.torch_save",
+        "distruntime.publishing.structure",
+        "distruntime_worker.collectives.groups",
+    },
     "cloudpickle": {"distruntime.collectives.data_channels", "distruntime.publishing.structure"},
     "nacl": {"distruntime.publishing.signing"},
     "cryptography": {"distruntime_worker.collectives.data_channel.tls"},
     "ssl": {"distruntime_worker.collectives.data_channel.tls"},
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {
+        "distruntime.backend.generators",
         "distruntime.log.handle",
         "distruntime.session.places",
         "distruntime.log.shards",

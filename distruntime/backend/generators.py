@@ -15,6 +15,7 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -22,6 +23,7 @@ from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Residence, new_value
 from ..log.spec import spec
 from ..operators.new_calls import draws
+from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote
@@ -78,7 +80,7 @@ class RemoteGenerator(Generator):
         self.manual_seed(_DEFAULT_SEED)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """The place that it draws at."""
         return self._home.device
 
@@ -110,8 +112,8 @@ class RemoteGenerator(Generator):
         return self._state.clone()
 
     @without_our_frames
-    def set_state(self, new_state: torch.Tensor) -> None:
-        """Take a state, remote or local."""
+    def set_state(self, new_state: torch.Tensor) -> torch.Generator:
+        """Take a state, remote or local, and return this generator."""
         if new_state.dtype != torch.uint8:
             raise of_caller(TypeError("expected a torch.ByteTensor, but got " + new_state.type()))
         home = self._home
@@ -121,15 +123,17 @@ class RemoteGenerator(Generator):
         state = new_state.detach().to(home.device, copy=True)
         assert isinstance(state, DistributedTensor)
         self._state = state
+        return self
 
     def clone_state(self) -> RemoteGenerator:
         """Return another generator at its place, with its state."""
         twin = RemoteGenerator(self.device)
-        twin._state, twin._seed = self._state.clone(), self._seed  # type: ignore[assignment]
+        twin.set_state(self._state)
+        twin._seed = self._seed
         return twin
 
     def draw(
-        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
+        self, func: Operator, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
     ) -> object:
         """Issue a call that draws from it."""
         self._require_unused()
@@ -162,8 +166,8 @@ class RemoteGenerator(Generator):
 
     def _misused(self) -> str:
         return (
-            f"Expected a 'cpu' device type for generator but found '{self.device}': this generator drew numbers "
-            "for a tensor of this process, and these do not follow its seed. "
+            f"Expected a 'cpu' device type for generator but found '{self.device}': this generator drew "
+            "numbers for a tensor of this process, and these do not follow its seed. "
             "Use torch.Generator() for tensors of this process"
         )
 
@@ -171,30 +175,29 @@ class RemoteGenerator(Generator):
         if hasattr(self, "_pristine") and not torch.equal(_Own.get_state(self), self._pristine):
             warnings.warn(self._misused(), stacklevel=2)
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> NoReturn:
         raise NotSupportedError(
-            "a generator at a place cannot be pickled; save its state: torch.save(generator.get_state(), path)"
+            "a generator at a place cannot be pickled; save its state: "
+            "torch.save(generator.get_state(), path)"
         )
 
-    def get_offset(self) -> int:
+    def get_offset(self) -> NoReturn:
         """Refuse."""
-        return self._refuse("get_offset")
+        self._refuse("get_offset")
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> NoReturn:
         """Refuse."""
         self._refuse("set_offset")
 
-    def graphsafe_get_state(self) -> torch.Generator:
+    def graphsafe_get_state(self) -> NoReturn:
         """Refuse."""
         self._refuse("graphsafe_get_state")
-        return self
 
-    def graphsafe_set_state(self, new_state: torch.Generator) -> torch.Generator:
+    def graphsafe_set_state(self, new_state: torch.Generator) -> NoReturn:
         """Refuse."""
         self._refuse("graphsafe_set_state")
-        return self
 
-    def _refuse(self, name: str) -> int:
+    def _refuse(self, name: str) -> NoReturn:
         raise NotSupportedError(
             f"Generator.{name} is for CUDA graphs of this process; a generator on a worker has "
             "get_state, set_state and clone_state"
@@ -203,7 +206,7 @@ class RemoteGenerator(Generator):
 
 def _draw(
     generator: object,
-    func: torch._ops.OpOverload,
+    func: Operator,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     place: Callable[[], Residence],

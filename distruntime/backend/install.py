@@ -38,6 +38,7 @@ from .fused import KERNELS, Kernel
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .no_dynamo import hide
+from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
 from .torch_load import load
@@ -111,6 +112,7 @@ def install() -> None:
     install_materialize()
     install_storages()
     install_generators()
+    install_no_memory()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)
@@ -135,8 +137,8 @@ def _import_ahead() -> None:
             return
 
 
-# torch would make these but the first three by their `out=` forms, which resize an empty tensor, and how large that
-# is then the worker alone would know: each call would wait for it.
+# torch would make all but the first three by their `out=` forms, which resize an empty tensor. How large that
+# is then, the worker alone would know, so each call would wait for it.
 _FACTORIES = (
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default),
     *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.eye.default, _aten.eye.m),

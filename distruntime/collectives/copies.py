@@ -115,7 +115,11 @@ def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str
 
 def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     target, source = args[0], args[1]
-    assert isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor)
+    assert isinstance(target, torch.Tensor)
+    if not isinstance(source, torch.Tensor):
+        # A number goes into every element.
+        assert isinstance(source, (bool, int, float, complex))
+        return func(target, torch.tensor(source))
     if type(target) is not cls:
         assert isinstance(source, DistributedTensor)
         local = download(source._handle)

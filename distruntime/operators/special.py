@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import NotSupportedError
+from ..errors import NotSupportedError, of_caller
 from ..log.handle import Residence
 from ..log.line import user_line
 from .ask_worker import ask
@@ -44,7 +44,15 @@ def _pack_padded_sequence(
 ) -> Any:
     # It runs as on a GPU: the lengths come from this process's CPU, and the batch sizes stay there.
     data, lengths, batch_first = args
-    if type(lengths) is cls or type(data) is not cls:
+    if type(lengths) is cls:
+        kind = lengths.type().rpartition(".")[2].removesuffix("Tensor")
+        raise of_caller(
+            RuntimeError(
+                "'lengths' argument should be a 1D CPU int64 tensor, but got "
+                f"{lengths.dim()}D {lengths.device} {kind} tensor"
+            )
+        )
+    if type(data) is not cls:
         return NotImplemented
     place: Residence = data._handle.place
     sent = wrap(cls, upload(lengths, place, stay_on_cpu=True))
@@ -63,9 +71,12 @@ def _histc(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: d
     return func(source.to(torch.float64), *args[1:], **kwargs).to(source.dtype)
 
 
-def _never_pinned(
-    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
+def _same_size(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    # Autograd asks so of a local tensor and a remote one.
+    return bool(args[0].size() == args[1].size())
+
+
+def _no(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
 
@@ -92,7 +103,10 @@ SPECIAL: dict[str, Special] = {
     "aten::_efficientzerotensor": _zeros,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::histc": _histc,
-    "aten::is_pinned": _never_pinned,
+    "aten::is_pinned": _no,
+    **dict.fromkeys(("aten::is_same_size", "aten::_has_same_storage_numel"), _same_size),
+    # `nn.TransformerEncoder` asks whether it may make a nested tensor, and pads if it may not.
+    "aten::_nested_tensor_from_mask_left_aligned": _no,
     "aten::detach_": _detached,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),

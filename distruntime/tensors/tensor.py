@@ -54,6 +54,13 @@ class DistributedTensor(torch.Tensor):
 
     _handle: Handle
 
+    # Libraries that take several kinds of arrays (opt_einsum) tell them by the first name of this.
+    __module__ = "torch"
+
+    # `type(parameter)(data, requires_grad=...)` makes another parameter: accelerate's hooks copy so.
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> torch.nn.Parameter:  # type: ignore[misc]
+        return torch.nn.Parameter(data, requires_grad)
+
     # torch documents both of these ways, and its stubs know neither.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment, var-annotated]
@@ -293,7 +300,8 @@ class DistributedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         fetched = saving.get()
         if fetched is not None:
-            return fetched(self).__reduce_ex__(protocol)
+            reduced: str | tuple[object, ...] = fetched(self).__reduce_ex__(protocol)
+            return reduced
         raise NotSupportedError(
             f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
             "torch.save(state, path) fetches and saves it; "
@@ -307,7 +315,8 @@ class DistributedTensor(torch.Tensor):
         larger than an address can be: C code refuses it.
         """
         begin = address(self._handle.storage)
-        return begin + self.storage_offset() * self.element_size() if begin and self.numel() else 0
+        offset = self._handle.spec.offset * self.element_size()
+        return begin + offset if begin and self.numel() else 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory's size, place and identity; its bytes are not in this process."""

@@ -1,0 +1,56 @@
+"""What torch's C++ asks of memory in this process, and a session answers: pinning, DLPack, nested tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ..errors import NotSupportedError, without_our_frames
+from ..session.session import active
+from ..session.spelling import is_remote
+from ..tensors.tensor import DistributedTensor
+
+_pin = torch.Tensor.pin_memory
+_dlpack = torch._C._to_dlpack
+
+
+@functools.wraps(_pin)
+def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Pin as torch does where a GPU of this process is to copy from it.
+
+    Otherwise return the tensor as it is: an upload does not need pinned memory. torch would look for memory
+    of the device "remote", and raise.
+    """
+    if device is None and active and not isinstance(self, DistributedTensor):
+        return _pin(self, "cuda") if torch.cuda.is_available() else self
+    return _pin(self) if device is None else _pin(self, device)
+
+
+@without_our_frames
+def to_dlpack(tensor: torch.Tensor) -> object:
+    """Export a tensor as torch does; refuse a remote one."""
+    return tensor.__dlpack__() if isinstance(tensor, DistributedTensor) else _dlpack(tensor)
+
+
+def _local_only(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:  # type: ignore[explicit-any]
+    @functools.wraps(make)
+    @without_our_frames
+    def made(*args: object, device: object = None, **kwargs: object) -> torch.Tensor:
+        if is_remote(device):
+            raise NotSupportedError(
+                "nested tensors live here only; remote tensors are strided. "
+                f'Pad them, torch.nn.utils.rnn.pad_sequence(tensors).to("{device}"), or keep a list'
+            )
+        return make(*args, device=device, **kwargs)
+
+    return made
+
+
+def install_no_memory() -> None:
+    """Put these in torch's place."""
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
+    torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[attr-defined, assignment]
+    for name in ("nested_tensor", "as_nested_tensor"):
+        setattr(torch.nested, name, _local_only(getattr(torch.nested, name)))

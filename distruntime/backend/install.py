@@ -29,6 +29,7 @@ from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
+from ..tensors.subclasses import install_subclasses
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .default_dtype import install_default_dtype
@@ -112,6 +113,7 @@ def install() -> None:
     install_materialize()
     install_storages()
     install_generators()
+    install_subclasses()
     install_no_memory()
     install_default_dtype()
     install_determinism()

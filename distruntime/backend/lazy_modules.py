@@ -65,10 +65,12 @@ def materialize(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Give a parameter its shape, as torch does, also one that was sent to a worker before it had a shape."""
-    remote = getattr(self, "_remote", None)
-    if remote is None or device is not None:
+    born_there = isinstance(self, DistributedTensor)
+    remote = self.device if born_there else getattr(self, "_remote", None)
+    if remote is None or (device is not None and not born_there):
         _materialize(self, shape, device, dtype)
         return
+    remote = remote if device is None else device
     fresh = torch.empty(shape, device=remote, dtype=dtype or self.data.dtype)
     if isinstance(self, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, self.requires_grad)

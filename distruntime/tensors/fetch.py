@@ -132,7 +132,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         if key not in replies:
             replies[key] = request(handle, "tensor")
         param = leaf.requires_grad if getattr(leaf, "_is_param", False) else None
-        wanted.append(_Wanted(key, id(leaf), param))
+        wanted.append(_Wanted(key, id(leaf), param, getattr(leaf, "origin", torch.Tensor)))
     rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
     future._pending = list(replies.values())
     left = [len(replies)]
@@ -153,7 +153,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
             if want is not None and want.leaf not in same:
-                alias = data[want.key].detach()
+                alias = data[want.key].detach().as_subclass(want.kind)
                 same[want.leaf] = (
                     alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
                 )
@@ -178,13 +178,14 @@ def fetch_async(tree: T) -> Fetched[T]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One remote leaf of a tree: which value it is, which object, and whether it is a parameter (then: with
-    gradient or without).
+    """One remote leaf of a tree: which value it is, which object, its class, and whether it is a parameter
+    (then: with gradient or without).
     """
 
     key: tuple[int, Spec]
     leaf: int
     param: bool | None
+    kind: type[torch.Tensor]
 
 
 @overload

@@ -1,0 +1,186 @@
+"""Subclasses of `torch.Tensor` that are made of a remote tensor: `x.as_subclass(Mine)`.
+
+fastai's, torchvision's and MONAI's tensors are such, and so are parameters of lazy modules. torch would give
+the proxy another Python object, and it can have one only. So each such class gets a twin here, which is a
+subclass of it and a proxy: what the class does to torch's functions comes first, and below it the operators
+are those of a plain proxy.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_map_only
+
+from ..errors import NotSupportedError, of_caller, without_our_frames
+from ..log.handle import REMOTE_TYPES
+from ..log.spec import Spec
+from ..operators.dispatch import dispatch
+from ..operators.propagate import Operator
+from ..operators.proxies import reshape_wrapper, wrap
+from ..session.session import active_session
+from ..session.spelling import is_remote
+from .tensor import DistributedTensor
+
+# Whatever torch's functions take.
+Function = Callable[..., Any]  # type: ignore[explicit-any]
+T = TypeVar("T", bound=torch.Tensor)
+
+_make_wrapper: Function = torch.Tensor._make_wrapper_subclass
+_make_subclass: Function = torch.Tensor._make_subclass
+
+
+class SubclassTensor(DistributedTensor):
+    """A remote tensor of a user's class. `origin` is that class."""
+
+    origin: type[torch.Tensor]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        name, text = self.origin.__name__, super().__repr__()
+        return text.replace("tensor(", f"{name}(", 1).replace(
+            "\n" + " " * len("tensor("), "\n" + " " * len(f"{name}(")
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Issue an operator on plain proxies of the operands; what it wrote is given back as it came."""
+        given: dict[int, tuple[SubclassTensor, DistributedTensor, Spec]] = {}
+
+        def plain(tensor: SubclassTensor) -> DistributedTensor:
+            if id(tensor) not in given:
+                handle = tensor._handle
+                given[id(tensor)] = tensor, wrap(DistributedTensor, handle), handle.spec
+            return given[id(tensor)][1]
+
+        plain_args, plain_kwargs = tree_map_only(SubclassTensor, plain, (list(args), kwargs or {}))
+        kinds = {DistributedTensor if issubclass(kind, SubclassTensor) else kind for kind in types}
+        found = dispatch(DistributedTensor, func, tuple(kinds), plain_args, plain_kwargs)
+        if found is NotImplemented:
+            return found
+        own: dict[int, SubclassTensor] = {}
+        for tensor, proxy, spec in given.values():
+            own[id(proxy)] = tensor
+            # It was resized or turned in place.
+            if tensor._handle.spec is not spec:
+                reshape_wrapper(tensor, tensor._handle.spec)
+        return tree_map_only(DistributedTensor, lambda proxy: own.get(id(proxy), proxy), found)
+
+
+# A class keeps its twin under this name, and both go together.
+_TWIN = "_distruntime_twin"
+
+
+def remote_class(cls: type) -> type[DistributedTensor]:
+    """Return the class of remote tensors that are of a user's class."""
+    if not issubclass(cls, torch.Tensor):
+        raise of_caller(TypeError(f"cls must be a subclass of torch.Tensor, got {cls!r}"))
+    if cls is torch.Tensor:
+        return DistributedTensor
+    if issubclass(cls, DistributedTensor):
+        return cls
+    if _TWIN not in cls.__dict__:
+        if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise NotSupportedError(
+                f"{cls.__name__} has a __torch_dispatch__ of its own, and so have remote tensors: let it "
+                f"hold the tensor, torch.Tensor._make_wrapper_subclass({cls.__name__}, x.shape, device=...)"
+            )
+
+        def torch_function(
+            twin: type,
+            func: Function,
+            kinds: Sequence[type],
+            args: Sequence[object] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            own = tuple(getattr(kind, "origin", kind) for kind in kinds)
+            return cls.__torch_function__(func, own, args, kwargs or {})
+
+        twin = types.new_class(
+            cls.__name__,
+            (cls, SubclassTensor),
+            {},
+            lambda body: body.update(
+                {
+                    "__module__": cls.__module__,
+                    "__qualname__": cls.__qualname__,
+                    "origin": cls,
+                    "__torch_function__": classmethod(torch_function),
+                    "__torch_dispatch__": SubclassTensor.__dict__["__torch_dispatch__"],
+                }
+            ),
+        )
+        setattr(cls, _TWIN, twin)
+    found: type[SubclassTensor] = cls.__dict__[_TWIN]
+    return found
+
+
+class _AsSubclass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: DistributedTensor, kind: type[DistributedTensor]) -> torch.Tensor:
+        found: torch.Tensor = wrap(kind, tensor._handle)
+        return found
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.as_subclass(torch.Tensor), None
+
+
+@without_our_frames
+def as_subclass(self: DistributedTensor, cls: type[T]) -> T:
+    """Return the same value as a tensor of class `cls`, as `Tensor.as_subclass`. Return at once."""
+    kind = remote_class(cls)
+    if torch.is_grad_enabled() and self.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _AsSubclass.apply(self, kind)  # type: ignore[no-any-return, no-untyped-call]
+    found: T = wrap(kind, self._handle)
+    return found
+
+
+# torch's compiler compares the parameters of this function with those of its own twin of it, and lets these
+# pass.
+@without_our_frames
+def make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[explicit-any]
+    """Make a leaf of a class of a tensor's value, as torch does; also of a remote one's."""
+    if len(args) < 2 or not isinstance(args[1], DistributedTensor):
+        local: torch.Tensor = _make_subclass(*args, **kwargs)
+        return local
+    found: torch.Tensor = wrap(remote_class(args[0]), args[1]._handle)
+    with torch._C.DisableTorchFunctionSubclass():
+        return found.requires_grad_(bool(kwargs.get("require_grad", args[2] if len(args) > 2 else False)))
+
+
+def make_wrapper(cls: type[T], *args: object, device: object = None, **kwargs: object) -> T:
+    """Make a wrapper subclass as torch does; one that says "remote" has the device that proxies have in C++.
+
+    With the other one, autograd would look for a device of this process.
+    """
+    if is_remote(device):
+        if cls.device is torch.Tensor.device:
+            cls.device = property(_place_of)  # type: ignore[assignment]
+        device = active_session().places.meant(torch.device(device)).lazy
+    if device is not None:
+        kwargs["device"] = device
+    found: T = _make_wrapper(cls, *args, **kwargs)
+    return found
+
+
+def _place_of(self: torch.Tensor) -> torch.device:
+    device: torch.device = torch.Tensor.device.__get__(self)
+    return active_session().places.meant(device).device if device.type in REMOTE_TYPES else device
+
+
+def install_subclasses() -> None:
+    """Put these in torch's place."""
+    DistributedTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]
+    torch.Tensor._make_wrapper_subclass = staticmethod(make_wrapper)  # type: ignore[method-assign]
+    torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign, assignment]

@@ -1,0 +1,148 @@
+"""Subclasses of `torch.Tensor` of remote tensors, as fastai, torchvision and MONAI have them; lazy modules."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import distruntime as dr
+from agree import REMOTE
+
+
+class Image(torch.Tensor):
+    def width(self) -> int:
+        return self.shape[-1]
+
+
+class Logged(torch.Tensor):
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def image(device: str = REMOTE) -> Any:
+    return torch.arange(6.0).view(2, 3).to(device).as_subclass(Image)
+
+
+RESULTS: dict[str, Callable[[Any], Any]] = {
+    "a sum of it": lambda y: y + 1,
+    "it and a plain one": lambda y: torch.ones_like(y).as_subclass(torch.Tensor) + y,
+    "a view": lambda y: y[:, 1:],
+    "a list": lambda y: torch.stack([y, y]),
+    "turned in place": lambda y: y.clone().t_(),
+    "another shape in place": lambda y: y.clone().unsqueeze_(0),
+    "resized": lambda y: y.clone().resize_(3, 2),
+    "added in place": lambda y: y.clone().add_(1),
+    "converted": lambda y: y.to(torch.float64),
+    "its data": lambda y: y.data,
+    "through a module": lambda y: nn.Linear(3, 2).to(y.device).requires_grad_(False)(y) * 0,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_of_its_class_and_of_its_place(session: object, name: str) -> None:
+    here, there = RESULTS[name](image("cpu")), RESULTS[name](image())
+    assert isinstance(here, Image) and isinstance(there, Image)
+    assert there.device.type == "remote" and there.width() == here.width() and there.shape == here.shape
+    back = there.cpu()
+    assert type(back) is Image and torch.equal(back, here)
+
+
+def test_it_comes_and_goes_as_its_class(session: object) -> None:
+    y = image()
+    assert type(y).__name__ == "Image" and isinstance(y, dr.DistributedTensor)
+    assert repr(y).startswith("Image([[0., 1., 2.],\n       [3., 4., 5.]]")
+    assert type(dr.fetch(y)) is Image and type(y.cpu()) is Image
+    assert isinstance(y.to(node=1), Image) and isinstance(torch.ones(2).as_subclass(Image).to(REMOTE), Image)
+    file = io.BytesIO()
+    torch.save(y, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is Image
+    assert isinstance(copy.deepcopy(y), Image)
+    plain = y.as_subclass(torch.Tensor)
+    assert not isinstance(plain, Image) and torch.equal(plain.cpu(), torch.arange(6.0).view(2, 3))
+    # It is one value under two names.
+    y.add_(1)
+    assert plain.sum().item() == 21
+
+
+def test_gradients_pass_through(session: object) -> None:
+    w = torch.ones(3, device=REMOTE, requires_grad=True)
+    z = w.as_subclass(Image) * 2
+    assert isinstance(z, Image) and z.requires_grad
+    z.square().sum().backward()
+    assert w.grad is not None and w.grad.tolist() == [8.0] * 3
+    leaf = torch.Tensor._make_subclass(Image, torch.ones(2, device=REMOTE), True)  # type: ignore[arg-type]
+    (leaf * 3).sum().backward()
+    assert isinstance(leaf, Image) and leaf.grad is not None and leaf.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_the_class_does_to_torchs_functions_comes_first(session: object) -> None:
+    x = torch.ones(2, device=REMOTE).as_subclass(Logged)
+    Logged.calls.clear()
+    found = torch.relu(x)
+    assert Logged.calls[0] == "relu" and isinstance(found, Logged)
+    Logged.calls.clear()
+
+
+def test_lazy_modules_are_born_on_a_worker(session: object) -> None:
+    with torch.device(REMOTE):
+        model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+        found = model(torch.ones(2, 3, 8, 8))
+    found.sum().backward()
+    assert found.shape == (2, 2) and {p.device.type for p in model.parameters()} == {"remote"}
+    assert all(p.grad is not None and isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+class Wrapper(torch.Tensor):
+    """As torchao's tensors are made: it holds a tensor, and claims its device."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> Any:
+        found: Any = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, requires_grad=requires_grad
+        )
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map(lambda t: t.inner if isinstance(t, Wrapper) else t, (args, kwargs or {}))
+        found = func(*bare[0], **bare[1])
+        return tree_map(lambda t: Wrapper(t) if isinstance(t, torch.Tensor) else t, found)
+
+
+def trained(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3)).to(device)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = Wrapper(p.detach(), True)  # type: ignore[arg-type, assignment, union-attr]
+    loss = F.cross_entropy(model(torch.randn(5, 4).to(device)), torch.arange(5).to(device) % 3)
+    loss.backward()
+    assert {p.device.type for p in (loss, *model.parameters())} == {device}
+    return [p.grad.inner.cpu() for p in model.parameters()]  # type: ignore[union-attr, attr-defined]
+
+
+def test_wrappers_that_claim_a_place_are_differentiated(session: object) -> None:
+    torch.testing.assert_close(trained(REMOTE), trained("cpu"))
+
+
+def test_a_class_with_its_own_dispatch_is_told_to_hold_the_tensor(session: object) -> None:
+    with pytest.raises(dr.NotSupportedError, match=r"_make_wrapper_subclass\(Wrapper, x\.shape"):
+        torch.ones(2, device=REMOTE).as_subclass(Wrapper)
+    with pytest.raises(TypeError, match=r"must be a subclass of torch\.Tensor"):
+        torch.ones(2, device=REMOTE).as_subclass(int)  # type: ignore[type-var]

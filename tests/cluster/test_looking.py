@@ -30,12 +30,7 @@ from processes import ListeningWorker, blocked, state, stopped, until
 REMOTE = "remote"
 
 
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
-    dr.shutdown()
-    yield
-    dr.shutdown()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 @pytest.fixture

@@ -38,19 +38,7 @@ from processes import PATH, ListeningWorker, until, waits_less
 REMOTE = "remote"
 
 
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions are noted in a directory of the test's own, and ended with it."""
-    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
-    dr.shutdown()
-    yield
-    dr.shutdown()
-    for name in registry.names():
-        entry = registry.read(name)
-        if entry is not None and entry.directory:  # else its worker ends with the test
-            dr.init_master_worker(session=name, resume=True, force=True)
-            dr.shutdown()
-        registry.delete(name)
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def master(code: str, *, status: int = 0) -> str:

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +21,7 @@ REMOTE = "remote"
 PLACES = [(n, device) for n in range(2) for device in ("cuda:0", "cuda:1", "cpu")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _two_nodes_with_two_simulated_gpus() -> Iterator[None]:
-    dr.shutdown()
-    dr.init_master_worker(world_size=2, simulate_cuda=2)
-    yield
-    dr.shutdown()
+pytestmark = pytest.mark.usefixtures("two_nodes_with_two_simulated_gpus")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
 from .log_files import log_folder
-from .named_sessions import Entry, delete, now, read, write
+from .named_sessions import Entry, delete, drop, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
@@ -269,8 +269,7 @@ def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Se
     while True:
         before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
         if len(dead) == len(entry.workers):
-            delete(entry.name)
-            shutil.rmtree(entry.directory, ignore_errors=True)
+            drop(entry)
             if may_begin:
                 return start(options, count or len(dead))
             raise ConnectionFailed(

@@ -74,7 +74,10 @@ def ask(
     *fields: P.args,
     **named: P.kwargs,
 ) -> dict[Node, T]:
-    """Return the answer of each worker that is not lost about what is published. Block for one round trip."""
+    """Return the answer of each worker that is not lost about what is published. Block for one round trip.
+
+    Raise `NodeFailed` if all workers are lost.
+    """
     requests = [
         (node, session.ask(node, question, *fields, **named)) for node in session.nodes if node.failed is None
     ]
@@ -85,6 +88,10 @@ def ask(
             continue
         session.raise_for(request)
         answers[node] = request.value
+    if not answers:
+        # Nobody is left who knows. Another master may have taken the session, with all that is published.
+        session.require_open()
+        session.nodes[0].require_alive()
     return answers
 
 

@@ -22,6 +22,7 @@ from ..log.node import Node
 from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
+from ..session.misspelt import suggests
 from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named
@@ -63,6 +64,7 @@ def names() -> Publications:
     return published(active_session())
 
 
+@suggests
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 

@@ -186,6 +186,9 @@ for arguments in ({{"resume": True}}, {{}}):
     with pytest.raises(dr.NodeFailed, match="taken over"):
         until(lambda: x.sum().item() != 3)
     assert dr.nodes()[0].state == "left"
+    for question in (dr.names, lambda: dr.unpublish("y"), lambda: dr.lookup("y")):
+        with pytest.raises(dr.NodeFailed, match="taken over"):
+            question()
 
 
 def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..errors import PlacementError
 from ..log.current import DeviceLike, device_context, device_name, node_context
-from ..log.handle import Place
-from .session import active_session
+from ..log.handle import UNNUMBERED, Place
+from .session import active, active_session
 from .spelling import on_node, require_alone
 
 
@@ -25,6 +27,26 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
     torch takes it as a device: `torch.ones(2, device=dr.place(1))`.
     """
     return active_session().places.place(node, device_name(device))
+
+
+def _unpickled(node: int, device: str) -> Place:
+    """Return a place with the number that it has in this process's session.
+
+    Without a session it has none, and neither has one that this session does not have. `Place` follows its
+    node and device all the same, wherever distruntime itself is given it.
+    """
+    return active[0].places.known(node, device) if active else Place(node, device)
+
+
+def _pickled(place: Place) -> tuple[Callable[..., Place], tuple[object, ...]]:
+    if place.members:
+        # The place of a mesh is part of a session, and has no number elsewhere.
+        return Place, (place.node, place.local_device, UNNUMBERED, place.members)
+    return _unpickled, (place.node, place.local_device)
+
+
+# The class cannot know the session, which is a room above it.
+copyreg.pickle(Place, _pickled)
 
 
 def node(index: int) -> AbstractContextManager[None]:

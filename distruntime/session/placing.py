@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from ..errors import PlacementError
 from ..log.current import DeviceLike, device_context, device_name, node_context
-from ..log.handle import UNNUMBERED, Place
+from ..log.handle import Place
 from .session import active, active_session
 from .spelling import on_node, require_alone
 
@@ -29,20 +29,22 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
     return active_session().places.place(node, device_name(device))
 
 
-def _unpickled(node: int, device: str) -> Place:
+def _unpickled(node: int, device: str, members: tuple[Place, ...]) -> Place:
     """Return a place with the number that it has in this process's session.
 
-    Without a session it has none, and neither has one that this session does not have. `Place` follows its
-    node and device all the same, wherever distruntime itself is given it.
+    It has none without a session, and if the session does not have the place. A mesh's place is part of a
+    session, and has none either. distruntime's own functions read only the node and the device.
     """
-    return active[0].places.known(node, device) if active else Place(node, device)
+    if members or not active:
+        return Place(node, device, members=members)
+    return active[0].places.known(node, device)
 
 
-def _pickled(place: Place) -> tuple[Callable[..., Place], tuple[object, ...]]:
-    if place.members:
-        # The place of a mesh is part of a session, and has no number elsewhere.
-        return Place, (place.node, place.local_device, UNNUMBERED, place.members)
-    return _unpickled, (place.node, place.local_device)
+_Named = tuple[int, str, tuple[Place, ...]]
+
+
+def _pickled(place: Place) -> tuple[Callable[[int, str, tuple[Place, ...]], Place], _Named]:
+    return _unpickled, (place.node, place.local_device, place.members)
 
 
 # The class cannot know the session, which is a room above it.

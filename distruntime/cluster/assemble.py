@@ -25,6 +25,7 @@ from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from ..wire.messages import Detach, Goodbye
 from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
@@ -35,6 +36,8 @@ from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
 
+# Workers that have come may take so many seconds to hear that the session did not come about.
+_LAST_WORD = 0.3
 # An error names so many workers that have come.
 _MOST_NAMED = 8
 
@@ -389,11 +392,15 @@ def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator
     try:
         yield
     except BaseException:
+        why = "the session did not come about"
+        for node in session.connector.nodes.values():
+            # A session that has a name may be an older one, whose values must stay.
+            session.post(node, Detach(why) if session.lasting else Goodbye(why))
         session.closed = "it did not come about"
         for worker in session.workers:
             if worker is not None:
                 worker.stop(1.0)
-        session.channel.close()
+        session.channel.close(_LAST_WORD if session.connector.nodes else 0.0)
         session.shared.close()
         for callback in session.ending.on_close:
             callback()

@@ -391,6 +391,10 @@ class Connector:
             if found is None:
                 if self._met:
                     self.session.greet(peer, Goodbye("the session has all its workers"))
+                    self.session.strangers.note(
+                        f"a worker on {join.host} (pid {join.pid}) has dialled, and the session has all its "
+                        "workers. It gets no place"
+                    )
                 else:
                     # A place may become free again.
                     self._surplus[peer] = join

@@ -167,14 +167,15 @@ def _serve(options: argparse.Namespace) -> int:
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    stop = threading.Event()
-    _stop_on_signals(stop)
+    stop, reasons = threading.Event(), list[str]()
+    _stop_on_signals(stop, reasons)
     config = configure(options)
     if options.local is not None:
         threading.Thread(
-            target=_follow, args=(options.local, stop), name="follow-master", daemon=True
+            target=_follow, args=(options.local, stop, reasons), name="follow-master", daemon=True
         ).start()
     _daemon().serve(config, stop)
+    log.info("stopped: %s", reasons[0] if reasons else "its last session has ended")
     return 0
 
 
@@ -265,7 +266,7 @@ def _key_from_master() -> KeyPair | None:
     return KeyPair(bytes(halves[0]), bytes(halves[1])) if len(halves) == 2 else None
 
 
-def _follow(master: int, stop: threading.Event) -> None:
+def _follow(master: int, stop: threading.Event, reasons: list[str]) -> None:
     """Stop when the master that started this worker is gone: stdin ends, or its process is no more.
 
     Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is
@@ -276,15 +277,18 @@ def _follow(master: int, stop: threading.Event) -> None:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 4096):
             break
-    log.info("the master that started this worker is gone: stopping")
+    reasons.append("the master that started this worker is gone")
+    log.info("%s: stopping", reasons[0])
     stop.set()
     threading.Event().wait(ORPHAN.get())
     # A kernel that hangs must not outlive its master.
     os._exit(1)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
+def _stop_on_signals(stop: threading.Event, reasons: list[str]) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
+        # Writing the log here could meet the log's own writing half-way.
+        reasons.append("Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name)
         stop.set()
         # The second signal ends a worker that hangs.
         signal.signal(number, signal.SIG_DFL)

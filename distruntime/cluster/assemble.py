@@ -36,6 +36,8 @@ from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
 
+# Workers dial a master that is back within two seconds. So many seconds later, those that have not are gone.
+_REDIAL = 5.0
 # Workers that have come may take so many seconds to hear that the session did not come about.
 _LAST_WORD = 0.3
 # An error names so many workers that have come.
@@ -126,10 +128,7 @@ def _start_and_wait(
     channel = Channel(listen=address, keys=keys, silence=options.unreachable)
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
-    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
-    master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
-    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
+    _let_launch(options, session, address, keys, count, directory)
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
     with _all_or_nothing(session):
@@ -140,6 +139,32 @@ def _start_and_wait(
             _note_listening(options, session)
     options.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
+
+
+def _let_launch(
+    options: SessionOptions, session: Session, address: str, keys: KeyPair | None, count: int, directory: Path
+) -> None:
+    """Let a session start workers that dial this process."""
+    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
+    master, launcher = dialled_at(session.channel.address), options.launcher or LocalLauncher()
+    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
+
+
+def _start_missing(connector: Connector) -> None:
+    """Start the workers of a session that was begun before, where they do not dial again by themselves."""
+    session, until = connector.session, time.monotonic() + _REDIAL
+    while connector.late() and time.monotonic() < until:
+        session.receiver.read(0.02)
+    for connection in connector.late():
+        log.warning(
+            "node %d of session %r has not dialled within %.0f s; it is started anew, and what lived there is "
+            "lost",
+            connection.number,
+            session.name,
+            _REDIAL,
+        )
+        session.workers.start(connection.number)
 
 
 def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -> Session:
@@ -226,6 +251,9 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
         f"{worker_command(listening, dials=True)}\n"
     )
     with _all_or_nothing(session):
+        if options.launcher is not None and options.mode.endswith("auto"):
+            _let_launch(options, session, address, keys, count, scratch_folder())
+            _start_missing(connector)
         _meet(options, connector, f"dial {listening}")
         if options.name is not None:
             _note_listening(options, session)

@@ -131,7 +131,7 @@ def _start_and_wait(
     _let_launch(options, session, address, keys, count, directory)
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
         for k in range(count):
             session.workers.start(k)
         _meet(options, connector, "start")
@@ -158,8 +158,8 @@ def _start_missing(connector: Connector) -> None:
         session.receiver.read(0.02)
     for connection in connector.late():
         log.warning(
-            "node %d of session %r has not dialled within %.0f s; it is started anew, and what lived there is "
-            "lost",
+            "node %d of session %r has not dialled within %.0f s. A new worker starts in its place, and the "
+            "tensors there are lost",
             connection.number,
             session.name,
             _REDIAL,
@@ -184,7 +184,7 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     started = time.monotonic()
     if fresh:
         options.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
-    with _all_or_nothing(session, directory if len(fresh) == count else None):
+    with _all_or_nothing(connector, directory if len(fresh) == count else None):
         session.workers += [None] * count
         for k in fresh:
             session.workers.start(k)
@@ -250,7 +250,7 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
         f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
         f"{worker_command(listening, dials=True)}\n"
     )
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
         if options.launcher is not None and options.mode.endswith("auto"):
             _let_launch(options, session, address, keys, count, scratch_folder())
             _start_missing(connector)
@@ -267,7 +267,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
     connector = _connector(options, channel, addresses, [options.mode] * len(addresses))
     session = connector.session
     options.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
         _meet(options, connector)
         if options.name is not None:
             _note(
@@ -314,7 +314,8 @@ def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Se
         for k in dead:
             if k not in before:
                 log.warning(
-                    "node %d of session %r has died; it begins anew, and what lived there is lost",
+                    "node %d of session %r has died. A new worker starts in its place, and the tensors there "
+                    "are lost",
                     k,
                     entry.name,
                 )
@@ -415,20 +416,21 @@ def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
 
 
 @contextmanager
-def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator[None]:
+def _all_or_nothing(connector: Connector, directory: Path | None = None) -> Iterator[None]:
     """Undo a session that does not come about in a `with` block, and remove the directory made for it."""
+    session = connector.session
     try:
         yield
     except BaseException:
         why = "the session did not come about"
-        for node in session.connector.nodes.values():
+        for node in [node for node in connector.nodes.values() if node.failed is None]:
             # A session that has a name may be an older one, whose values must stay.
             session.post(node, Detach(why) if session.lasting else Goodbye(why))
         session.closed = "it did not come about"
         for worker in session.workers:
             if worker is not None:
                 worker.stop(1.0)
-        session.channel.close(_LAST_WORD if session.connector.nodes else 0.0)
+        session.channel.close(_LAST_WORD if connector.nodes else 0.0)
         session.shared.close()
         for callback in session.ending.on_close:
             callback()

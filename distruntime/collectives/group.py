@@ -114,7 +114,7 @@ class ProcessGroup:
             shown = [f"dr.place({place.node}, {place.local_device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
-                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
+                f"{self!r} cannot go on: {self.broken}. Make a group of the members that are left: "
                 f"dr.new_group([{members}])"
             )
 

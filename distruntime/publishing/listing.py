@@ -76,7 +76,7 @@ def ask(
 ) -> dict[Node, T]:
     """Return the answer of each worker that is not lost about what is published. Block for one round trip.
 
-    Raise `NodeFailed` if all workers are lost.
+    Raise `NodeFailed` if another master has taken them all.
     """
     requests = [
         (node, session.ask(node, question, *fields, **named)) for node in session.nodes if node.failed is None
@@ -88,10 +88,10 @@ def ask(
             continue
         session.raise_for(request)
         answers[node] = request.value
-    if not answers:
-        # Nobody is left who knows. Another master may have taken the session, with all that is published.
-        session.require_open()
-        session.nodes[0].require_alive()
+    for node in session.nodes if not answers else []:
+        # All that is published is still there, and another master has it now.
+        if node.presence.taken:
+            node.require_alive()
     return answers
 
 

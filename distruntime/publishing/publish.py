@@ -68,8 +68,8 @@ def names() -> Publications:
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
-    Block until its workers have got there. The tensors stay where they are, and stay in use: what is done to
-    them in place later, a lookup sees. A name that is taken is given anew, on all nodes at once.
+    Block until the workers have done so. The tensors stay where they are, and stay in use: what is done to
+    them in place later, a lookup sees. Publishing under a name that exists replaces it, on all nodes at once.
 
     Args:
         name: at most 200 characters, without "/".
@@ -287,8 +287,8 @@ def lookup(name: str) -> Any:  # type: ignore[explicit-any]
             with suppress(_Replaced):
                 return _look_up(session, registry, name, owner, own_name, foreign)
     raise UsageError(
-        f"{name!r} is not whole: it is being given anew all the time, or who published it died half-way. "
-        "Look it up again, or publish it again"
+        f"{name!r} is incomplete. Another process publishes it again and again, or its publisher died "
+        "half-way. Look it up again, or publish it again"
     )
 
 

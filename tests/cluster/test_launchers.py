@@ -153,7 +153,7 @@ def test_auto_starts_the_workers_that_have_died_since(
     dr.init_master_worker(launcher=shells, timeout=90, **options)
     assert dr.nodes()[0].pid == pids[0] and dr.lookup("x").tolist() == [3, 3]
     assert [spec.node for spec in shells.specs] == [0, 1, 1]
-    assert "node 1 of session 'day' has not dialled within 5 s; it is started anew" in caplog.text
+    assert "node 1 of session 'day' has not dialled within 5 s. A new worker starts" in caplog.text
     dr.detach()
     for worker in shells.started:
         worker.stop(0.0)

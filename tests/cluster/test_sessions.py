@@ -351,8 +351,7 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(
         network.cut()
         waits_less(9, dr.shutdown)
         assert (
-            "has not heard that the session 'silent' is over, and may keep it until its time is over"
-            in caplog.text
+            "has not heard that the session 'silent' is over, and may keep it until it expires" in caplog.text
         )
         network.mend()
     dr.init_master_worker(session="silent", workers=[daemon.address], force=True)

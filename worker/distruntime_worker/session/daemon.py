@@ -243,7 +243,9 @@ class Daemon:
             self._end(session, "its master has died")
         else:
             log.info(
-                "session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep
+                "session of master %s: connection closed. This worker keeps it for %.0f s",
+                session.master,
+                session.keep,
             )
 
     def _leave_for_another(self, session: Session) -> None:

@@ -277,7 +277,7 @@ class _Reading:
         mesh = self._target.mesh
         if mesh is None or len(mesh.places) != members:
             raise UsageError(
-                f"{key!r} was on a mesh of {members} members, and comes back to one of as many: "
+                f"{key!r} was on a mesh of {members} members, and needs a mesh of as many: "
                 f"dr.load(path, place=mesh), with dr.init_device_mesh of {members} places"
                 + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
             )

@@ -88,7 +88,7 @@ def init_master_worker(
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node
             number is not.
         launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
-        simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
+        simulate_cuda: the number of GPUs that each started worker simulates with CPU tensors.
         data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered
             name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
@@ -209,8 +209,8 @@ def _noted(name: str, required: bool) -> Entry | None:
         raise ConnectionFailed(
             f"there is no session {name!r} to resume: "
             + (f"there are {have}" if have else "none is noted here")
-            + "; one that was opened elsewhere is found at its workers: workers=[...]; "
-            'resume="auto" begins one that is not there'
+            + ". If another machine opened it, name its workers: workers=[...]. "
+            'resume="auto" begins a session that does not exist'
         )
     return entry
 

@@ -41,7 +41,7 @@ class Device:
 class NodeInfo:
     """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
 
-    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting"
+    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it said goodbye), or "connecting"
     (lost, and another worker has been started or asked for in its place); `why` says how it came to the last
     four.
     """

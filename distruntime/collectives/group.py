@@ -14,7 +14,14 @@ from itertools import count
 
 import msgpack
 
-from ..errors import NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError, without_our_frames
+from ..errors import (
+    NodeFailed,
+    NotSupportedError,
+    PlacementError,
+    ProtocolError,
+    UsageError,
+    without_our_frames,
+)
 from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
@@ -108,7 +115,7 @@ class ProcessGroup:
             shown = [f"dr.place({place.node}, {place.local_device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
-                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
+                f"{self!r} cannot go on: {self.broken}. Make a group of the members that are left: "
                 f"dr.new_group([{members}])"
             )
 

@@ -44,7 +44,8 @@ class Place(str):
     "remote:k", which prints as "node 0 cuda:0". `device` is the same as a `torch.device`.
 
     Places are equal if node and device are, whatever their numbers: `dr.place` and `x.place` return places
-    with a number. A mesh's place has its `members`.
+    with a number. They are ordered as they are numbered: node by node, the GPUs of a node before its CPU. A
+    mesh's place has its `members`.
     """
 
     __slots__ = ("local_device", "members", "node", "number")
@@ -88,6 +89,22 @@ class Place(str):
 
     def __hash__(self) -> int:
         return hash((self.node, self.local_device))
+
+    def _order(self) -> tuple[object, ...]:
+        kind, _, index = self.local_device.partition(":")
+        return self.node, kind == "cpu", kind, int(index) if index.isdigit() else 0, self.members
+
+    def __lt__(self, other: object) -> bool:
+        return self._order() < other._order() if isinstance(other, Place) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return self._order() <= other._order() if isinstance(other, Place) else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return self._order() > other._order() if isinstance(other, Place) else NotImplemented
+
+    def __ge__(self, other: object) -> bool:
+        return self._order() >= other._order() if isinstance(other, Place) else NotImplemented
 
     def __str__(self) -> str:
         if not self.members:

@@ -22,6 +22,7 @@ from ..log.node import Node
 from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
+from ..session.misspelt import suggests
 from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named
@@ -65,11 +66,12 @@ def names() -> Publications:
 
 
 @without_our_frames
+@suggests
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
-    Block until its workers have got there. The tensors stay where they are, and stay in use: what is done to
-    them in place later, a lookup sees. A name that is taken is given anew, on all nodes at once.
+    Block until the workers have done so. The tensors stay where they are, and stay in use: what is done to
+    them in place later, a lookup sees. Publishing under a name that exists replaces it, on all nodes at once.
 
     Args:
         name: at most 200 characters, without "/".
@@ -289,8 +291,8 @@ def lookup(name: str) -> Any:  # type: ignore[explicit-any]
             with suppress(_Replaced):
                 return _look_up(session, registry, name, owner, own_name, foreign)
     raise UsageError(
-        f"{name!r} is not whole: it is being given anew all the time, or who published it died half-way. "
-        "Look it up again, or publish it again"
+        f"{name!r} is incomplete. Another process publishes it again and again, or its publisher died "
+        "half-way. Look it up again, or publish it again"
     )
 
 

@@ -85,8 +85,7 @@ class Ending:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and session.lasting:
                     log.warning(
-                        "%s has not heard that the session %r is over, and may keep it until its time is "
-                        "over",
+                        "%s has not heard that the session %r is over, and may keep it until it expires",
                         late[0],
                         session.name,
                     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..errors import PlacementError, without_our_frames
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import Place
-from .session import active_session
+from .session import active, active_session
 from .spelling import on_node, require_alone
 
 
@@ -26,6 +28,28 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
     torch takes it as a device: `torch.ones(2, device=dr.place(1))`.
     """
     return active_session().places.place(node, device_name(device))
+
+
+def _unpickled(node: int, device: str, members: tuple[Place, ...]) -> Place:
+    """Return a place with the number that it has in this process's session.
+
+    It has none without a session, and if the session does not have the place. A mesh's place is part of a
+    session, and has none either. distruntime's own functions read only the node and the device.
+    """
+    if members or not active:
+        return Place(node, device, members=members)
+    return active[0].places.known(node, device)
+
+
+_Named = tuple[int, str, tuple[Place, ...]]
+
+
+def _pickled(place: Place) -> tuple[Callable[[int, str, tuple[Place, ...]], Place], _Named]:
+    return _unpickled, (place.node, place.local_device, place.members)
+
+
+# The class cannot know the session, which is a room above it.
+copyreg.pickle(Place, _pickled)
 
 
 @without_our_frames

@@ -459,7 +459,7 @@ class Session:
                 if another
                 else "Call init_master_worker for a new one"
             )
-            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. {then}")
+            raise SessionClosed(f"this session has ended ({self.closed}); its tensors are gone. {then}")
 
     @property
     def foreign(self) -> bool:

@@ -45,5 +45,6 @@ def load(f: object, map_location: object = None, *args: object, **kwargs: object
         return sent[id(leaf)]
 
     loaded = _load(f, "cpu", *args, **kwargs)
-    found: object = tree_map(send, loaded)
+    with active_session().requests.announcer.uploads.together():
+        found: object = tree_map(send, loaded)
     return found

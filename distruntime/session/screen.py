@@ -43,7 +43,8 @@ class Terminal:
         self.show("")
 
     def pause(self, seconds: float) -> float:
-        return 0.0
+        # A number that changes faster than people read is noise.
+        return 0.25
 
 
 @final

@@ -58,6 +58,8 @@ def _advice(stall: Stall) -> str:
             f"{line} times the worker had as much work as it may have{at}. So it is the worker that takes "
             "the time: nothing here is to be gained."
         )
+    if stall.why == "an upload":
+        return ""
     if "depend on data" in stall.why or stall.why.startswith("aten"):
         name = stall.why.split()[0].removesuffix(".default")
         return (

@@ -12,7 +12,7 @@ import torch
 
 from ..backend.random import get_rng_state, set_rng_state
 from ..cluster.restart import restart
-from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError
+from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError, without_our_frames
 from ..log.handle import Place
 from ..session.session import Session, active_session
 from .load import find_newest
@@ -85,6 +85,7 @@ def _places(session: Session) -> list[Place]:
     return [session.places.place(node, device) for node in there for device in session.places.devices(node)]
 
 
+@without_our_frames
 def run_with_restarts(
     train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]
 ) -> T:

@@ -15,7 +15,7 @@ from ..backend.determinism import follow_determinism
 from ..backend.install import install
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
-from ..errors import ConfigurationError, ConnectionFailed, UsageError
+from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
@@ -43,6 +43,7 @@ class _Begun:
 _begun: list[_Begun] = []
 
 
+@without_our_frames
 @suggests
 def init_master_worker(
     backend: str = "zmq",
@@ -214,6 +215,7 @@ def _noted(name: str, required: bool) -> Entry | None:
     return entry
 
 
+@without_our_frames
 def shutdown(timeout: float | None = None) -> None:
     """End the session, a named one too; workers drop its values.
 
@@ -241,6 +243,7 @@ def _at_exit() -> None:
             session.shutdown(raise_unread=False)
 
 
+@without_our_frames
 def detach(timeout: float | None = None) -> None:
     """Leave a named session: its workers keep its values, and finish what was issued.
 

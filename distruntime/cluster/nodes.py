@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import without_our_frames
 from ..log.handle import Place
 from ..log.node import Node
 from ..session.session import Session, active_session
@@ -159,6 +160,7 @@ def _cards(node: NodeInfo) -> str:
     )
 
 
+@without_our_frames
 def nodes() -> Nodes:
     """Return the session's nodes with fresh figures. Block for one round trip, at most 1 s."""
     session = active_session()

@@ -6,7 +6,7 @@ import logging
 import time
 from datetime import timedelta
 
-from ..errors import ConnectionFailed, UsageError
+from ..errors import ConnectionFailed, UsageError, without_our_frames
 from ..log.node import Node
 from ..session.session import Session, active_session
 from ..wire.deadlines import CONNECT
@@ -16,6 +16,7 @@ from .commands import worker_command
 log = logging.getLogger("distruntime")
 
 
+@without_our_frames
 def restart(node: int, *, force: bool = False, timeout: float | timedelta | None = None) -> None:
     """Put another worker in a node's place, under the same number. Block until it is there.
 

@@ -14,13 +14,7 @@ from itertools import count
 
 import msgpack
 
-from ..errors import (
-    NodeFailed,
-    NotSupportedError,
-    PlacementError,
-    ProtocolError,
-    UsageError,
-)
+from ..errors import NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError, without_our_frames
 from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line
@@ -353,6 +347,7 @@ def homes_of(
     return homes
 
 
+@without_our_frames
 def new_group(
     nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
 ) -> ProcessGroup:

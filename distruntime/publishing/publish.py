@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ProtocolError, UntrustedError, UsageError
+from ..errors import ProtocolError, UntrustedError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, Storage, next_ref
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -55,6 +55,7 @@ _TRIES = 20
 _token = count(1).__next__
 
 
+@without_our_frames
 def names() -> Publications:
     """Return what is published: this session's own, and what other sessions share on its workers.
 
@@ -63,6 +64,7 @@ def names() -> Publications:
     return published(active_session())
 
 
+@without_our_frames
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
@@ -119,6 +121,7 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
         ask(session, DropOlder, name, version)
 
 
+@without_our_frames
 def unpublish(name: str) -> None:
     """Take a name away. Block for one round trip.
 
@@ -262,6 +265,7 @@ def _copies(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 # What a user has published is of any class, so its users would have to convert an `object` on each line.
+@without_our_frames
 def lookup(name: str) -> Any:  # type: ignore[explicit-any]
     """Return what was published under a name: modules as modules, ties and views as they were.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ..errors import PlacementError
+from ..errors import PlacementError, without_our_frames
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import Place
 from .session import active_session
@@ -19,6 +19,7 @@ def _single(place: Place) -> tuple[str, int]:
     return place.local_device, place.node
 
 
+@without_our_frames
 def place(node: int, device: DeviceLike = "cpu") -> Place:
     """Return the place of a node's device: "cpu", "cuda:1", or as a number (-1 is the CPU).
 
@@ -27,17 +28,20 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
     return active_session().places.place(node, device_name(device))
 
 
+@without_our_frames
 def node(index: int) -> AbstractContextManager[None]:
     """Return a context in which new tensors go to node `index`. Operations run where their operands are."""
     active_session().places.devices(index)
     return node_context(index, None)
 
 
+@without_our_frames
 def device(name: DeviceLike) -> AbstractContextManager[None]:
     """Return a context in which new tensors go to a device of the current node: "cpu", "cuda:1", or 1."""
     return device_context(device_name(name))
 
 
+@without_our_frames
 def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextManager[None]:
     """Return a context in which new tensors, torch's own factories included, go to this node and device.
 
@@ -50,6 +54,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     return node_context(found.node, found.local_device, default=True)
 
 
+@without_our_frames
 def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
     """Make this node, and device, the default for new tensors of the session: what a REPL wants."""
     if isinstance(node, Place):

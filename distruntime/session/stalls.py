@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from types import CodeType
 
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from ..log.line import code_text, line_text, place_of, user_line
 from .tables import table_html, table_text
 
@@ -84,6 +84,7 @@ _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"
 
 
+@without_our_frames
 def set_sync_debug_mode(mode: str | int) -> None:
     """Set what an implicit wait does: nothing ("default", 0), warn ("warn", 1) or raise ("error", 2).
 

@@ -46,6 +46,8 @@ class Strike:
         if not frame.f_code.co_filename.endswith(self._file):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        # Python 3.12 looks at what a frame asks for only when tracing is set.
+        sys.settrace(self._call)
         return self._step
 
     def _step(self, frame: FrameType, event: str, argument: object) -> Any:

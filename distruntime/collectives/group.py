@@ -14,7 +14,14 @@ from itertools import count
 
 import msgpack
 
-from ..errors import NodeFailed, NotSupportedError, PlacementError, ProtocolError, UsageError, without_our_frames
+from ..errors import (
+    NodeFailed,
+    NotSupportedError,
+    PlacementError,
+    ProtocolError,
+    UsageError,
+    without_our_frames,
+)
 from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
 from ..log.line import user_line

@@ -120,7 +120,7 @@ def voice(quiet: bool | None) -> Callable[[str], None]:
     if quiet or (quiet is None and os.environ.get("DISTRUNTIME_QUIET")):
         return _silent
     if quiet is False or sys.stdout.isatty() or in_notebook():
-        return _print
+        return _Begun().say
     return _Lines().say
 
 
@@ -128,8 +128,18 @@ def _silent(text: str) -> None:
     """Say nothing, as the user has asked for."""
 
 
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
+@final
+class _Begun:
+    """Standard output, at once. The end of a line says nothing where no line has begun."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def say(self, text: str) -> None:
+        """Print a text, which may be a part of a line."""
+        if text != "\n" or self._begun:
+            print(text, end="", flush=True)
+            self._begun = not text.endswith("\n")
 
 
 @final

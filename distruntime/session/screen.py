@@ -120,7 +120,7 @@ def voice(quiet: bool | None) -> Callable[[str], None]:
     if quiet or (quiet is None and os.environ.get("DISTRUNTIME_QUIET")):
         return _silent
     if quiet is False or sys.stdout.isatty() or in_notebook():
-        return _Begun().say
+        return _Begun(dots=not in_notebook()).say
     return _Lines().say
 
 
@@ -132,11 +132,14 @@ def _silent(text: str) -> None:
 class _Begun:
     """Standard output, at once. The end of a line says nothing where no line has begun."""
 
-    def __init__(self) -> None:
-        self._begun = False
+    def __init__(self, dots: bool) -> None:
+        # A notebook that no browser shows keeps each dot of a wait as an output of its own.
+        self._dots, self._begun = dots, False
 
     def say(self, text: str) -> None:
         """Print a text, which may be a part of a line."""
+        if text == "." and not self._dots:
+            return
         if text != "\n" or self._begun:
             print(text, end="", flush=True)
             self._begun = not text.endswith("\n")

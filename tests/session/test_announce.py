@@ -249,6 +249,16 @@ def test_a_start_without_a_terminal_is_plain_lines_on_standard_error(tmp_path: P
     assert last.startswith("new tensors go to node 0 cpu")
 
 
+def test_a_start_in_a_notebook_has_no_dots(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.session.screen.in_notebook", lambda: True)
+    say = voice(None)
+    for text in ("\n", "starting ", ".", ".", " ready\n"):
+        say(text)
+    assert capsys.readouterr().out == "starting  ready\n"
+
+
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTRUNTIME_QUIET", "1")
     voice(None)("nothing\n")

@@ -136,11 +136,10 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            trace = error.__traceback__
-            # The call itself has failed: there is an argument too many, too few, or with another name.
-            if type(error) is TypeError and (trace is None or trace.tb_next is None):
-                error.__traceback__ = None
             drop_frames(error)
+            # The call itself has failed: there is an argument too many, too few, or with another name.
+            if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
+                error.__traceback__ = None
             raise
 
     return call

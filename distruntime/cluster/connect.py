@@ -150,10 +150,10 @@ def init_master_worker(
             opened = gather_at(options, listen, world_size)
         else:
             opened = start(options, WORLD_SIZE if world_size is None else world_size)
-    except (ConnectionFailed, KeyboardInterrupt) as error:
+    except BaseException:
         # A traceback must not begin in the line that says what is waited for.
         say("\n")
-        raise error.with_traceback(None) from error.__cause__
+        raise
     opened.groups = Groups(opened, data_channel)
     opened.start()
     opened.groups.meeting.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import MethodType
 from typing import final
 
 import torch
@@ -265,7 +266,12 @@ class Handle:
     inside any lock, so it only appends.
     """
 
-    __slots__ = ("born", "place", "ref", "spec", "storage")
+    __slots__ = ("__del__", "born", "place", "ref", "spec", "storage")
+
+    # Each handle has its own, the builtin `append` bound to the ref. Ctrl-C strikes only in Python code, and
+    # Python drops what is raised inside a finalizer. As a method in Python, this one swallowed 3 of 11
+    # presses in a loop of operations. To make and to drop a handle takes 0.20 us either way.
+    __del__: Callable[[], object]
 
     # These are the position in the log after the instruction that creates the value, and the line that issued
     # it.
@@ -273,14 +279,12 @@ class Handle:
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
         self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
+        self.__del__ = MethodType(place.free, ref)
 
     @property
     def ready_at(self) -> int:
         """The position in the node's log from which the value is what a read issued now must see."""
         return max(self.born[0], self.storage.written)
-
-    def __del__(self) -> None:
-        self.place.free(self.ref)
 
 
 def relate(made: Sequence[Handle]) -> None:

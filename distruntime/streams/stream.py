@@ -104,6 +104,7 @@ class Stream:
     Returns at once. Raises `PlacementError` where the node or device is not there.
     """
 
+    @without_our_frames
     def __init__(self, node: Where = None, device: DeviceLike | None = None, priority: int = 0) -> None:
         if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
             raise UsageError(

@@ -6,7 +6,9 @@ import argparse
 import code
 import importlib
 import importlib.util
+import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -18,44 +20,45 @@ _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
 """
 
+# What the demo imports, and the package that brings it.
+_PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("demo", help="train a small network on a worker of this machine")
-    repl = commands.add_parser(
-        "repl", help="an interactive Python with a session (IPython where it is installed)"
-    )
+    repl = commands.add_parser("repl", help="open a prompt with a session, in IPython if it is installed")
     repl.add_argument(
         "workers",
         nargs="*",
         metavar="ADDRESS",
-        help="running workers, such as tcp://gpu1:29400; none: start some here",
+        help="the address of a running worker, such as tcp://gpu1:29400; without one, workers start here",
     )
     repl.add_argument(
         "--world-size",
         type=int,
         metavar="N",
-        help="how many to start here, or to wait for with --listen (default: 2)",
+        help="the number of workers to start here, or to wait for with --listen (default: 2)",
     )
-    repl.add_argument("--listen", metavar="ADDRESS", help="wait here for workers that dial in")
+    repl.add_argument("--listen", metavar="ADDRESS", help="listen at ADDRESS for workers that connect")
     repl.add_argument(
         "--simulate-cuda",
         type=int,
         default=0,
         metavar="N",
-        help="workers started here simulate N GPUs with CPU tensors",
+        help="each worker that starts here simulates N GPUs with CPU tensors",
     )
     repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     repl.add_argument(
         "--insecure",
         action="store_true",
-        help="no encryption and no authentication: who reaches a port owns that machine",
+        help="use no key: whoever reaches a port may run code there",
     )
     commands.add_parser(
         "key",
-        help="print your public signing key, as others put it into their trusted-keys; made if there is none",
+        help="print your public signing key, for the trusted-keys file of others; make one if needed",
     )
     _add_looks(commands)
     return parser
@@ -67,23 +70,31 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     asking.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     asking.add_argument("--insecure", action="store_true", help="use no key")
     asking.add_argument("--timeout", metavar="S", help="seconds to wait for an answer (5)")
-    of = "workers, such as tcp://gpu1:29400; none: those of your named sessions"
+    of = "the address of a worker, such as tcp://gpu1:29400; without one, the workers of your named sessions"
     for name, text in (
         ("status", "show what workers do, and their sessions"),
-        ("top", "show the same, and again every second"),
+        ("top", "show the same again every second"),
     ):
         command = commands.add_parser(name, help=text, parents=[asking])
         command.add_argument("addresses", nargs="*", metavar="ADDRESS", help=of)
         if name == "top":
             command.add_argument(
-                "--times", type=int, metavar="N", help="show it N times; default: until Ctrl-C"
+                "--times", type=int, metavar="N", help="show it N times (default: until Ctrl-C)"
             )
     command = commands.add_parser("sessions", help="list your named sessions, or end one", parents=[asking])
     command.add_argument("--end", metavar="NAME", help="end this session: its workers drop its values")
-    command.add_argument("--force", action="store_true", help="end it although a master uses it")
-    command = commands.add_parser("stacks", help="show where a worker's threads are", parents=[asking])
-    command.add_argument("worker", metavar="NODE", help="an address, or a node's number in a named session")
-    command.add_argument("--session", metavar="NAME", help="the named session that the number is of")
+    command.add_argument(
+        "--force",
+        action="store_true",
+        help="end it even if a master uses it, and drop its note even if no worker answers",
+    )
+    command = commands.add_parser(
+        "stacks", help="show where the threads of a worker are in its code", parents=[asking]
+    )
+    command.add_argument(
+        "worker", metavar="NODE", help="the address of a worker, or the number of a node in a named session"
+    )
+    command.add_argument("--session", metavar="NAME", help="the named session that has this node")
 
 
 def _look(options: argparse.Namespace) -> int:
@@ -110,10 +121,11 @@ def _key() -> int:
 
 def _demo() -> int:
     """Run the example `02_digits.py`, which a wheel has as `demo.py` beside this file."""
-    missing = [name for name in ("sklearn", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"the demo needs {', '.join(missing)} as well:  pip install 'distruntime[demo]'", file=sys.stderr
+            f"the demo needs more packages:  pip install {' '.join(_PACKAGES[name] for name in missing)}",
+            file=sys.stderr,
         )
         return 1
     packaged = Path(__file__).with_name("demo.py")
@@ -185,5 +197,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _command() -> int:
+    """Be the program: end quietly when whoever reads the output has gone, as `head` does."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A shell shows this of a program that SIGPIPE has ended. The signal itself stays ignored, because it
+        # would also end a session whose sockets break.
+        return 128 + signal.SIGPIPE
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_command())

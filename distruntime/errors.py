@@ -98,11 +98,21 @@ def of_caller(error: Exception) -> Exception:
     return error.with_traceback(None)
 
 
+# What has gone wrong with these is told by their text.
+_OF_CALLER = (
+    UsageError,
+    RemoteError,
+    NodeFailed,
+    ConnectionFailed,
+    CheckpointError,
+    WaitTimeout,
+    KeyboardInterrupt,
+)
+
+
 def is_of_caller(error: BaseException) -> bool:
     """Whether frames of this package in the traceback would only hide the line that matters."""
-    return isinstance(error, (UsageError, RemoteError, NodeFailed, KeyboardInterrupt)) or hasattr(
-        error, "_of_caller"
-    )
+    return isinstance(error, _OF_CALLER) or hasattr(error, "_of_caller")
 
 
 def drop_frames(error: BaseException) -> None:
@@ -127,6 +137,9 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except BaseException as error:
             drop_frames(error)
+            # The call itself has failed: there is an argument too many, too few, or with another name.
+            if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
+                error.__traceback__ = None
             raise
 
     return call

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from .cluster.connect import init_master_worker
-from .cluster.connector import span
-from .cluster.named_sessions import Entry, names, now, read
+from .cluster.connector import refuses, span
+from .cluster.named_sessions import Entry, checked_name, drop, names, now, read
 from .cluster.nodes import doing, percent
 from .cluster.observe import Answer, Observer
-from .errors import ConfigurationError
+from .errors import ConfigurationError, ConnectionFailed
 from .session.tables import table_text
 from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
 from .wire.units import printable, size_text
@@ -33,13 +33,18 @@ def status(options: argparse.Namespace) -> int:
     with _observer(options, _addresses(options)) as observer:
         answers = observer.ask(AskWorker, options.timeout)
     print(report(answers))
+    if not options.addresses:
+        dumb = {answer.address for answer in answers if answer.value is None}
+        for entry in _noted():
+            if not entry.listen and dumb.issuperset(entry.workers):
+                print(f"\n {_silent(entry)}")
     return 0 if all(answer.value is not None for answer in answers) else 1
 
 
 def top(options: argparse.Namespace) -> int:
     """Print the same as `status` again and again, until Ctrl-C."""
     if importlib.util.find_spec("rich") is None:
-        raise ConfigurationError("`top` needs rich as well:  pip install 'distruntime[top]'")
+        raise ConfigurationError("`top` needs rich as well:  pip install rich")
     live = importlib.import_module("rich.live").Live
     text = importlib.import_module("rich.text").Text
     at_terminal = sys.stdout.isatty()
@@ -84,13 +89,8 @@ def stacks(options: argparse.Namespace) -> int:
 def sessions(options: argparse.Namespace) -> int:
     """Print the named sessions that this user has begun on this machine, or end one of them."""
     if options.end is not None:
-        # Who ends a session attaches to it, as its next master would.
-        session = init_master_worker(session=options.end, resume=True, force=options.force, quiet=True)
-        count = len(session.nodes)
-        session.shutdown(raise_unread=False)
-        print(f"the session {options.end!r} has ended, on {count} node{'s' if count != 1 else ''}")
-        return 0
-    entries = [entry for name in names() if (entry := read(name)) is not None]
+        return _end(options)
+    entries = _noted()
     if not entries:
         print('no session is noted here. A session has a name: init_master_worker(session="day")')
         return 0
@@ -103,20 +103,105 @@ def sessions(options: argparse.Namespace) -> int:
     return 0
 
 
+def _end(options: argparse.Namespace) -> int:
+    """End a noted session. Its master, if it has one, must be told of it with --force."""
+    entry = read(checked_name(options.end))
+    if entry is None:
+        have = ", ".join(names())
+        raise ConfigurationError(
+            f"no session {options.end!r} is noted here: "
+            + (f"there are {have}" if have else "there is none")
+            + ". A session that was begun on another machine is ended there"
+        )
+    if _has_ended(entry):
+        _drop_ended(entry)
+        return 0
+    answers = [] if entry.listen else _ask(entry, options.timeout)
+    rows = _rows(entry, answers)
+    if answers and all(answer.value is not None for answer in answers) and not rows:
+        drop(entry)
+        print(
+            f"the session {entry.name!r} has ended already: none of its workers has it. Its note is dropped"
+        )
+        return 0
+    if answers and all(answer.value is None for answer in answers):
+        if not options.force:
+            raise ConnectionFailed(f"{_silent(entry)}. {answers[0].why}")
+        drop(entry)
+        print(f"the note of session {entry.name!r} is dropped. Nobody answers at {_where(entry)}")
+        return 0
+    used = next((row for row in rows if row.away is None), None)
+    if used is not None and not options.force:
+        raise ConnectionFailed(
+            f"the session {entry.name!r} is in use, by {_master(used)}. --force ends it all the same"
+        )
+    # Who ends a session attaches to it, as its next master would.
+    session = init_master_worker(session=entry.name, resume=True, force=options.force, quiet=True)
+    count = len(session.nodes)
+    session.shutdown(raise_unread=False)
+    print(f"the session {entry.name!r} has ended, on {count} node{'s' if count != 1 else ''}")
+    return 0
+
+
+def _noted() -> list[Entry]:
+    """Return the noted sessions, after dropping the notes of those that have certainly ended."""
+    entries = [entry for name in names() if (entry := read(name)) is not None]
+    for entry in entries:
+        if _has_ended(entry):
+            _drop_ended(entry)
+    return [entry for entry in entries if not _has_ended(entry)]
+
+
+def _has_ended(entry: Entry) -> bool:
+    """Whether a session's workers were started on this machine, and none of them listens any more.
+
+    A refused TCP connection is no proof: a tunnel may be closed.
+    """
+    return bool(entry.directory) and all(refuses(address) for address in entry.workers)
+
+
+def _drop_ended(entry: Entry) -> None:
+    drop(entry)
+    text = f"the session {entry.name!r} has ended: nobody listens at {_where(entry)}. Its note is dropped"
+    print(text, file=sys.stderr)
+
+
+def _where(entry: Entry) -> str:
+    return entry.workers[0] + (f", and {len(entry.workers) - 1} more" if len(entry.workers) > 1 else "")
+
+
+def _silent(entry: Entry) -> str:
+    """Return what is said of a noted session none of whose workers answers."""
+    return (
+        f"no worker of the session {entry.name!r} answers. If it is gone, "
+        f"`python -m distruntime sessions --end {entry.name} --force` drops its note"
+    )
+
+
+def _ask(entry: Entry, timeout: float) -> list[Answer[WorkerReport]]:
+    key = Path(entry.key) if entry.key else None
+    with Observer(entry.workers, key=key, insecure=entry.insecure) as observer:
+        return observer.ask(AskWorker, timeout)
+
+
+def _rows(entry: Entry, answers: Sequence[Answer[WorkerReport]]) -> list[SessionRow]:
+    return [row for a in answers if a.value is not None for row in a.value.sessions if row.name == entry.name]
+
+
 def _state(entry: Entry, timeout: float) -> list[str]:
     """Return how many workers of a noted session have it, who its master is, and where they are."""
     if entry.listen:
         return [f"{len(entry.workers)}", "its workers dial in, and cannot be asked", entry.listen]
-    key = Path(entry.key) if entry.key else None
-    where = entry.workers[0] + (f", and {len(entry.workers) - 1} more" if len(entry.workers) > 1 else "")
+    where = _where(entry)
     try:
-        with Observer(entry.workers, key=key, insecure=entry.insecure) as observer:
-            answers = observer.ask(AskWorker, timeout)
+        answers = _ask(entry, timeout)
     except ConfigurationError as error:
         return [f"? of {len(entry.workers)}", str(error), where]
-    rows = [row for a in answers if a.value is not None for row in a.value.sessions if row.name == entry.name]
+    rows = _rows(entry, answers)
     if not rows:
-        return [f"0 of {len(entry.workers)}", "none: the session has ended", where]
+        silent = any(answer.value is None for answer in answers)
+        why = "unknown: no answer" if silent else "none: the session has ended"
+        return [f"0 of {len(entry.workers)}", why, where]
     return [f"{len(rows)} of {len(entry.workers)}", _master(rows[0]), where]
 
 
@@ -126,7 +211,7 @@ def _addresses(options: argparse.Namespace) -> list[str]:
     if named:
         return named
     wanted = getattr(options, "session", None)
-    entries = [entry for name in names() if wanted in (None, name) and (entry := read(name)) is not None]
+    entries = [entry for entry in _noted() if wanted in (None, entry.name)]
     found = list(dict.fromkeys(worker for entry in entries if not entry.listen for worker in entry.workers))
     if not found:
         raise ConfigurationError(
@@ -157,7 +242,7 @@ def report(answers: Sequence[Answer[WorkerReport]]) -> str:
             rows.append([address, name, span(row.age), _master(row), *counts, what])
     parts = [table_text(workers)] if found else []
     parts += [table_text(rows)] if len(rows) > 1 else [" no sessions"] if found else []
-    parts += [f" {answer.address}: {answer.why}" for answer in answers if answer.value is None]
+    parts += [f" {answer.why}" for answer in answers if answer.value is None]
     # A worker's texts must not steer this terminal.
     return printable("\n\n".join(parts))
 

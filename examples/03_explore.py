@@ -100,7 +100,7 @@ distruntime.errors.UsageError: item blocks until a worker answers
 >>> x + 1
 Traceback (most recent call last):
     ...
-distruntime.errors.SessionClosed: this session has ended (it was shut down); tensors of it are gone. \
+distruntime.errors.SessionClosed: this session has ended (it was shut down); its tensors are gone. \
 Call init_master_worker for a new one
 """
 

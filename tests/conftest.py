@@ -35,6 +35,14 @@ gc.freeze()
 _shared: list[object] = []
 
 
+def pytest_collection_finish() -> None:
+    """Freeze what the test modules have imported, too: in the whole suite another 300,000 objects, 0.17 s of
+    each collection.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _usable() -> bool:
     if not (_shared and dr.is_initialized()):
         return False

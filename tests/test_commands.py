@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,26 @@ def test_help_and_version_do_not_import_torch(arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert not _imported(done) & {"torch", "numpy"}
     assert done.stdout.startswith(f"distruntime {__version__}\n" if "version" in arguments else "usage: ")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(unbuffered: str, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-m", "distruntime", "key"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PYTHONUNBUFFERED": unbuffered,
+                "DISTRUNTIME_SIGNING_KEY": str(tmp_path / "key"),
+            },
+        )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_without_a_command_the_help_is_shown() -> None:

@@ -180,7 +180,7 @@ def test_a_dead_worker() -> None:
             "node 1 (HOST) (pid PID) exited: killed by signal 9 (SIGKILL). Lost with it: 2 tensors (16 B), made"
             " /          12 B by test_golden_errors.py:LINE   return torch.ones(shape or (3,)) (1 tensor)"
             " /           4 B by test_golden_errors.py:LINE   x.sum().item() (1 tensor)"
-            " /   The session and its other nodes go on; dr.restart(1) begins anew there."
+            " /   The session and its other nodes go on; dr.restart(1) puts a new worker there."
         )
         assert plain(child.expect("error")) == lost
         for _ in range(2):  # that the operands live on different nodes is not what matters
@@ -261,7 +261,7 @@ def outlive_a_session() -> None:
 
 
 def test_tensors_of_sessions_that_have_ended() -> None:
-    ended = "this session has ended (it was shut down); tensors of it are gone. Call init_master_worker for a new one"
+    ended = "this session has ended (it was shut down); its tensors are gone. Call init_master_worker for a new one"
     with Child(outlive_a_session) as child:
         assert (
             child.expect("before") == "RuntimeError Expected one of cpu"
@@ -346,7 +346,7 @@ def test_a_backend_of_the_data_channel(backend: str) -> None:
     says(
         lambda: dr.init_master_worker(backend=backend),
         f"""
-backend='{backend}' is how workers would talk to each other; the command channel is always ZeroMQ: use backend="zmq", data_channel='{backend}'
+backend='{backend}' names a channel between workers; the command channel is always ZeroMQ: use backend="zmq", data_channel='{backend}'
 """,
         dr.ConfigurationError,
     )

@@ -30,7 +30,6 @@ BESIDE = {
     "Handle.__init__": "builds what is returned",
     "Storage.__init__": "builds what is returned",
     "Channel._check_open": "a look at the socket's state",
-    "Handle.__del__": "an older z dies",
     "_enough": "how much gathers before it is sent",
     "Session._stir": "tells the pump that something is in flight",
     "Wake.signal": "the same",

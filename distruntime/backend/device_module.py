@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ..errors import without_our_frames
 from ..log.current import MeshContext, asked_by_fakes, node_context
 from ..log.handle import Residence
 from ..session.placing import set_place
@@ -72,10 +73,12 @@ class RemoteModule:
             return MeshContext(residence, default=False)
         return node_context(residence.place.node, residence.place.local_device)
 
+    @without_our_frames
     def set_device(self, device: Where) -> None:
         """Make a place the one that new tensors go to."""
         set_place(_residence(device).place)
 
+    @without_our_frames
     def synchronize(self, device: Where = None) -> None:
         """Block until a device has done everything issued to it so far."""
         synchronize_device(_residence(device), None)
@@ -96,6 +99,7 @@ class RemoteModule:
         """Return what kind of device a place is. Block until all that was issued to its node has run."""
         return properties(_residence(device))
 
+    @without_our_frames
     def get_device_name(self, device: Where = None) -> str:
         """Return the name of a place's GPU, or of its CPU. Block as `get_device_properties` does."""
         return properties(_residence(device)).name
@@ -105,6 +109,7 @@ class RemoteModule:
         found = properties(_residence(device))
         return found.major, found.minor
 
+    @without_our_frames
     def mem_get_info(self, device: Where = None) -> tuple[int, int]:
         """Return the free and the total memory of a place: of its GPU, or of the machine for a CPU.
 
@@ -112,6 +117,7 @@ class RemoteModule:
         """
         return figures(_residence(device))[:2]
 
+    @without_our_frames
     def memory_allocated(self, device: Where = None) -> int:
         """Return the bytes that are given out at a place.
 

@@ -257,7 +257,7 @@ def _apply_across(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> t
     future = torch.__future__
     if not active or future.get_swap_module_params_on_conversion():
         return _apply(self, fn, recurse)
-    with set_aside(self, fn):
+    with set_aside(self, fn), active[0].requests.announcer.uploads.together():
         return _convert(self, fn, recurse)
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ..errors import without_our_frames
 from ..log.handle import Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
@@ -27,6 +28,7 @@ _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  
 _CUDA_STATE_BYTES = 16
 
 
+@without_our_frames
 def manual_seed(seed: int, distinct: bool = False) -> None:
     """Seed every place of the session. Return at once; also called by `torch.manual_seed`.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import NotSupportedError
+from ..errors import NotSupportedError, drop_frames
 
 
 def install_storages() -> None:
@@ -17,10 +17,14 @@ def install_storages() -> None:
     def checked(cls: type, *args: object, **kwargs: object) -> object:
         device = kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "remote":
-            raise NotSupportedError(
-                f"a storage is memory of this process, and {str(device)!r} has none here. Make a tensor: "
-                f'torch.empty(nbytes, dtype=torch.uint8, device="{device}")'
-            )
+            try:
+                raise NotSupportedError(
+                    f"a storage is memory of this process, and {str(device)!r} has none here. Make a tensor: "
+                    f'torch.empty(nbytes, dtype=torch.uint8, device="{device}")'
+                )
+            except NotSupportedError as error:
+                drop_frames(error)
+                raise
         return make(cls, *args, **kwargs)
 
     torch.UntypedStorage.__new__ = checked  # type: ignore[method-assign, assignment]

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from ..errors import without_our_frames
 from ..session.session import active_session
 from ..session.spelling import is_remote, named
 
@@ -19,6 +20,7 @@ class _Load(Protocol):
 _load: _Load = torch.load  # type: ignore[assignment]
 
 
+@without_our_frames
 def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
     """Load as `torch.load` does, where `map_location` may also be "remote" or a place of the session.
 
@@ -45,5 +47,6 @@ def load(f: object, map_location: object = None, *args: object, **kwargs: object
         return sent[id(leaf)]
 
     loaded = _load(f, "cpu", *args, **kwargs)
-    found: object = tree_map(send, loaded)
+    with active_session().requests.announcer.uploads.together():
+        found: object = tree_map(send, loaded)
     return found

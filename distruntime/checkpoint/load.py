@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from ..errors import CheckpointError, PlacementError, UsageError
+from ..errors import CheckpointError, PlacementError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
@@ -41,6 +41,7 @@ _DECODER = json.JSONDecoder()
 
 # A tree may hold anything that JSON or a tensor is, so its users would have to convert an `object` on each
 # line.
+@without_our_frames
 def load(path: str | os.PathLike[str], *, place: object = None) -> Any:  # type: ignore[explicit-any]
     """Return the tree of the newest complete checkpoint in the folder `path`. Block until all of it is there.
 
@@ -276,7 +277,7 @@ class _Reading:
         mesh = self._target.mesh
         if mesh is None or len(mesh.places) != members:
             raise UsageError(
-                f"{key!r} was on a mesh of {members} members, and comes back to one of as many: "
+                f"{key!r} was on a mesh of {members} members, and needs a mesh of as many: "
                 f"dr.load(path, place=mesh), with dr.init_device_mesh of {members} places"
                 + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
             )

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.line import user_line
 from ..log.node import Node
@@ -43,6 +43,7 @@ GRAD, PARAMETER = 1, 2
 under_way: dict[tuple[str, str], Saving] = {}
 
 
+@without_our_frames
 def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) -> Saving | None:
     """Write a tree as a checkpoint into the folder `path`, in place of the one that is there.
 

@@ -12,8 +12,9 @@ import torch
 
 from ..backend.random import get_rng_state, set_rng_state
 from ..cluster.restart import restart
-from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError
+from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError, without_our_frames
 from ..log.handle import Place
+from ..session.misspelt import suggests
 from ..session.session import Session, active_session
 from .load import find_newest
 from .phases import Saving
@@ -32,6 +33,7 @@ class Checkpoint:
 
     def __init__(self, path: str, attempt: int, attempts: int) -> None:
         self.path, self.attempt, self.attempts = path, attempt, attempts
+        self._told = False
 
     def __repr__(self) -> str:
         return f"<distruntime checkpoint of a training, in {self.path}, attempt {self.attempt}>"
@@ -74,7 +76,15 @@ class Checkpoint:
         self._say_start(f"step {step}" if type(step) is int else f"the last checkpoint in {self.path}")
         return tree
 
+    def _say_if_none(self) -> None:
+        """Say that an attempt starts from the beginning: a training that saves nothing may load nothing."""
+        if find_newest(active_session(), self.path) is None:
+            self._say_start("the beginning, as there is no checkpoint")
+
     def _say_start(self, where: str) -> None:
+        if self._told:
+            return
+        self._told = True
         # The first attempt is no news.
         level = logging.WARNING if self.attempt else logging.INFO
         log.log(level, "attempt %d of %d starts from %s", self.attempt + 1, self.attempts, where)
@@ -85,6 +95,8 @@ def _places(session: Session) -> list[Place]:
     return [session.places.place(node, device) for node in there for device in session.places.devices(node)]
 
 
+@without_our_frames
+@suggests
 def run_with_restarts(
     train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]
 ) -> T:
@@ -110,7 +122,10 @@ def run_with_restarts(
         try:
             if attempt:
                 _start_again(active_session(), attempt, max_restarts + 1)
-            return train(Checkpoint(path, attempt, max_restarts + 1))
+            ckpt = Checkpoint(path, attempt, max_restarts + 1)
+            if attempt:
+                ckpt._say_if_none()
+            return train(ckpt)
         except Exception as error:
             if attempt >= max_restarts or not _is_loss(error):
                 raise

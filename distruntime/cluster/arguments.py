@@ -32,7 +32,7 @@ def check(
     """Raise `ConfigurationError` for an argument that cannot be, or that another one excludes."""
     if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
         raise ConfigurationError(
-            f"backend={backend!r} is how workers would talk to each other; the command channel is always "
+            f"backend={backend!r} names a channel between workers; the command channel is always "
             "ZeroMQ: use "
             f'backend="zmq", data_channel={backend!r}'
         )

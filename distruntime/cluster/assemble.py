@@ -25,16 +25,21 @@ from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
+from ..wire.messages import Detach, Goodbye
 from .commands import dialled_at, worker_command
 from .connection import Connection
 from .connector import Connector, refuses, span
 from .local_workers import LocalLauncher
 from .log_files import log_folder
-from .named_sessions import Entry, delete, now, read, write
+from .named_sessions import Entry, delete, drop, now, read, write
 from .scratch import scratch_folder
 
 log = logging.getLogger("distruntime")
 
+# Workers dial a master that is back within two seconds. So many seconds later, those that have not are gone.
+_REDIAL = 5.0
+# Workers that have come may take so many seconds to hear that the session did not come about.
+_LAST_WORD = 0.3
 # An error names so many workers that have come.
 _MOST_NAMED = 8
 
@@ -123,13 +128,10 @@ def _start_and_wait(
     channel = Channel(listen=address, keys=keys, silence=options.unreachable)
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
-    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
-    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
-    master, launcher = dialled_at(channel.address), options.launcher or LocalLauncher()
-    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
+    _let_launch(options, session, address, keys, count, directory)
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
         for k in range(count):
             session.workers.start(k)
         _meet(options, connector, "start")
@@ -137,6 +139,32 @@ def _start_and_wait(
             _note_listening(options, session)
     options.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
+
+
+def _let_launch(
+    options: SessionOptions, session: Session, address: str, keys: KeyPair | None, count: int, directory: Path
+) -> None:
+    """Let a session start workers that dial this process."""
+    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
+    master, launcher = dialled_at(session.channel.address), options.launcher or LocalLauncher()
+    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
+
+
+def _start_missing(connector: Connector) -> None:
+    """Start the workers of a session that was begun before, where they do not dial again by themselves."""
+    session, until = connector.session, time.monotonic() + _REDIAL
+    while connector.late() and time.monotonic() < until:
+        session.receiver.read(0.02)
+    for connection in connector.late():
+        log.warning(
+            "node %d of session %r has not dialled within %.0f s. A new worker starts in its place, and the "
+            "tensors there are lost",
+            connection.number,
+            session.name,
+            _REDIAL,
+        )
+        session.workers.start(connection.number)
 
 
 def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -> Session:
@@ -156,7 +184,7 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     started = time.monotonic()
     if fresh:
         options.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
-    with _all_or_nothing(session, directory if len(fresh) == count else None):
+    with _all_or_nothing(connector, directory if len(fresh) == count else None):
         session.workers += [None] * count
         for k in fresh:
             session.workers.start(k)
@@ -222,7 +250,10 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
         f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
         f"{worker_command(listening, dials=True)}\n"
     )
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
+        if options.launcher is not None and options.mode.endswith("auto"):
+            _let_launch(options, session, address, keys, count, scratch_folder())
+            _start_missing(connector)
         _meet(options, connector, f"dial {listening}")
         if options.name is not None:
             _note_listening(options, session)
@@ -236,7 +267,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
     connector = _connector(options, channel, addresses, [options.mode] * len(addresses))
     session = connector.session
     options.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    with _all_or_nothing(session):
+    with _all_or_nothing(connector):
         _meet(options, connector)
         if options.name is not None:
             _note(
@@ -269,8 +300,7 @@ def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Se
     while True:
         before, dead = dead, [k for k, address in enumerate(entry.workers) if refuses(address)]
         if len(dead) == len(entry.workers):
-            delete(entry.name)
-            shutil.rmtree(entry.directory, ignore_errors=True)
+            drop(entry)
             if may_begin:
                 return start(options, count or len(dead))
             raise ConnectionFailed(
@@ -284,7 +314,8 @@ def resume_entry(options: SessionOptions, entry: Entry, count: int | None) -> Se
         for k in dead:
             if k not in before:
                 log.warning(
-                    "node %d of session %r has died; it begins anew, and what lived there is lost",
+                    "node %d of session %r has died. A new worker starts in its place, and the tensors there "
+                    "are lost",
                     k,
                     entry.name,
                 )
@@ -385,16 +416,21 @@ def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
 
 
 @contextmanager
-def _all_or_nothing(session: Session, directory: Path | None = None) -> Iterator[None]:
+def _all_or_nothing(connector: Connector, directory: Path | None = None) -> Iterator[None]:
     """Undo a session that does not come about in a `with` block, and remove the directory made for it."""
+    session = connector.session
     try:
         yield
     except BaseException:
+        why = "the session did not come about"
+        for node in [node for node in connector.nodes.values() if node.failed is None]:
+            # A session that has a name may be an older one, whose values must stay.
+            session.post(node, Detach(why) if session.lasting else Goodbye(why))
         session.closed = "it did not come about"
         for worker in session.workers:
             if worker is not None:
                 worker.stop(1.0)
-        session.channel.close()
+        session.channel.close(_LAST_WORD if connector.nodes else 0.0)
         session.shared.close()
         for callback in session.ending.on_close:
             callback()

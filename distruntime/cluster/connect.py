@@ -15,7 +15,7 @@ from ..backend.determinism import follow_determinism
 from ..backend.install import install
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
-from ..errors import ConfigurationError, ConnectionFailed, UsageError
+from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
@@ -43,6 +43,7 @@ class _Begun:
 _begun: list[_Begun] = []
 
 
+@without_our_frames
 @suggests
 def init_master_worker(
     backend: str = "zmq",
@@ -87,7 +88,7 @@ def init_master_worker(
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node
             number is not.
         launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
-        simulate_cuda: GPUs per started worker that are really CPU tensors, to try placement code on a laptop.
+        simulate_cuda: the number of GPUs that each started worker simulates with CPU tensors.
         data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered
             name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
@@ -149,10 +150,10 @@ def init_master_worker(
             opened = gather_at(options, listen, world_size)
         else:
             opened = start(options, WORLD_SIZE if world_size is None else world_size)
-    except (ConnectionFailed, KeyboardInterrupt) as error:
+    except BaseException:
         # A traceback must not begin in the line that says what is waited for.
         say("\n")
-        raise error.with_traceback(None) from error.__cause__
+        raise
     opened.groups = Groups(opened, data_channel)
     opened.start()
     opened.groups.meeting.start()
@@ -208,12 +209,13 @@ def _noted(name: str, required: bool) -> Entry | None:
         raise ConnectionFailed(
             f"there is no session {name!r} to resume: "
             + (f"there are {have}" if have else "none is noted here")
-            + "; one that was opened elsewhere is found at its workers: workers=[...]; "
-            'resume="auto" begins one that is not there'
+            + ". If another machine opened it, name its workers: workers=[...]. "
+            'resume="auto" begins a session that does not exist'
         )
     return entry
 
 
+@without_our_frames
 def shutdown(timeout: float | None = None) -> None:
     """End the session, a named one too; workers drop its values.
 
@@ -241,6 +243,7 @@ def _at_exit() -> None:
             session.shutdown(raise_unread=False)
 
 
+@without_our_frames
 def detach(timeout: float | None = None) -> None:
     """Leave a named session: its workers keep its values, and finish what was issued.
 

@@ -316,14 +316,14 @@ class Connector:
             connection.refused(peer, message.reason, now)
             self.session.lose(node, f"does not have this session any more: {message.reason}")
         elif connection.refused(peer, message.reason, now):
-            log.warning("%s does not take the session: %s", node, message.reason)
+            log.warning("%s refuses the session: %s", node, message.reason)
 
     def _again(self, connection: Connection, node: Node, peer: bytes, welcome: Welcome) -> None:
         absence = node.presence.absence
         self._reached(connection, peer)
         self.session.reached(node, peer, welcome.received)
         if absence is not None and absence.told:
-            log.warning("%s is back after %s", node, span(time.monotonic() - absence.since))
+            log.warning("%s is reachable again after %s", node, span(time.monotonic() - absence.since))
         node.flush()
 
     def _anew(self, connection: Connection, peer: bytes, welcome: Welcome, round_trip: float) -> None:
@@ -342,7 +342,7 @@ class Connector:
         if not first:
             session.replace(node)
             log.warning(
-                "%s is there again (pid %d); what lived on the one before stays lost", node, welcome.pid
+                "%s is there again (pid %d). The tensors of the worker before it stay lost", node, welcome.pid
             )
         self._bury(node, welcome)
 
@@ -391,6 +391,10 @@ class Connector:
             if found is None:
                 if self._met:
                     self.session.greet(peer, Goodbye("the session has all its workers"))
+                    self.session.strangers.note(
+                        f"a worker on {join.host} (pid {join.pid}) has dialled, and the session has all its "
+                        "workers. It gets no place"
+                    )
                 else:
                     # A place may become free again.
                     self._surplus[peer] = join
@@ -448,7 +452,10 @@ class Connector:
         elif now - absence.since > _BRIEF and not absence.told:
             absence.told = True
             log.warning(
-                "%s is unreachable: %s. It is waited for, %s at most", node, absence.why, span(self.grace)
+                "%s is unreachable: %s. The session waits for it, %s at most",
+                node,
+                absence.why,
+                span(self.grace),
             )
         elif now - absence.since > self.grace:
             self.session.lose(
@@ -465,8 +472,7 @@ class Connector:
             return
         node.presence.connecting = False
         log.warning(
-            "%s: the worker that was started in its place ended before it was ready: %s; its last words:\n  "
-            "%s",
+            "%s: the worker that started in its place ended before it was ready: %s; its last lines:\n  %s",
             node,
             ended,
             "\n  ".join(last_words(worker)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from ..errors import without_our_frames
 from ..log.handle import Place
 from ..session.holders import Holder, held
 from ..session.session import active_session
@@ -78,6 +79,7 @@ class Memory:
         return table_html(self._device_rows()) + (table_html(self._line_rows()) if self.lines else "")
 
 
+@without_our_frames
 def memory(node: int | None = None, *, top: int = 10) -> Memory:
     """Return who holds the memory of a node's devices, or of every node's.
 

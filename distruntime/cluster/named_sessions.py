@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -105,6 +106,13 @@ def read(name: str) -> Entry | None:
 def delete(name: str) -> None:
     """Drop the entry of a session, if there is one."""
     _path(name).unlink(missing_ok=True)
+
+
+def drop(entry: Entry) -> None:
+    """Drop the entry of a session that has ended, and what its workers on this machine have left."""
+    delete(entry.name)
+    if entry.directory:
+        shutil.rmtree(entry.directory, ignore_errors=True)
 
 
 def names() -> list[str]:

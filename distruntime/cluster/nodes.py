@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import without_our_frames
 from ..log.handle import Place
 from ..log.node import Node
 from ..session.session import Session, active_session
@@ -40,7 +41,7 @@ class Device:
 class NodeInfo:
     """A worker as `dr.nodes()` shows it. `round_trip` is in seconds, memory in bytes.
 
-    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it has said so), or "connecting"
+    `state` is "ready", "busy", "unreachable" (for now), "lost", "left" (it said goodbye), or "connecting"
     (lost, and another worker has been started or asked for in its place); `why` says how it came to the last
     four.
     """
@@ -159,6 +160,7 @@ def _cards(node: NodeInfo) -> str:
     )
 
 
+@without_our_frames
 def nodes() -> Nodes:
     """Return the session's nodes with fresh figures. Block for one round trip, at most 1 s."""
     session = active_session()

@@ -112,14 +112,16 @@ class Observer:
         for worker in self._workers:
             address = worker.connection.address
             if not worker.done and worker.peer is None and is_local(address) and refuses(address):
-                worker.done, worker.why = True, f"nobody listens at {address}: no worker runs there."
+                worker.done, worker.why = True, f"nobody listens at {address}: no worker runs there"
 
     def _answer(self, worker: _Asked, timeout: float) -> Answer[T]:
         connection = worker.connection
         if worker.done and not worker.why:
             return Answer(connection.address, worker.value)  # type: ignore[arg-type]
         why = worker.why or connection.failure or connection.unanswered(timeout)
-        return Answer(connection.address, None, f"{why} This side speaks protocol {PROTOCOL}.")
+        # Only what listens there may speak another protocol.
+        told = f". This side speaks protocol {PROTOCOL}" if worker.peer is not None else ""
+        return Answer(connection.address, None, why + told)
 
     def _say(self, worker: _Asked, question: Callable[[int], Question[T]]) -> None:
         """Ask a worker that is connected."""
@@ -166,4 +168,4 @@ class Observer:
                 if isinstance(message, Reply) and message.request == worker.request:
                     worker.value, worker.done = require(form, message.value, None, None), True
             except ProtocolError as error:
-                worker.done, worker.why = True, f"{worker.connection.address}: {error}."
+                worker.done, worker.why = True, f"{worker.connection.address}: {error}"

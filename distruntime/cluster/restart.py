@@ -6,7 +6,7 @@ import logging
 import time
 from datetime import timedelta
 
-from ..errors import ConnectionFailed, UsageError
+from ..errors import ConnectionFailed, UsageError, without_our_frames
 from ..log.node import Node
 from ..session.session import Session, active_session
 from ..wire.deadlines import CONNECT
@@ -16,6 +16,7 @@ from .commands import worker_command
 log = logging.getLogger("distruntime")
 
 
+@without_our_frames
 def restart(node: int, *, force: bool = False, timeout: float | timedelta | None = None) -> None:
     """Put another worker in a node's place, under the same number. Block until it is there.
 
@@ -37,8 +38,8 @@ def restart(node: int, *, force: bool = False, timeout: float | timedelta | None
     old = session.nodes[node]
     if not force and _runs(session, old):
         raise UsageError(
-            f"{old} runs (it is {old.state}), and a restart loses what lives there: if you want that, "
-            f"dr.restart({node}, force=True)"
+            f"{old} runs (it is {old.state}), and a restart loses the tensors there. To restart it all the "
+            f"same: dr.restart({node}, force=True)"
         )
     command = "" if session.workers.can_start else _command(session, old)
     if command and old.failed is not None:
@@ -63,7 +64,7 @@ def restart(node: int, *, force: bool = False, timeout: float | timedelta | None
         raise ConnectionFailed(
             f"no replacement for node {node} appeared {where} within {wait:g} s"
             + (f". Start one there: {command}. It joins by itself" if command else "")
-            + (f"; its last words:\n{words}" if words else "")
+            + (f"; its last lines:\n{words}" if words else "")
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError, ProtocolError
+from ..errors import ConfigurationError, ProtocolError, without_our_frames
 from ..log.node import Node
 from ..session.misspelt import suggests
 from ..session.session import active_session
@@ -35,6 +35,7 @@ class Settings:
     warn_only: bool
 
 
+@without_our_frames
 @suggests
 def config(
     *,

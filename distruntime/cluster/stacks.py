@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from ..errors import WaitTimeout
+from ..errors import WaitTimeout, without_our_frames
 from ..session.session import active_session
 from ..wire.deadlines import LOOK
 from ..wire.messages import AskStacks
@@ -21,6 +21,7 @@ class Stacks(str):
         return str(self)
 
 
+@without_our_frames
 def stacks(node: int) -> Stacks:
     """Return the Python stack of each thread of a worker, while it computes or hangs.
 

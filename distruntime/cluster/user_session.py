@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import final
 
+from ..errors import without_our_frames
 from ..publishing.listing import Publications, published
 from ..session import session as inner
 from ..session.tables import table_text
@@ -40,20 +41,24 @@ class Session:
         self._session.require_open()
         return nodes()
 
+    @without_our_frames
     def memory(self, node: int | None = None, *, top: int = 10) -> Memory:
         """Return who holds the memory of a node, or of every node: see `dr.memory`."""
         self._session.require_open()
         return memory(node, top=top)
 
+    @without_our_frames
     def names(self) -> Publications:
         """Return what is published: see `dr.names`. Block for one round trip."""
         self._session.require_open()
         return published(self._session)
 
+    @without_our_frames
     def detach(self, timeout: float | None = None) -> None:
         """Leave a named session; its workers keep its values: see `dr.detach`."""
         self._session.detach(timeout)
 
+    @without_our_frames
     def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
         """End the session; workers drop its values.
 

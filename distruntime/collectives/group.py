@@ -20,6 +20,7 @@ from ..errors import (
     PlacementError,
     ProtocolError,
     UsageError,
+    without_our_frames,
 )
 from ..log.handle import UNNUMBERED, Place, Residence, Storage
 from ..log.issue import issue_joint
@@ -114,7 +115,7 @@ class ProcessGroup:
             shown = [f"dr.place({place.node}, {place.local_device!r})" for place in left]
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
-                f"{self!r} cannot go on: {self.broken}. Make one of those who are left: "
+                f"{self!r} cannot go on: {self.broken}. Make a group of the members that are left: "
                 f"dr.new_group([{members}])"
             )
 
@@ -353,6 +354,7 @@ def homes_of(
     return homes
 
 
+@without_our_frames
 def new_group(
     nodes_or_places: Sequence[Where] | None = None, backend: str | None = None, timeout: float | None = None
 ) -> ProcessGroup:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..errors import UsageError, WaitTimeout
+from ..errors import UsageError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
 from ..log.spec import Spec
 from ..session.timeouts import checked, deadline_in, left_until
@@ -106,6 +106,7 @@ def _only(root: int, row: Sequence[DistributedTensor], size: int) -> Remote:
     return [row if rank == root else [] for rank in range(size)]
 
 
+@without_our_frames
 def all_reduce(
     tensors: Tensors, op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -126,6 +127,7 @@ def all_reduce(
     )
 
 
+@without_our_frames
 def broadcast(
     tensors: Tensors,
     src: Where | None = None,
@@ -148,6 +150,7 @@ def broadcast(
     )
 
 
+@without_our_frames
 def reduce(
     tensors: Tensors,
     dst: Where | None = None,
@@ -174,6 +177,7 @@ def reduce(
     )
 
 
+@without_our_frames
 def all_gather(
     tensor_lists: Lists, tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -190,6 +194,7 @@ def all_gather(
     return _issue(found, "all_gather", _each(given), lists, values, lists, async_op)
 
 
+@without_our_frames
 def all_gather_into_tensor(
     output_tensors: Tensors, input_tensors: Tensors, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -206,6 +211,7 @@ def all_gather_into_tensor(
     return _issue(found, "all_gather", _each(given), _each(outs), values, outs, async_op)
 
 
+@without_our_frames
 def gather(
     tensors: Tensors,
     gather_list: Tensors | None = None,
@@ -232,6 +238,7 @@ def gather(
     )
 
 
+@without_our_frames
 def scatter(
     tensors: Tensors,
     scatter_list: Tensors | None = None,
@@ -258,6 +265,7 @@ def scatter(
     )
 
 
+@without_our_frames
 def reduce_scatter(
     outputs: Tensors,
     input_lists: Lists,
@@ -279,6 +287,7 @@ def reduce_scatter(
     return _issue(found, "reduce_scatter", lists, _each(outs), values, outs, async_op, reduction=by)
 
 
+@without_our_frames
 def reduce_scatter_tensor(
     outputs: Tensors,
     inputs: Tensors,
@@ -300,6 +309,7 @@ def reduce_scatter_tensor(
     return _issue(found, "reduce_scatter", _each(given), _each(outs), values, outs, async_op, reduction=by)
 
 
+@without_our_frames
 def all_to_all(
     output_tensor_lists: Lists,
     input_tensor_lists: Lists,
@@ -328,6 +338,7 @@ def all_to_all(
     return _issue(found, "all_to_all", ins, outs, values, outs, async_op, splits=(sizes, transposed(sizes)))
 
 
+@without_our_frames
 def all_to_all_single(
     outputs: Tensors,
     inputs: Tensors,
@@ -372,6 +383,7 @@ def all_to_all_single(
     )
 
 
+@without_our_frames
 def barrier(
     group: ProcessGroup | None = None, async_op: bool = False, timeout: float | None = None
 ) -> Work | None:
@@ -426,6 +438,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
     return f"rank {rank}, {home.place}, is late: {node} {doing}" + (f", issued at {where}" if where else "")
 
 
+@without_our_frames
 def destroy_process_group(group: ProcessGroup) -> None:
     """Close a group, after what has been issued to it. Return at once."""
     group.close()

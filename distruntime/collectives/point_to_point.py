@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import PlacementError, UsageError
+from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.handle import Place, Residence
 from ..log.line import Line, line_text, user_line
 from ..session.session import Session, session_of_log
@@ -26,6 +26,7 @@ from .mail import Mail, PostedReceive, UnreceivedSend
 from .work import Work, aside
 
 
+@without_our_frames
 def send(
     tensor: torch.Tensor,
     dst: Where | None = None,
@@ -53,6 +54,7 @@ def send(
     )
 
 
+@without_our_frames
 def isend(
     tensor: torch.Tensor,
     dst: Where | None = None,
@@ -78,6 +80,7 @@ def isend(
     return Work(f"a send from {source} to {target.place}", events, [tensor])
 
 
+@without_our_frames
 def recv(
     tensor: torch.Tensor,
     src: Where | None = None,
@@ -104,6 +107,7 @@ def recv(
     return found.source.node
 
 
+@without_our_frames
 def irecv(
     tensor: torch.Tensor,
     src: Where | None = None,

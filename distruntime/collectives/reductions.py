@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed
 
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, UsageError, without_our_frames
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup
 
@@ -65,6 +65,7 @@ def require_reduction(group: ProcessGroup, wanted: Reduction, dtype: torch.dtype
         )
 
 
+@without_our_frames
 def premul_sum(factor: float) -> ReduceOp:
     """Return the reduction that multiplies each input by `factor` and sums, which NCCL has."""
     return _make_premul_sum(factor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import MethodType
 from typing import final
 
 import torch
@@ -44,7 +45,8 @@ class Place(str):
     "remote:k", which prints as "node 0 cuda:0". `device` is the same as a `torch.device`.
 
     Places are equal if node and device are, whatever their numbers: `dr.place` and `x.place` return places
-    with a number. A mesh's place has its `members`.
+    with a number. They are ordered as they are numbered: node by node, the GPUs of a node before its CPU. A
+    mesh's place has its `members`.
     """
 
     __slots__ = ("local_device", "members", "node", "number")
@@ -88,6 +90,22 @@ class Place(str):
 
     def __hash__(self) -> int:
         return hash((self.node, self.local_device))
+
+    def _order(self) -> tuple[object, ...]:
+        kind, _, index = self.local_device.partition(":")
+        return self.node, kind == "cpu", kind, int(index) if index.isdigit() else 0, self.members
+
+    def __lt__(self, other: object) -> bool:
+        return self._order() < other._order() if isinstance(other, Place) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return self._order() <= other._order() if isinstance(other, Place) else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return self._order() > other._order() if isinstance(other, Place) else NotImplemented
+
+    def __ge__(self, other: object) -> bool:
+        return self._order() >= other._order() if isinstance(other, Place) else NotImplemented
 
     def __str__(self) -> str:
         if not self.members:
@@ -262,7 +280,12 @@ class Handle:
     inside any lock, so it only appends.
     """
 
-    __slots__ = ("born", "place", "ref", "spec", "storage")
+    __slots__ = ("__del__", "born", "place", "ref", "spec", "storage")
+
+    # Each handle has its own, the builtin `append` bound to the ref. Ctrl-C strikes only in Python code, and
+    # Python drops what is raised inside a finalizer. As a method in Python, this one swallowed 3 of 11
+    # presses in a loop of operations. To make and to drop a handle takes 0.20 us either way.
+    __del__: Callable[[], object]
 
     # These are the position in the log after the instruction that creates the value, and the line that issued
     # it.
@@ -270,14 +293,12 @@ class Handle:
 
     def __init__(self, ref: int, spec: Spec, place: Residence, storage: Storage) -> None:
         self.ref, self.spec, self.place, self.storage = ref, spec, place, storage
+        self.__del__ = MethodType(place.free, ref)
 
     @property
     def ready_at(self) -> int:
         """The position in the node's log from which the value is what a read issued now must see."""
         return max(self.born[0], self.storage.written)
-
-    def __del__(self) -> None:
-        self.place.free(self.ref)
 
 
 def relate(made: Sequence[Handle]) -> None:

@@ -54,6 +54,8 @@ _INSIDE = (
 # equal ones of different files are one key.
 _users: dict[str, bool] = {}
 _gettrace = sys.gettrace
+# The files of IPython have this in their names.
+_IPYTHON = os.sep + "IPython" + os.sep
 
 
 def inside(code: CodeType) -> bool:
@@ -121,6 +123,14 @@ def _called_from(frame: FrameType | None) -> Line:
         frame = unknown.pop()
         line = 0, _marked(frame, frame.f_code, line[1], line[2]), frame.f_lasti
     return line
+
+
+def shown_line(line: Line) -> Line:
+    """Return the line of the cell whose value IPython shows, where a line is IPython's own."""
+    _, call, at = line
+    while call is not None and call.outer is not None and _IPYTHON in call.code.co_filename:
+        call, at = call.outer, call.at
+    return 0, call, at
 
 
 # -- as text -----------------------------------------------------------------------------------------------

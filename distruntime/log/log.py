@@ -87,8 +87,8 @@ class Owner(Protocol):
     def places(self) -> Signatures:
         """The places of its workers and meshes."""
 
-    def throttle(self, node: Log) -> None:
-        """Block while the window of `node` is full."""
+    def throttle(self, node: Log, why: str = "a full window") -> None:
+        """Block while the window of `node` is full. `why` names the wait."""
 
     def require_open(self) -> None:
         """Raise `SessionClosed` if the session has ended."""
@@ -440,6 +440,24 @@ class Log(ABC):
             if self.words and len(self.words) > self.enough:
                 self.flush()
 
+    def under_way(self) -> int:
+        """Return how many operations are sent and not acknowledged."""
+        return sum(len(flight.line_table) for flight in tuple(self.flights))
+
+    def until_room(self, position: int) -> int:
+        """Return how many operations must run until the window has room. It has run those up to `position`.
+
+        The segments land in order, and the window opens when enough of them have.
+        """
+        nbytes, count = self._nbytes, 0
+        for flight in tuple(self.flights):
+            if flight.log is self:
+                nbytes -= flight.nbytes
+                count += sum(1 for line in flight.line_table if line[0] > position)
+                if self.base - flight.end <= WINDOW and nbytes <= PAYLOAD_WINDOW:
+                    break
+        return count
+
     def issued_at(self, position: int) -> str:
         """Return the line that issued the instruction at a position that has not run; nothing if it has."""
         with self.lock:
@@ -459,10 +477,10 @@ def line_at(table: Sequence[Line], position: int) -> Line | None:
     return table[k] if k < len(table) else None
 
 
-def relieve(log: Log) -> None:
-    """Block while the window is full.
+def relieve(log: Log, why: str = "a full window") -> None:
+    """Block while the window is full. `why` names the wait.
 
     Do not call it under the log's lock: whoever reads the acknowledgements needs that.
     """
     if log.busy:
-        log.session.throttle(log)
+        log.session.throttle(log, why)

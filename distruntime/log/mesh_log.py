@@ -227,9 +227,8 @@ class MeshLog(Log):
     def lost_error(self) -> NodeFailed:
         """Return the error of whatever lived on all of the members."""
         return NodeFailed(
-            f"{self} {self.failed}. Nothing can run on all of its members any more; "
-            "the values of the others are there, t.member(k), "
-            "and a new mesh of those that are left can be made: "
+            f"{self} {self.failed}. No operation can run on all of its members any more. t.member(k) still "
+            "gives the value of another member. Make a new mesh of those that are left: "
             "dr.init_device_mesh(...), dr.from_shards([t.member(k), ...], mesh)"
         )
 

@@ -250,5 +250,5 @@ class Node(Log):
             self._losses = self.session.losses(self)
         return NodeFailed(
             f"{self} {self.failed}. {self._losses}The session and its other nodes go on; "
-            f"dr.restart({self.index}) begins anew there."
+            f"dr.restart({self.index}) puts a new worker there."
         )

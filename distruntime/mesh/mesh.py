@@ -18,7 +18,7 @@ import torch
 import torch.distributed.device_mesh
 
 from ..collectives.group import homes_of
-from ..errors import NotSupportedError, PlacementError, UsageError
+from ..errors import NotSupportedError, PlacementError, UsageError, without_our_frames
 from ..log.current import MeshContext
 from ..log.handle import Place
 from ..log.issue import issue_default
@@ -314,6 +314,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 _names = count()
 
 
+@without_our_frames
 def init_device_mesh(
     device_type: str | Sequence[int | Place],
     mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout,

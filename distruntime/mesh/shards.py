@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from ..collectives.arguments import handle_of
-from ..errors import PlacementError, UsageError
+from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.handle import Handle
 from ..log.shards import belongs, member_of, mesh_of, whole_of
 from ..operators.proxies import wrap
@@ -33,6 +33,7 @@ def _mesh_handle(t: object) -> Handle:
     return t._handle
 
 
+@without_our_frames
 def shards(t: torch.Tensor) -> list[torch.Tensor]:
     """Return every member's shard as a local tensor, by rank.
 
@@ -43,6 +44,7 @@ def shards(t: torch.Tensor) -> list[torch.Tensor]:
     return [*fetch(members)]
 
 
+@without_our_frames
 def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
     """Return a tensor on a mesh made of its members' shards. Return at once.
 

@@ -162,5 +162,10 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         if len(node.words) > node.enough:
             node.flush()
     if node.busy:
-        node.session.throttle(node)
+        try:
+            node.session.throttle(node)
+        except BaseException as error:
+            # Ctrl-C in a full window is about the user's loop.
+            drop_frames(error)
+            raise
     return out

@@ -34,6 +34,8 @@ INLINE_BYTES = 1 << 14
 # A larger reply comes in parts, or through shared memory.
 PART_BYTES = 1 << 19
 _SMALL = nullcontext(None)
+# So many bytes are copied into shared memory at once: a tenth of a second in fresh pages.
+_COPIED = 64 << 20
 
 
 def upload(
@@ -80,21 +82,28 @@ def upload(
     fresh, written = ([handle], []) if into is None else ([], [handle])
     # A person may wait for a large one, and is shown how far it is.
     with session.requests.announcer.uploads.moving(len(data)) if len(data) >= LARGE else _SMALL as move:
+        why = "an upload" if move is not None and not node.busy else "a full window"
         if loan is not None:
-            loan.memory[: len(data)] = data
+            for start in range(0, len(data), _COPIED):
+                # The pump shows how far it is between two pieces, and Ctrl-C strikes there.
+                piece = data[start : start + _COPIED]
+                loan.memory[start : start + len(piece)] = piece
+                if move is not None:
+                    move.copied = start + len(piece)
             issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
         elif len(data) <= INLINE_BYTES:
             issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
         else:
             lasts = non_blocking or len(data) >= LARGE
             sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
-            if not lasts or non_blocking:
-                sent = None
-        relieve(node)
-        if sent is not None:
             if move is not None:
                 move.delivery = sent
+            if not lasts or non_blocking:
+                sent = None
+        # The bytes come first: the window opens when the worker has them and has run the upload.
+        if sent is not None:
             session.settle(place.worker, sent)
+        relieve(node, why)
     return handle
 
 

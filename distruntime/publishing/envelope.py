@@ -64,7 +64,7 @@ def open_envelope(envelope: object, session: str, name: str, version: int, shown
             body = _unpacked(sealed)
         case _:
             raise UntrustedError(
-                f"what a worker holds as {shown!r} is not what anybody has signed: it was changed on the "
+                f"what a worker holds as {shown!r} does not match its signature: it was changed on the "
                 "way or on the worker. Publish it again"
             )
     if not isinstance(body, list) or not body or body[0] != _FORMAT or len(body) != 9:

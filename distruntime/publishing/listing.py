@@ -74,7 +74,10 @@ def ask(
     *fields: P.args,
     **named: P.kwargs,
 ) -> dict[Node, T]:
-    """Return the answer of each worker that is not lost about what is published. Block for one round trip."""
+    """Return the answer of each worker that is not lost about what is published. Block for one round trip.
+
+    Raise `NodeFailed` if another master has taken them all.
+    """
     requests = [
         (node, session.ask(node, question, *fields, **named)) for node in session.nodes if node.failed is None
     ]
@@ -85,6 +88,10 @@ def ask(
             continue
         session.raise_for(request)
         answers[node] = request.value
+    for node in session.nodes if not answers else []:
+        # All that is published is still there, and another master has it now.
+        if node.presence.taken:
+            node.require_alive()
     return answers
 
 

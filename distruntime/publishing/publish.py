@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ProtocolError, UntrustedError, UsageError
+from ..errors import ProtocolError, UntrustedError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, Storage, next_ref
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -22,6 +22,7 @@ from ..log.node import Node
 from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
+from ..session.misspelt import suggests
 from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named
@@ -55,6 +56,7 @@ _TRIES = 20
 _token = count(1).__next__
 
 
+@without_our_frames
 def names() -> Publications:
     """Return what is published: this session's own, and what other sessions share on its workers.
 
@@ -63,11 +65,13 @@ def names() -> Publications:
     return published(active_session())
 
 
+@without_our_frames
+@suggests
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
-    Block until its workers have got there. The tensors stay where they are, and stay in use: what is done to
-    them in place later, a lookup sees. A name that is taken is given anew, on all nodes at once.
+    Block until the workers have done so. The tensors stay where they are, and stay in use: what is done to
+    them in place later, a lookup sees. Publishing under a name that exists replaces it, on all nodes at once.
 
     Args:
         name: at most 200 characters, without "/".
@@ -119,6 +123,7 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
         ask(session, DropOlder, name, version)
 
 
+@without_our_frames
 def unpublish(name: str) -> None:
     """Take a name away. Block for one round trip.
 
@@ -262,6 +267,7 @@ def _copies(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 # What a user has published is of any class, so its users would have to convert an `object` on each line.
+@without_our_frames
 def lookup(name: str) -> Any:  # type: ignore[explicit-any]
     """Return what was published under a name: modules as modules, ties and views as they were.
 
@@ -285,8 +291,8 @@ def lookup(name: str) -> Any:  # type: ignore[explicit-any]
             with suppress(_Replaced):
                 return _look_up(session, registry, name, owner, own_name, foreign)
     raise UsageError(
-        f"{name!r} is not whole: it is being given anew all the time, or who published it died half-way. "
-        "Look it up again, or publish it again"
+        f"{name!r} is incomplete. Another process publishes it again and again, or its publisher died "
+        "half-way. Look it up again, or publish it again"
     )
 
 

@@ -70,9 +70,9 @@ def dump(thing: object, place_of: Callable[[torch.device], Place | None]) -> Str
     except Exception as error:
         # Any class of the user's may raise anything while it is pickled.
         raise UsageError(
-            f"{_article(thing)} cannot be published: {type(error).__name__}: {error}. A module, an "
-            "optimizer, or lists and dicts of remote tensors, such as a state_dict(), can be, with "
-            "whatever else in them pickle takes"
+            f"{_article(thing)} cannot be published: {type(error).__name__}: {error}. You can "
+            "publish a module, an optimizer, or lists and dicts of remote tensors, such as a state_dict(). "
+            "Pickle must take whatever else is in them"
         ) from None
     return Structure(file.getvalue(), pickler.leaves)
 

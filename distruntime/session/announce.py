@@ -35,15 +35,23 @@ _ASKED = 1.0
 _COLUMNS = 100
 # So many characters of what a bar is about leave room for its figures.
 _LONGEST = 40
+# What Ctrl-C does in a wait that loses nothing, and what a long one adds.
+_LEAVE = "Ctrl-C leaves, and loses nothing"
+_AND_DROP = "dr.cancel() then drops what is queued"
 
 
 @dataclass
 class Wait:
-    """A thread that waits for a node. `queued` counts what it has found ahead when it was first shown."""
+    """A thread that waits for a node.
+
+    `leave` is what Ctrl-C does; without it Ctrl-C loses nothing. `room` is True if the thread waits until the
+    node takes more. `first` says when the wait was first shown, and how much was ahead of it.
+    """
 
     started: float
     node: Log
-    leave: str
+    leave: str | None
+    room: bool
     first: tuple[float, int] | None = None
 
 
@@ -54,6 +62,10 @@ class Move:
     def __init__(self, uploads: Uploads, nbytes: int) -> None:
         self._uploads, self.nbytes = uploads, nbytes
         self.delivery: Delivery | None = None
+        # So many bytes are in memory that the worker reads.
+        self.copied = 0
+        # So many frames have left, from the first one on.
+        self._left = 0
 
     def __enter__(self) -> Move:
         self._uploads.begin(self)
@@ -65,21 +77,42 @@ class Move:
     def done(self) -> int:
         """Return how many bytes have left this process, as far as it knows."""
         trackers = self.delivery.trackers if self.delivery is not None else ()
-        return self.nbytes * sum(tracker.done for tracker in trackers) // len(trackers) if trackers else 0
+        # They leave in order.
+        while self._left < len(trackers) and trackers[self._left].done:
+            self._left += 1
+        return self.nbytes * self._left // len(trackers) if trackers else self.copied
 
 
 @final
 class Uploads:
-    """The large uploads of all threads. Those with short gaps between them are one transfer."""
+    """The large uploads of all threads. Those with short gaps between them are one transfer.
 
-    def __init__(self) -> None:
+    `over` is called when the transfer has ended.
+    """
+
+    def __init__(self, over: Callable[[], None]) -> None:
         self._lock = threading.Lock()
+        self._over = over
+        # So many threads are in the middle of several uploads.
+        self._together = 0
         self._under_way: list[Move] = []
         self._started = self._last = 0.0
         self._total = self._done = self._moves = 0
 
     def __bool__(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._under_way or self._together)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Stand around several uploads, which are shown as one transfer."""
+        with self._lock:
+            self._together += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._together -= 1
+            self._ended()
 
     def moving(self, nbytes: int) -> Move:
         """Return what stands around an upload of so many bytes."""
@@ -100,11 +133,24 @@ class Uploads:
             if move in self._under_way:
                 self._under_way.remove(move)
             self._done, self._last = self._done + move.nbytes, time.monotonic()
+        self._ended()
+
+    def _ended(self) -> None:
+        """Have the bar end where the transfer does: the next statement is not to find it there."""
+        if not self:
+            self._over()
+
+    def last(self) -> str:
+        """Return the bar of a transfer that has ended."""
+        with self._lock:
+            return bar("uploading", self._done, self._total, self._last - self._started)
 
     def text(self, now: float) -> tuple[float, str] | None:
         """Return since when bytes are sent, and the bar; None where there is nothing to show."""
+        if not self:
+            return None
         with self._lock:
-            if now < self._started + _LONG or (not self._under_way and now > self._last + _GAP / 2):
+            if now < self._started + _LONG or (not self._under_way and now > self._last + _GAP):
                 return None
             done = self._done + sum(move.done() for move in self._under_way)
             # How many more are to come only the program knows.
@@ -142,7 +188,7 @@ class Announcer:
         self._on: Screen | None = None
         self._shown_at = 0.0
         self._lock = threading.Lock()
-        self.uploads = Uploads()
+        self.uploads = Uploads(self._uploaded)
         # It tells how many bytes of the large values that were asked for have come, and of how many.
         self.fetched: Callable[[], tuple[int, int]] = _nothing
         self._fetching_since: float | None = None
@@ -152,20 +198,23 @@ class Announcer:
         self.ask: Callable[[Node, Callable[[Status], None]], None] = _nobody
         self._status: Status | None = None
         self._asked_at = 0.0
+        # The status is of this node.
+        self._asked: Node | None = None
 
     @property
     def waiting(self) -> bool:
         """Whether some thread waits."""
         return bool(self._waits)
 
-    def start_waiting(self, node: Log, leave: str) -> None:
-        """Note that this thread begins to wait for `node`; `leave` says what Ctrl-C does."""
-        self._waits[threading.get_ident()] = Wait(time.monotonic(), node, leave)
+    def start_waiting(self, node: Log, leave: str | None = None, room: bool = False) -> None:
+        """Note that this thread begins to wait for `node`; `leave` and `room` are as `Wait` has them."""
+        self._waits[threading.get_ident()] = Wait(time.monotonic(), node, leave, room)
 
     def stop_waiting(self) -> None:
         """Note that this thread has stopped waiting, and take the line away."""
         wait = self._waits.pop(threading.get_ident(), None)
-        if self._shown and not self._waits and not self._works:
+        # The end of an upload takes its own bar away.
+        if self._shown and not self._waits and not self._works and not self.uploads:
             with self._lock:
                 if wait is not None:
                     self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
@@ -182,6 +231,12 @@ class Announcer:
             with self._lock:
                 if self._shown:
                     self._finish(bar(what, there(), total, time.monotonic() - started))
+
+    def _uploaded(self) -> None:
+        if self._shown:
+            with self._lock:
+                if self._shown.startswith("uploading") or not (self._waits or self._works):
+                    self._finish(self.uploads.last())
 
     def _finish(self, text: str) -> None:
         """Take away what is shown."""
@@ -237,11 +292,16 @@ class Announcer:
 
     def _waiting(self, wait: Wait, on: Screen, now: float) -> str:
         node, seconds = wait.node, now - wait.started
-        left = sum(len(flight.line_table) for flight in tuple(node.flights))
-        if wait.first is None:
+        left = node.until_room(self._position(node)) if wait.room else node.under_way()
+        if wait.first is None and not (wait.room and self._status is None):
             wait.first = now, left
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
-        what = f"{left} operation{'s' if left != 1 else ''} under way" if left else "its answer is due"
+        many = f"{left:,} operation{'s' if left != 1 else ''}"
+        if wait.room:
+            what = f"its queue is full, {many} until it takes more"
+        else:
+            what = f"{many} under way" if left else "its answer is due"
+        leave = wait.leave or _LEAVE
         if isinstance(node, Node):
             if node.presence.absence is not None:
                 what = f"{node.presence.absence.text}; it goes on when there is a connection again"
@@ -250,12 +310,20 @@ class Announcer:
             else:
                 what += self._runs(node, on, seconds, now)
                 what += _estimate(wait.first, left, seconds, now)
-        return f"waiting for {node}{count}: {what} ({wait.leave})"
+                if wait.leave is None and left and seconds >= _COUNTING:
+                    leave = f"Ctrl-C leaves, {_AND_DROP}"
+        return f"waiting for {node}{count}: {what} ({leave})"
+
+    def _position(self, node: Log) -> int:
+        """Return where a worker has last said that it is in its log; 0 if it has not."""
+        return self._status.position if self._status is not None and self._asked is node else 0
 
     def _runs(self, node: Node, on: Screen, seconds: float, now: float) -> str:
         """Return what the node runs, as it has last said; ask it again if that was a while ago."""
         if seconds > max(_ASKED, on.first - _COUNTING) and now > self._asked_at + _ASKED:
             self._asked_at = now
+            if self._asked is not node:
+                self._asked, self._status = node, None
             # The wait itself tells of an end.
             with suppress(DistruntimeError):
                 self.ask(node, self._hear)
@@ -268,9 +336,9 @@ class Announcer:
         self._status = status
 
 
-def _estimate(first: tuple[float, int], left: int, seconds: float, now: float) -> str:
+def _estimate(first: tuple[float, int] | None, left: int, seconds: float, now: float) -> str:
     """Return about how long the rest takes, at the pace since the wait was first shown."""
-    since, before = first
+    since, before = first or (now, left)
     if seconds < _COUNTING or left == 0 or before - left < 2:
         return ""
     return f", about {left * (now - since) / (before - left):.0f} s left"

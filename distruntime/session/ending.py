@@ -85,8 +85,7 @@ class Ending:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and session.lasting:
                     log.warning(
-                        "%s has not heard that the session %r is over, and may keep it until its time is "
-                        "over",
+                        "%s has not heard that the session %r is over, and may keep it until it expires",
                         late[0],
                         session.name,
                     )
@@ -150,7 +149,18 @@ class Ending:
             here = [n for n in there if n.failed is None and n.presence.absence is None]
             return not any(n.flights for n in here)
 
-        session.requests.wait(idle, session.receiver.read, deadline, busy, "Ctrl-C ends the session now")
+        leave = "Ctrl-C ends the session now"
+        if not session.requests.wait(idle, session.receiver.read, deadline, busy, leave):
+            for node in there:
+                count = node.under_way()
+                if count and node.failed is None:
+                    log.warning(
+                        "%s has not run %s operation%s in time; the end of the session drops %s",
+                        node,
+                        f"{count:,}",
+                        "s" if count > 1 else "",
+                        "them" if count > 1 else "it",
+                    )
         return [(n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in session.nodes if n.ledger.unread]
 
     def _part(self, word: Message, deadline: float | None) -> list[Node]:

@@ -12,6 +12,7 @@ import time
 from types import TracebackType
 from typing import Protocol
 
+from ..log.line import inside
 from ..log.node import Node
 from ..wire.messages import AskStatus
 from ..wire.units import operator_text
@@ -115,10 +116,23 @@ def _after_cell(result: Result) -> None:
         _tell()
 
 
+def _cut(trace: TracebackType | None) -> None:
+    """End a traceback at the user's line: where in this package Ctrl-C has struck says nothing to a user."""
+    last: TracebackType | None = None
+    while trace is not None:
+        if not inside(trace.tb_frame.f_code):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # The module `code` shows a frame of its own to every hook but Python's.
     if trace is not None and trace.tb_frame.f_code.co_filename == code.__file__:
         trace = trace.tb_next
+    if issubclass(kind, KeyboardInterrupt):
+        _cut(trace)
     before = _before[0]
     assert callable(before)
     before(kind, error, trace)

@@ -82,7 +82,7 @@ class LaunchedWorkers(list[WorkerProcess | None]):
         if "signal 9 " in ended and out_of_memory_kills() > self._kills:
             ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
         words = last_words(worker)
-        quoted = "; its last words:\n  " + "\n  ".join(words) + "\n" if words else ""
+        quoted = "; its last lines:\n  " + "\n  ".join(words) + "\n" if words else ""
         return f"(pid {worker.pid}) exited: {ended}{quoted}"
 
     def stop(self, deadline: float) -> None:

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ..errors import of_caller
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -21,9 +23,11 @@ def suggests(function: Callable[P, R]) -> Callable[P, R]:
         for name in kwargs:
             if name not in known:
                 alike = difflib.get_close_matches(name, known, n=1)
-                raise TypeError(
-                    f"{function.__name__}() got an unexpected keyword argument {name!r}. "
-                    + (f"Did you mean {alike[0]!r}?" if alike else f"It has {', '.join(known)}")
+                raise of_caller(
+                    TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}. "
+                        + (f"Did you mean {alike[0]!r}?" if alike else f"It has {', '.join(known)}")
+                    )
                 )
         return function(*args, **kwargs)
 

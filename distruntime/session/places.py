@@ -175,8 +175,9 @@ class Places:
                 if member is not None:
                     return member
                 raise PlacementError(
-                    '"remote:127" is the device of places that have no number, and names none of them. '
-                    "dr.place(node, device) and x.place return a place with its number. Beyond the "
+                    '"remote:127" stands for each place that has no number, so it names none of them. An '
+                    "unpickled place has none if the session does not have it, or began later: "
+                    "make it anew, dr.place(node, device). Beyond the "
                     f"{_OWN} places of a session that have one, name the place: dr.on(place), x.to(place)"
                 )
             have = ", ".join(f"remote:{place.number} is {place}" for place in self.own[:8])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ..errors import PlacementError
+from ..errors import PlacementError, without_our_frames
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import Place
-from .session import active_session
+from .session import active, active_session
 from .spelling import on_node, require_alone
 
 
@@ -19,6 +21,7 @@ def _single(place: Place) -> tuple[str, int]:
     return place.local_device, place.node
 
 
+@without_our_frames
 def place(node: int, device: DeviceLike = "cpu") -> Place:
     """Return the place of a node's device: "cpu", "cuda:1", or as a number (-1 is the CPU).
 
@@ -27,17 +30,42 @@ def place(node: int, device: DeviceLike = "cpu") -> Place:
     return active_session().places.place(node, device_name(device))
 
 
+def _unpickled(node: int, device: str, members: tuple[Place, ...]) -> Place:
+    """Return a place with the number that it has in this process's session.
+
+    It has none without a session, and if the session does not have the place. A mesh's place is part of a
+    session, and has none either. distruntime's own functions read only the node and the device.
+    """
+    if members or not active:
+        return Place(node, device, members=members)
+    return active[0].places.known(node, device)
+
+
+_Named = tuple[int, str, tuple[Place, ...]]
+
+
+def _pickled(place: Place) -> tuple[Callable[[int, str, tuple[Place, ...]], Place], _Named]:
+    return _unpickled, (place.node, place.local_device, place.members)
+
+
+# The class cannot know the session, which is a room above it.
+copyreg.pickle(Place, _pickled)
+
+
+@without_our_frames
 def node(index: int) -> AbstractContextManager[None]:
     """Return a context in which new tensors go to node `index`. Operations run where their operands are."""
     active_session().places.devices(index)
     return node_context(index, None)
 
 
+@without_our_frames
 def device(name: DeviceLike) -> AbstractContextManager[None]:
     """Return a context in which new tensors go to a device of the current node: "cpu", "cuda:1", or 1."""
     return device_context(device_name(name))
 
 
+@without_our_frames
 def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextManager[None]:
     """Return a context in which new tensors, torch's own factories included, go to this node and device.
 
@@ -50,6 +78,7 @@ def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextMa
     return node_context(found.node, found.local_device, default=True)
 
 
+@without_our_frames
 def set_place(node: int | Place, device: DeviceLike | None = None) -> None:
     """Make this node, and device, the default for new tensors of the session: what a REPL wants."""
     if isinstance(node, Place):

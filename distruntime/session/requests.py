@@ -209,18 +209,19 @@ class Requests:
         read: Callable[[float], None],
         deadline: float | None,
         node: Log | None = None,
-        leave: str = "Ctrl-C leaves, and loses nothing",
+        leave: str | None = None,
+        room: bool = False,
     ) -> bool:
         """Block until `ready()`, while some thread reads the socket; return False past the deadline.
 
-        `node` is whom a long wait names at a terminal, `leave` what Ctrl-C does there.
+        `node` is whom a long wait names at a terminal. `leave` and `room` are as `announce.Wait` has them.
         """
         slices = 0
         try:
             while not ready():
                 slices += 1
                 if slices == 2 and node is not None:
-                    self.announcer.start_waiting(node, leave)
+                    self.announcer.start_waiting(node, leave, room)
                 if not self._wait_once(ready, read, deadline):
                     return False
             return True

@@ -43,7 +43,8 @@ class Terminal:
         self.show("")
 
     def pause(self, seconds: float) -> float:
-        return 0.0
+        # A number that changes faster than people read is noise.
+        return 0.25
 
 
 @final
@@ -119,7 +120,7 @@ def voice(quiet: bool | None) -> Callable[[str], None]:
     if quiet or (quiet is None and os.environ.get("DISTRUNTIME_QUIET")):
         return _silent
     if quiet is False or sys.stdout.isatty() or in_notebook():
-        return _print
+        return _Begun(dots=not in_notebook()).say
     return _Lines().say
 
 
@@ -127,8 +128,21 @@ def _silent(text: str) -> None:
     """Say nothing, as the user has asked for."""
 
 
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
+@final
+class _Begun:
+    """Standard output, at once. The end of a line says nothing where no line has begun."""
+
+    def __init__(self, dots: bool) -> None:
+        # A notebook that no browser shows keeps each dot of a wait as an output of its own.
+        self._dots, self._begun = dots, False
+
+    def say(self, text: str) -> None:
+        """Print a text, which may be a part of a line."""
+        if text == "." and not self._dots:
+            return
+        if text != "\n" or self._begun:
+            print(text, end="", flush=True)
+            self._begun = not text.endswith("\n")
 
 
 @final

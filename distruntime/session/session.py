@@ -284,8 +284,11 @@ class Session:
                 raise SessionClosed(f"the session was shut down while a value was on its way ({self.closed})")
             raise request.node.lost_error()
 
-    def throttle(self, node: Log) -> None:
-        """Block while the window of `node` is full; first send what has gathered for the other nodes."""
+    def throttle(self, node: Log, why: str = "a full window") -> None:
+        """Block while the window of `node` is full; first send what has gathered for the other nodes.
+
+        `why` is how `dr.stalls` names the wait.
+        """
         # A few words more than the window are better than a thread that waits with the lock.
         if self._inside():
             return
@@ -294,10 +297,10 @@ class Session:
         started = time.perf_counter()
         try:
             self.requests.wait(
-                lambda: not node.busy or node.failed is not None, self.receiver.read, None, node
+                lambda: not node.busy or node.failed is not None, self.receiver.read, None, node, room=True
             )
         finally:
-            note_wait("a full window", started)
+            note_wait(why, started)
 
     def synchronize(self, node: Node, timeout: float | None = None) -> bool:
         """Block until a worker has run everything issued so far; raise its first unread failure.
@@ -459,7 +462,7 @@ class Session:
                 if another
                 else "Call init_master_worker for a new one"
             )
-            raise SessionClosed(f"this session has ended ({self.closed}); tensors of it are gone. {then}")
+            raise SessionClosed(f"this session has ended ({self.closed}); its tensors are gone. {then}")
 
     @property
     def foreign(self) -> bool:

@@ -109,4 +109,9 @@ def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
     without one refuses it.
     """
     on_gpu = own.local_device.partition(":")[0] == "cuda"
+    if on_gpu and device is None and not any(name.startswith("cuda") for name in places.devices(node)):
+        raise PlacementError(
+            f"node {node} has no GPU, and {own} is one: expected a device of that node, as in "
+            f'.to(node={node}, device="cpu")'
+        )
     return on_node(places, node, device, like=own.local_device, otherwise="cuda:0" if on_gpu else "cpu")

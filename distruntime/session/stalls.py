@@ -9,8 +9,10 @@ import warnings
 from dataclasses import dataclass
 from types import CodeType
 
-from ..errors import UsageError
-from ..log.line import code_text, line_text, place_of, user_line
+import torch
+
+from ..errors import UsageError, without_our_frames
+from ..log.line import code_text, line_text, place_of, shown_line, user_line
 from .tables import table_html, table_text
 
 # Fewer waits than so many at one line are no matter, and so many sentences of advice are enough.
@@ -58,7 +60,11 @@ def _advice(stall: Stall) -> str:
             f"{line} times the worker had as much work as it may have{at}. So it is the worker that takes "
             "the time: nothing here is to be gained."
         )
-    if "depend on data" in stall.why or stall.why.startswith("aten"):
+    if stall.why == "an upload":
+        return ""
+    if stall.why.startswith("aten") and not _depends_on_data(stall.why):
+        return ""
+    if stall.why.startswith("aten"):
         name = stall.why.split()[0].removesuffix(".default")
         return (
             f"{line} times {name} waited for the shape of its result{at}. A form whose shape does not depend "
@@ -76,12 +82,20 @@ def _advice(stall: Stall) -> str:
     )
 
 
+def _depends_on_data(why: str) -> bool:
+    """Whether the shape of an operator's result depends on data, as "aten.nonzero.default" does."""
+    _, name, overload = [*why.split()[0].split("."), "", ""][:3]
+    operator = getattr(getattr(torch.ops.aten, name, None), overload, None)
+    return torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
+
+
 _lock = threading.Lock()
 # Lines are resolved only when somebody asks.
 _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"
 
 
+@without_our_frames
 def set_sync_debug_mode(mode: str | int) -> None:
     """Set what an implicit wait does: nothing ("default", 0), warn ("warn", 1) or raise ("error", 2).
 
@@ -115,7 +129,7 @@ def before_wait(why: str) -> None:
 def note_wait(why: str, started: float) -> None:
     """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
     seconds = time.perf_counter() - started
-    key = *place_of(user_line()), why
+    key = *place_of(shown_line(user_line())), why
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1

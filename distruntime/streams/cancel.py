@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import without_our_frames
 from ..log.log import Log
 from ..log.mesh_log import workers_of
 from ..session.session import active_session, session_of_log
 from ..wire.messages import Cancel
 
 
+@without_our_frames
 def cancel(node: int | None = None) -> None:
     """Drop what a node, or every node, has been given and has not begun. Return at once.
 

@@ -104,6 +104,7 @@ class Stream:
     Returns at once. Raises `PlacementError` where the node or device is not there.
     """
 
+    @without_our_frames
     def __init__(self, node: Where = None, device: DeviceLike | None = None, priority: int = 0) -> None:
         if type(priority) is not int or not -(1 << 31) <= priority < 1 << 31:
             raise UsageError(
@@ -510,11 +511,13 @@ class _Forward:
             session_of_log(self.here).post(self.here, Signal(self.number, reason))
 
 
+@without_our_frames
 def default_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:
     """Return the stream that a device's instructions go to when no other is current."""
     return Stream._numbered(_residence(node, device), 0)
 
 
+@without_our_frames
 def current_stream(node: Where = None, device: DeviceLike | None = None) -> Stream:
     """Return the stream that a device's instructions go to now, in this thread or asyncio task."""
     residence = _residence(node, device)
@@ -541,6 +544,7 @@ class StreamContext:
             self.stream.__exit__(kind, error, trace)
 
 
+@without_our_frames
 def stream(stream: Stream | None) -> StreamContext:
     """Return a context in which instructions on the stream's device go to it, and new tensors to its device.
 
@@ -550,6 +554,7 @@ def stream(stream: Stream | None) -> StreamContext:
     return StreamContext(None if stream is None else _expect(stream, Stream, "Stream"))
 
 
+@without_our_frames
 def set_implicit_waits(enabled: bool) -> None:
     """Say whether instructions wait by themselves for other streams' writes and reads; True at first.
 

@@ -97,6 +97,7 @@ def _late(timeout: float | None) -> WaitTimeout:
     )
 
 
+@without_our_frames
 @overload
 def fetch_async(tree: torch.Tensor) -> Fetched[torch.Tensor]: ...
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..errors import ConfigurationError, NotSupportedError
+from ..errors import ConfigurationError, NotSupportedError, without_our_frames
 
 ENTRY_POINTS = "distruntime.data_channels"
 # "send" stands for `receive` too.
@@ -226,6 +226,7 @@ Factory = Callable[[Membership], DataChannel]
 _registered: dict[str, Factory] = {}
 
 
+@without_our_frames
 def register_data_channel(name: str, factory: Factory) -> None:
     """Make a data channel known by `name`: for `init_master_worker(data_channel=name)` and
     `new_group(backend=name)`.

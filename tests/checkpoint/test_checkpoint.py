@@ -357,7 +357,7 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
         dr.load(tmp_path, place=other)
     with pytest.raises(
         dr.UsageError,
-        match=r"was on a mesh of 4 members, and comes back to one of as many: dr.load\(path, place=mesh\)",
+        match=r"was on a mesh of 4 members, and needs a mesh of as many: dr.load\(path, place=mesh\)",
     ):
         dr.load(tmp_path)
     again = dr.init_device_mesh("cuda", (4,))

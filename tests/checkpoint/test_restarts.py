@@ -117,6 +117,19 @@ def test_restarts_have_an_end(session: object, tmp_path: Path) -> None:
     assert attempts == [0, 1, 2] and str(caught.value.__cause__) == "what led to it"
 
 
+def test_a_training_without_a_checkpoint_says_that_it_starts_from_the_beginning(
+    session: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(ckpt: Any) -> int:
+        if not ckpt.attempt:
+            raise lost()
+        return int(ckpt.attempt)
+
+    assert dr.run_with_restarts(train, checkpoint=tmp_path) == 1
+    said = [record.message for record in caplog.records if "starts from" in record.message]
+    assert said == ["attempt 2 of 4 starts from the beginning, as there is no checkpoint"]
+
+
 def _chained() -> None:
     try:
         raise lost()

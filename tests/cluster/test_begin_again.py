@@ -14,21 +14,10 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.cluster import named_sessions as registry
 from distruntime.session.session import active_session
 from processes import STARTING, Child, ListeningWorker, until
 
-
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions are noted in a directory of the test's own, and ended with it."""
-    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
-    dr.shutdown()
-    yield
-    dr.shutdown()
-    for name in registry.names():
-        dr.init_master_worker(session=name, resume=True, force=True)
-        dr.shutdown()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def first_cell(**options: Any) -> dr.Session:

@@ -84,6 +84,36 @@ def test_who_is_missing_is_named(address: str, dial: Dialler) -> None:
     assert f"Start each with distruntime-worker --master {address}" in texts[-1]
 
 
+def test_a_worker_hears_that_the_session_did_not_come_about(
+    address: str, dial: Dialler, tmp_path: Path
+) -> None:
+    dial()
+
+    def told() -> bool:
+        with pytest.raises(dr.ConnectionFailed):
+            begin(address, 2, timeout=1.0)
+        return "ended (the session did not come about)" in (tmp_path / "worker-0.log").read_text()
+
+    until(told)
+    # It dials again, and serves the next attempt.
+    begin(address, 1)
+    assert torch.ones(2, device=REMOTE).tolist() == [1, 1]
+
+
+def test_who_dials_a_session_that_has_all_its_workers_is_told(
+    address: str, dial: Dialler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dial()
+    begin(address, 1)
+    dial()
+    until(lambda: "the session has all its workers. It gets no place" in caplog.text)
+    told = f"the master at {address} has no place for this worker: the session has all its workers"
+    until(lambda: told in (tmp_path / "worker-1.log").read_text())
+    dr.shutdown()
+    begin(address, 2)
+    assert torch.ones(2, device=REMOTE).to(node=1).tolist() == [1, 1]  # type: ignore[call-overload]
+
+
 def test_the_waiting_time_is_one_for_schedulers(address: str, dial: Dialler) -> None:
     dial()
     dr.init_master_worker(listen=address, world_size=1, insecure=True)

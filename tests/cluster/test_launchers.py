@@ -17,7 +17,7 @@ import distruntime as dr
 from distruntime.cluster.local_workers import LocalLauncher
 from distruntime.testing import check_launcher
 from distruntime.wire.keys import KeyPair
-from processes import PATH, until
+from processes import PATH, free_port, until
 
 REMOTE = "remote"
 
@@ -136,6 +136,30 @@ def test_workers_at_a_port_get_the_key(shells: ShellLauncher, tmp_path: Path) ->
     os.killpg(shells.started[1].pid, signal.SIGKILL)
     until(lambda: len(shells.started) == 3 and dr.nodes()[1].state == "ready", 90)
     assert torch.ones(3, device=REMOTE).to(node=1).sum().item() == 3
+
+
+@pytest.mark.timeout(400)
+def test_auto_starts_the_workers_that_have_died_since(
+    shells: ShellLauncher, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = dict(
+        world_size=2, listen=f"tcp://127.0.0.1:{free_port()}", session="day", resume="auto", insecure=True
+    )
+    dr.init_master_worker(launcher=shells, timeout=90, **options)
+    dr.publish("x", torch.full((2,), 3.0, device=REMOTE))
+    pids = [node.pid for node in dr.nodes()]
+    dr.detach()
+    os.killpg(shells.started[1].pid, signal.SIGKILL)
+    dr.init_master_worker(launcher=shells, timeout=90, **options)
+    assert dr.nodes()[0].pid == pids[0] and dr.lookup("x").tolist() == [3, 3]
+    assert [spec.node for spec in shells.specs] == [0, 1, 1]
+    assert "node 1 of session 'day' has not dialled within 5 s. A new worker starts" in caplog.text
+    dr.detach()
+    for worker in shells.started:
+        worker.stop(0.0)
+    dr.init_master_worker(launcher=shells, timeout=90, **options)
+    assert [spec.node for spec in shells.specs] == [0, 1, 1, 0, 1]
+    assert torch.ones(2, device=REMOTE).to(node=1).tolist() == [1, 1]  # type: ignore[call-overload]
 
 
 class Deaf(ShellWorker):

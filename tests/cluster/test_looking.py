@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import distruntime as dr
 from distruntime import __main__ as command_line
 from distruntime.cluster import named_sessions
+from distruntime.cluster.connector import refuses
 from distruntime.cluster.observe import Answer, Observer
 from distruntime.looking import report
 from distruntime.session.session import active_session
@@ -25,17 +28,12 @@ from distruntime_worker.log.state import State
 from distruntime_worker.machine.devices import Devices
 from distruntime_worker.session.report import Reporter
 from distruntime_worker.values.streams import Stream
-from processes import ListeningWorker, blocked, state, stopped, until
+from processes import Child, ListeningWorker, blocked, state, stopped, until
 
 REMOTE = "remote"
 
 
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
-    dr.shutdown()
-    yield
-    dr.shutdown()
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 @pytest.fixture
@@ -172,6 +170,69 @@ def test_the_commands_show_named_sessions_and_end_them(capsys: pytest.CaptureFix
     assert "2 of 2   none for" in capsys.readouterr().out
     assert command_line.main(["sessions", "--end", "day"]) == 0
     assert capsys.readouterr().out == "the session 'day' has ended, on 2 nodes\n"
+    assert named_sessions.names() == []
+
+
+def holds(address: str) -> None:
+    """Child: the master of a session that is in use."""
+    dr.init_master_worker(workers=[address], session="held", quiet=True)
+    print("begun", flush=True)
+    time.sleep(600)
+
+
+def test_a_session_in_use_ends_by_force(daemon: ListeningWorker, capsys: pytest.CaptureFixture[str]) -> None:
+    with Child(holds, daemon.address) as child:
+        child.expect("begun")
+        assert command_line.main(["sessions", "--end", "held"]) == 1
+        said = capsys.readouterr().err
+        assert f"in use, by pid {child.pid} on" in said and "--force ends it" in said and "force=" not in said
+        assert command_line.main(["sessions", "--end", "held", "--force"]) == 0
+    assert "has ended, on 1 node" in capsys.readouterr().out
+    assert named_sessions.names() == []
+
+
+def test_what_is_not_noted_cannot_be_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["sessions", "--end", "nope"]) == 1
+    said = capsys.readouterr().err
+    assert "no session 'nope' is noted here: there is none" in said and "resume" not in said
+
+
+def _killed() -> None:
+    """Begin a session on this machine, leave it, and kill its workers."""
+    dr.init_master_worker(world_size=2, session="gone")
+    pids = [node.pid for node in dr.nodes()]
+    dr.detach()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    entry = named_sessions.read("gone")
+    assert entry is not None
+    until(lambda: all(refuses(address) for address in entry.workers))
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["sessions"], ["sessions", "--end", "gone"]])
+def test_the_note_of_a_session_whose_workers_have_died_is_dropped(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _killed()
+    command_line.main(arguments)
+    said = capsys.readouterr().err
+    assert "the session 'gone' has ended: nobody listens at ipc://" in said and "protocol" not in said
+    assert "Its note is dropped" in said and named_sessions.names() == []
+
+
+def test_a_note_of_a_worker_elsewhere_is_kept_until_force_drops_it(
+    daemon: ListeningWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dr.init_master_worker(workers=[daemon.address], session="far")
+    dr.detach()
+    daemon.stop()
+    assert command_line.main(["status"]) == 1
+    said = capsys.readouterr().out
+    assert "no worker of the session 'far' answers" in said and "protocol" not in said
+    assert command_line.main(["sessions"]) == 0 and "unknown: no answer" in capsys.readouterr().out
+    assert command_line.main(["sessions", "--end", "far"]) == 1
+    assert "sessions --end far --force` drops its note" in capsys.readouterr().err
+    assert command_line.main(["sessions", "--end", "far", "--force"]) == 0
     assert named_sessions.names() == []
 
 

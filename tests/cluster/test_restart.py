@@ -242,7 +242,7 @@ def test_a_dead_worker_is_reported_with_its_last_words(
     assert worker is not None
     os.kill(worker.pid, signal.SIGABRT)  # faulthandler writes a stack
     until(lambda: is_lost(0))
-    assert "SIGABRT" in caplog.text and "its last words" in caplog.text and "Aborted" in caplog.text, (
+    assert "SIGABRT" in caplog.text and "its last lines" in caplog.text and "Aborted" in caplog.text, (
         caplog.text
     )
 

@@ -38,19 +38,7 @@ from processes import PATH, ListeningWorker, until, waits_less
 REMOTE = "remote"
 
 
-@pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions are noted in a directory of the test's own, and ended with it."""
-    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
-    dr.shutdown()
-    yield
-    dr.shutdown()
-    for name in registry.names():
-        entry = registry.read(name)
-        if entry is not None and entry.directory:  # else its worker ends with the test
-            dr.init_master_worker(session=name, resume=True, force=True)
-            dr.shutdown()
-        registry.delete(name)
+pytestmark = pytest.mark.usefixtures("own_state")
 
 
 def master(code: str, *, status: int = 0) -> str:
@@ -186,6 +174,9 @@ for arguments in ({{"resume": True}}, {{}}):
     with pytest.raises(dr.NodeFailed, match="taken over"):
         until(lambda: x.sum().item() != 3)
     assert dr.nodes()[0].state == "left"
+    for question in (dr.names, lambda: dr.unpublish("y"), lambda: dr.lookup("y")):
+        with pytest.raises(dr.NodeFailed, match="taken over"):
+            question()
 
 
 def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
@@ -348,8 +339,7 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(
         network.cut()
         waits_less(9, dr.shutdown)
         assert (
-            "has not heard that the session 'silent' is over, and may keep it until its time is over"
-            in caplog.text
+            "has not heard that the session 'silent' is over, and may keep it until it expires" in caplog.text
         )
         network.mend()
     dr.init_master_worker(session="silent", workers=[daemon.address], force=True)

@@ -57,7 +57,7 @@ def drain() -> None:
             try:
                 dr.synchronize(node.index)
             except dr.NodeFailed as error:
-                if "begins anew there" in str(error):
+                if "puts a new worker there" in str(error):
                     break
             except dr.DistruntimeError:
                 continue
@@ -92,7 +92,7 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
         works.synchronize(10)
     with pytest.raises(
         dr.NodeFailed,
-        match=r"cannot go on: node 2 .* Make one of those who are left: dr.new_group\(\[0, 1\]\)",
+        match=r"cannot go on: node 2 .* Make a group of the members that are left: dr.new_group\(\[0, 1\]\)",
     ):
         dr.all_reduce(each([0, 1, 3]), group=group)
     with pytest.raises(dr.NodeFailed):
@@ -182,7 +182,7 @@ def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -
     broken(values[1:], "(?i)time|broken")
     with pytest.raises(
         dr.NodeFailed,
-        match=r"cannot go on: node 0 .*Make one of those who are left: dr.new_group\(\[0, 1\]\)",
+        match=r"cannot go on: node 0 .*Make a group of the members that are left: dr.new_group\(\[0, 1\]\)",
     ):
         dr.all_reduce(values, group=group)
     values = each([0, 1])

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from agree import some
+from agree import seed, some
+from op_samples import samples
 
 # The module warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -163,11 +164,8 @@ def calls(name: str, limit: int = 2) -> list[Call]:
         return [(getattr(getattr(torch.ops.aten, base), overload or "default"), args, kwargs)]
     assert not overload and base in _database(), f"no sample calls of {name}: add one by hand"
     op = _database()[base]
-    torch.manual_seed(0)
-    return [
-        (op.op, (s.input, *s.args), s.kwargs)
-        for s in some(list(op.sample_inputs("cpu", torch.float32)), limit)
-    ]
+    seed(0)
+    return [(op.op, (s.input, *s.args), s.kwargs) for s in some(samples(op, torch.float32), limit)]
 
 
 def recast(tree: Any, dtype: torch.dtype, every: int = 1) -> Any:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import distruntime as dr
+import op_samples
 from agree import quietly, seed, some
 from op_samples import UNINITIALISED, differentiable
 
@@ -56,9 +57,8 @@ def run_entry(op: OpInfo, side: Side, samples: int, layouts: int) -> Iterator[li
     """
     seed(0)
     grad = differentiable(op, torch.float32)
-    for sample in some(
-        list(quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=grad)))), samples
-    ):
+    drawn = quietly(lambda: op_samples.samples(op, torch.float32, grad))
+    for sample in some(drawn, samples):
         plain = sample.transform(
             lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
         )

@@ -586,3 +586,8 @@ def test_a_session_with_fewer_nodes_says_which_one_is_missing(
         # This session numbers them otherwise.
         enter(fresh_session, daemons[::-1], "alice")
         assert [t.get_node() for t in dr.lookup("pair")] == [1, 0]
+
+
+def test_a_misspelt_argument_is_told_which_is_meant(session: object) -> None:
+    with pytest.raises(TypeError, match=r"publish\(\) got .* 'share'\. Did you mean 'shared'\?"):
+        dr.publish("m", torch.ones(1), share=True)  # type: ignore[call-arg]

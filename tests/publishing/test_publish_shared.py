@@ -379,6 +379,6 @@ def test_a_lookup_that_meets_two_versions_looks_again(
         del crossed[:]
         times = 1000
         with pytest.raises(
-            dr.UsageError, match=r"'alice/pair' is not whole: it is being given anew all the time"
+            dr.UsageError, match=r"'alice/pair' is incomplete. Another process publishes it again and again"
         ):
             dr.lookup("alice/pair")

@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,11 @@ import torch
 
 import distruntime as dr
 from distruntime.session import announce
-from distruntime.session.announce import Announcer, bar
-from distruntime.session.screen import Log, voice
+from distruntime.session.announce import Announcer, Uploads, bar
+from distruntime.session.screen import Log, Terminal, voice
 from distruntime.session.session import active_session
-from processes import PATH, until
+from distruntime.wire.link import Delivery, Link
+from processes import PATH, blocked, until
 
 REMOTE = "remote"
 
@@ -88,6 +92,117 @@ def test_uploads_and_fetches_are_bars(session: object, recorder: Recorder) -> No
     assert recorder.ends
 
 
+def test_a_bar_of_an_upload_ends_with_its_statement(session: object, recorder: Recorder) -> None:
+    node = active_session().nodes[0]
+    shared, node.shared = node.shared, False
+    try:
+
+        def uploaded() -> bool:
+            recorder.ends.clear()
+            torch.ones(1 << 24).to(REMOTE)
+            return recorder.has("uploading: ")
+
+        until(uploaded)
+    finally:
+        node.shared = shared
+    assert len(recorder.ends) == 1 and recorder.ends[0].startswith("uploading: 100%")
+    said = len(recorder.texts)
+    dr.synchronize()
+    assert not [text for text in recorder.texts[said:] if text.startswith("uploading")]
+
+
+def test_a_module_that_is_sent_has_one_bar(session: object, recorder: Recorder) -> None:
+    def sent() -> bool:
+        recorder.ends.clear()
+        torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).to(REMOTE)
+        return recorder.has("uploading: ")
+
+    until(sent)
+    assert len(recorder.ends) == 1
+
+
+def test_a_bar_of_one_upload_moves_by_frames() -> None:
+    class Tracker:
+        done = False
+
+    trackers = [Tracker() for _ in range(4)]
+    move = Uploads(lambda: None).moving(100)
+    link = Link()
+    move.delivery = Delivery(link, [])
+    move.delivery.trackers = trackers
+    assert move.done() == 0
+    trackers[0].done = trackers[1].done = True
+    assert move.done() == 50
+
+
+def test_what_an_upload_waits_for_is_an_upload(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.log.log.PAYLOAD_WINDOW", 1 << 20)
+    node = active_session().nodes[0]
+    shared, node.shared = node.shared, False
+    dr.synchronize()
+    dr.stalls(reset=True)
+    try:
+        with blocked(dr.default_stream(0)):
+            sender = threading.Thread(target=lambda: torch.ones(1 << 22).to(REMOTE))
+            sender.start()
+            # The bytes have left, and the worker does not run the upload.
+            until(lambda: any(text.startswith("uploading: 100%") for text in recorder.texts))
+        sender.join()
+    finally:
+        node.shared = shared
+    assert [stall.why for stall in dr.stalls()] == ["an upload"] and not dr.stalls().advice()
+
+
+def test_a_full_window_says_how_much_must_run_until_there_is_room(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.log.log.WINDOW", 300)
+    x = torch.ones(3, device=REMOTE)
+    dr.synchronize()
+
+    def issue() -> None:
+        for _ in range(1000):
+            x.add(1)
+
+    with blocked(dr.default_stream(0)):
+        issuer = threading.Thread(target=issue)
+        issuer.start()
+        full = r"waiting for node 0 \(.+\): its queue is full, (\d+) operations? until it takes more"
+        until(lambda: any(re.match(full, text) for text in recorder.texts))
+        log = active_session().nodes[0]
+        assert 0 < log.until_room(0) <= log.under_way()
+        # What has run is not waited for.
+        assert log.until_room(log.base) == 0
+    issuer.join()
+
+
+def test_a_long_wait_names_what_drops_the_queue(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announce, "_COUNTING", 0.0)
+    x = torch.ones(3, device=REMOTE)
+    with blocked(dr.default_stream(0)):
+        y = [x + k for k in range(20)]
+        reader = threading.Thread(target=y[-1].tolist)
+        reader.start()
+        long = (
+            r"waiting for node 0 .+ under way.* \(Ctrl-C leaves, dr\.cancel\(\) then drops what is queued\)"
+        )
+        until(lambda: any(re.fullmatch(long, text) for text in recorder.texts))
+    reader.join()
+
+
+def test_a_terminal_is_repainted_a_few_times_a_second(recorder: Recorder) -> None:
+    recorder.pause = Terminal().pause  # type: ignore[method-assign]
+    announcer = Announcer()
+    started = time.monotonic()
+    with announcer.working("saving", 1 << 20, count().__next__):
+        until(lambda: announcer.show() or time.monotonic() > started + 0.6)
+    assert 2 <= len(recorder.texts) <= 4
+
+
 def test_saves_and_loads_are_bars(session: object, recorder: Recorder, tmp_path: Path) -> None:
     tree = {"x": torch.ones(1 << 22, device=REMOTE)}
 
@@ -132,6 +247,16 @@ def test_a_start_without_a_terminal_is_plain_lines_on_standard_error(tmp_path: P
     assert done.stdout == "mine\n" and re.fullmatch(r"starting 1 worker +ready in \d+\.\d s", first)
     assert head.split()[0] == "node" and row.split()[0] == "0"
     assert last.startswith("new tensors go to node 0 cpu")
+
+
+def test_a_start_in_a_notebook_has_no_dots(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.session.screen.in_notebook", lambda: True)
+    say = voice(None)
+    for text in ("\n", "starting ", ".", ".", " ready\n"):
+        say(text)
+    assert capsys.readouterr().out == "starting  ready\n"
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

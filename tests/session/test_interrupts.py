@@ -5,18 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import traceback
 from pathlib import Path
+from types import FrameType
+from typing import cast
 
 import pytest
 import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.session.interrupts import queued_text
+from distruntime.errors import is_of_caller
+from distruntime.session.interrupts import _cut, queued_text
 from distruntime.session.session import active_session
-from processes import blocked
+from processes import blocked, until
 
 ROOT = Path(__file__).resolve().parents[2]
 # A cell that Ctrl-C ends, as the kernel of Jupyter and the shell of IPython run it.
@@ -60,3 +66,87 @@ def test_each_busy_node_has_a_line(session: object) -> None:
     assert re.fullmatch(r"node 0 \(.+\): [12]\d operations queued(, .+ runs)?", first), first
     assert last == "They run on. dr.cancel() drops those that have not begun."
     assert y[-1].tolist() == [20, 20, 20]
+
+
+def test_a_full_window_that_control_c_leaves_shows_the_users_line_alone(
+    session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.log.log.WINDOW", 300)
+    x = torch.ones(3, device=REMOTE)
+    dr.synchronize()
+    presser = threading.Thread(target=lambda: (until(_waiting), os.kill(os.getpid(), signal.SIGINT)))
+    with blocked(dr.default_stream(0)):
+        presser.start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            while True:
+                x.add(1)
+    presser.join()
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert set(files) == {__file__}
+
+
+def _waiting() -> bool:
+    return active_session().requests.announcer.waiting
+
+
+def test_a_prompt_ends_the_traceback_of_control_c_at_the_users_line() -> None:
+    try:
+        # It leads from this file into the package, as Ctrl-C in the midst of an operator does.
+        is_of_caller(cast(BaseException, _Interrupts()))
+    except KeyboardInterrupt as error:
+        assert len(traceback.extract_tb(error.__traceback__)) == 3
+        _cut(error.__traceback__)
+        assert len(traceback.extract_tb(error.__traceback__)) == 3
+        last = error.__traceback__
+        assert last is not None and last.tb_next is not None
+        last.tb_next.tb_next = None
+        _cut(last)
+        assert [frame.filename for frame in traceback.extract_tb(last)] == [__file__]
+
+
+class _Interrupts:
+    def __getattribute__(self, name: str) -> object:
+        raise KeyboardInterrupt
+
+
+def _press(z: torch.Tensor, after: float) -> bool:
+    """Press Ctrl-C in a loop of operations, after so many seconds; return whether it came."""
+    # A thread that presses would not do: Python's own finalizer of a thread may be struck.
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    q, more = z, 0
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        while more < 5_000:
+            q = q @ z
+            more += signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def test_no_press_in_a_loop_of_operations_is_lost(session: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    # Python calls it for what it drops.
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: said.append(repr(dropped.object)))
+    z = torch.eye(3, device=REMOTE)
+    came = [_press(z, k / 10_000) for k in range(1, 81)]
+    dr.synchronize()
+    assert (came.count(False), said) == (0, [])
+
+
+def test_no_python_code_runs_when_a_value_dies(session: object) -> None:
+    z = torch.eye(3, device=REMOTE)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        del z
+    finally:
+        sys.setprofile(None)
+    assert called == []

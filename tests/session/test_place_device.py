@@ -7,7 +7,8 @@ import io
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +16,13 @@ import torch
 from torch import nn
 
 import distruntime as dr
-from processes import until
+from processes import ListeningWorker, until
 
 REMOTE = "remote"
 PLACES = [(n, device) for n in range(2) for device in ("cuda:0", "cuda:1", "cpu")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _two_nodes_with_two_simulated_gpus() -> Iterator[None]:
-    dr.shutdown()
-    dr.init_master_worker(world_size=2, simulate_cuda=2)
-    yield
-    dr.shutdown()
+pytestmark = pytest.mark.usefixtures("two_nodes_with_two_simulated_gpus")
 
 
 @pytest.fixture
@@ -169,14 +165,21 @@ def test_a_place_is_spelled_as_its_device(place: dr.Place) -> None:
     assert torch.ones(1, device=place).place is place  # type: ignore[attr-defined]
 
 
-def test_a_copied_place_is_the_place_and_a_pickled_one_has_no_number(place: dr.Place) -> None:
+def test_a_copied_place_is_the_place_and_a_pickled_one_has_its_number(place: dr.Place) -> None:
     assert copy.copy(place) is copy.deepcopy({"at": place})["at"] is place
     found = pickle.loads(pickle.dumps(place))
-    # The number may be another place's where it is read.
     assert found == place and hash(found) == hash(place) and found != str(place) and found != "remote:4"
     assert dr.zeros(1, device=found).place == place and nn.Linear(1, 1).to(found).weight.place == place
-    with pytest.raises(dr.PlacementError, match=r"dr\.place\(node, device\)"):
-        torch.zeros(1, device=found)
+    assert found.number == 4 and torch.zeros(1, device=found).place == place  # type: ignore[attr-defined]
+
+
+def test_places_are_ordered_as_they_are_numbered() -> None:
+    names = ("cuda:0", "cuda:2", "cuda:10", "cpu")
+    places = [dr.Place(node, name) for node in (0, 2, 10) for name in names]
+    numbered = [dr.Place(place.node, place.local_device, k) for k, place in enumerate(places)]
+    assert sorted(reversed(places)) == sorted(reversed(numbered)) == places
+    assert places[0] < places[1] <= places[1] and places[-1] > places[0] >= places[0]
+    assert max(dr.place(n, d) for n, d in PLACES) == dr.place(1)
 
 
 def test_a_tensor_prints_its_place_once(place: dr.Place) -> None:
@@ -259,7 +262,7 @@ def test_a_checkpoint_holds_no_place(place: dr.Place, tmp_path: Any) -> None:
         dr.save({"at": place, "x": torch.ones(1, device=place)}, tmp_path)
 
 
-# deaths: this one stands last, as it has a session of its own
+# these stand last, as they have sessions of their own
 
 
 def test_a_node_keeps_its_numbers_when_another_worker_has_it(fresh_session: Callable[..., Any]) -> None:
@@ -285,3 +288,38 @@ def test_a_node_keeps_its_numbers_when_another_worker_has_it(fresh_session: Call
     del mesh
     again = dr.init_device_mesh("cpu", (3,))
     assert again.device != on_mesh and torch.ones(1, device=again.device).member(2).place == places[5]  # type: ignore[attr-defined]
+
+
+def test_a_place_that_is_unpickled_gets_the_number_of_that_session(
+    fresh_session: Callable[..., Any],
+) -> None:
+    fresh_session(world_size=1, simulate_cuda=2)
+    # The CPU of node 0 is remote:2 there.
+    pickled = pickle.dumps([dr.place(0), dr.place(0, 1)])
+    dr.shutdown()
+    fresh_session(world_size=1)
+    here, elsewhere = pickle.loads(pickled)
+    assert here.number == 0 and torch.ones(1, device=here).place == dr.place(0)  # type: ignore[attr-defined]
+    # This session does not have the other one.
+    with pytest.raises(dr.PlacementError, match=r"make it anew, dr\.place\(node, device\)"):
+        torch.zeros(1, device=elsewhere)
+    with pytest.raises(dr.PlacementError, match="no device 'cuda:1'"):
+        dr.zeros(1, device=elsewhere)
+
+
+def test_what_is_on_a_gpu_needs_another_device_on_a_node_without_one(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "second").mkdir()
+    with_gpu = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", "--simulate-cuda", "1")
+    without = ListeningWorker(tmp_path / "second", "--listen", "tcp://127.0.0.1:0")
+    try:
+        fresh_session(workers=[with_gpu.address, without.address])
+        x: Any = torch.ones(2, device=dr.place(0, 0))
+        with pytest.raises(dr.PlacementError, match=r'node 1 has no GPU.*\.to\(node=1, device="cpu"\)'):
+            x.to(node=1)
+        assert x.to(node=1, device="cpu").place == dr.place(1)
+    finally:
+        dr.shutdown()
+        with_gpu.stop()
+        without.stop()

@@ -21,12 +21,7 @@ ALL = [CPU0, GPU0, GPU1, CPU1, FAR0, FAR1]
 Where = tuple[int, str]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _two_nodes_with_two_simulated_gpus() -> Iterator[None]:
-    dr.shutdown()
-    dr.init_master_worker(world_size=2, simulate_cuda=2)
-    yield
-    dr.shutdown()
+pytestmark = pytest.mark.usefixtures("two_nodes_with_two_simulated_gpus")
 
 
 def at(where: Where, values: Any = (1.0, 2.0, 3.0)) -> Any:

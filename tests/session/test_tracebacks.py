@@ -68,6 +68,23 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "address": lambda x: x.data_ptr(),
     "copy_": lambda x: x.copy_(torch.ones(2, 2)),
     "local.copy_": lambda x: torch.ones(2, 2).copy_(x),
+    "a start": lambda x: dr.init_master_worker(world_size=0),
+    "a misspelt start": lambda x: dr.init_master_worker(worldsize=2),  # type: ignore[call-arg]
+    "a session that is not there": lambda x: dr.init_master_worker(session="nobody", resume=True),
+    "another start": lambda x: dr.init_master_worker(world_size=7),
+    "place": lambda x: dr.place(9),
+    "too many arguments": lambda x: dr.place(0, "cpu", 3, 4),  # type: ignore[call-arg]
+    "on": lambda x: dr.on(9),
+    "lookup": lambda x: dr.lookup("nobody"),
+    "restart": lambda x: dr.restart(9),
+    "config": lambda x: dr.config(num_thread=1),  # type: ignore[call-arg]
+    "memory": lambda x: dr.memory(9),
+    "load": lambda x: dr.load("/nowhere"),
+    "detach": lambda x: dr.detach(),
+    "a stream": lambda x: dr.Stream(9),
+    "an untyped storage": lambda x: torch.UntypedStorage(3, device=REMOTE),
+    "a storage": lambda x: torch.ones(3).untyped_storage().to(REMOTE),
+    "a device's memory": lambda x: torch.remote.memory_allocated(9),  # type: ignore[attr-defined]
 }
 
 
@@ -130,6 +147,16 @@ def test_ipython_shows_the_cells_line_alone(session: object) -> None:
         assert "dispatch" not in text and str(Path(OURS).name) + "/" not in text, text
     finally:
         interactive.InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "ipc:///nowhere/at-all"])
+def test_an_error_of_a_start_stands_on_its_own_line(
+    fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    with pytest.raises((dr.ConfigurationError, dr.ConnectionFailed)) as caught:
+        dr.init_master_worker(workers=[address], timeout=0.2, quiet=False)
+    assert capsys.readouterr().out.endswith("\n")
+    assert [frame for frame in frames_below(caught.value) if frame.startswith(OURS)] == []
 
 
 # The worker's own traceback

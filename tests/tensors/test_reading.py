@@ -6,6 +6,7 @@ The last part is about what the master can learn about its waits.
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import math
 import os
 import re
@@ -26,6 +27,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.session.session import active_session
+from distruntime.session.stalls import Stall, Stalls
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import serve
 from processes import processor_seconds, slots, stop, stopped, until, waits_less
@@ -506,6 +508,29 @@ def test_the_mode_is_checked(session: object) -> None:
         with pytest.raises(dr.UsageError, match="default"):
             dr.set_sync_debug_mode(mode)  # type: ignore[arg-type]
     assert dr.get_sync_debug_mode() == 0
+
+
+def test_advice_about_shapes_is_for_shapes_that_depend_on_data() -> None:
+    rows = [
+        ("aten.nonzero.default", "train.py:3"),
+        ("aten.arange.start", "train.py:4"),
+        ("aten.add.out", "a:1"),
+    ]
+    advice = Stalls(Stall(line, why, 100, 1.0) for why, line in rows).advice()
+    assert len(advice) == 1 and "aten.nonzero waited for the shape of its result at train.py:3" in advice[0]
+
+
+def test_a_value_that_ipython_shows_is_a_wait_of_the_cell(session: object) -> None:
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactive.InteractiveShell.instance()
+    dr.stalls(reset=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdout", io.StringIO())
+            shell.run_cell("import torch, distruntime\nx = torch.ones(3, 3, device='remote')\nx + 7")
+        assert [(stall.why, stall.line.split()[-3:]) for stall in dr.stalls()] == [("repr", ["x", "+", "7"])]
+    finally:
+        interactive.InteractiveShell.clear_instance()
 
 
 def test_stalls_are_summed_up_by_line(session: object) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import distruntime as dr
-from agree import REMOTE, Copier, check, quietly
+from agree import REMOTE, Copier, check, quietly, seed
 from autocast_samples import calls, recast
 from distruntime.backend import autocast
 from distruntime.backend.fused import KERNELS
@@ -108,7 +108,7 @@ OUT_OF_REACH = {"aten::_grid_sampler_2d_cpu_fallback", "aten::mkldnn_rnn_layer"}
 def test_cpu_operators_give_what_they_give_here(session: object, name: str) -> None:
     def run(device: str, function: Callable[..., Any], sample: Any) -> Any:
         args, kwargs = Copier(device)(sample)
-        torch.manual_seed(0)
+        seed(0)
         with torch.autocast(device, dtype=BFLOAT16):
             return function(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from agree import REMOTE, Copier, Disagreement, check, quietly, some
+from agree import REMOTE, Copier, Disagreement, check, quietly, seed, some
 
 # It warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -34,12 +34,12 @@ def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> 
     leaves = copier.leaves()
     made_of = Copier(device)((call.constructor_input.args, call.constructor_input.kwargs))
     # Parameters are drawn here, then moved.
-    torch.manual_seed(1)
+    seed(1)
     module = info.module_cls(*made_of[0], **made_of[1]).to(device).train(training)
     trained = [p for p in module.parameters() if p.requires_grad] + leaves
     optimizer = torch.optim.SGD(trained, lr=0.01) if trained else None
     history = []
-    torch.manual_seed(3)  # dropout, fractional pooling, RReLU
+    seed(3)  # dropout, fractional pooling, RReLU
     for _ in range(STEPS):
         out = module(*args, **kwargs)
         differentiable = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -52,7 +52,7 @@ def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> 
 
 
 def _run(info: ModuleInfo, training: bool) -> int:
-    torch.manual_seed(0)
+    seed(0)
     # The database draws their samples in float64.
     dtype = torch.float64 if "Fractional" in info.formatted_name else torch.float32
     calls = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)

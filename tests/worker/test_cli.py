@@ -188,6 +188,8 @@ def test_a_signal_stops_it_with_code_0_and_no_traceback(
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors and "listening on ipc://" in errors
+    why = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"
+    assert errors.splitlines()[-1].endswith(f"INFO distruntime.worker: stopped: {why}")
 
 
 def test_the_log_goes_to_a_file_too(worker: Worker, tmp_path: Path) -> None:

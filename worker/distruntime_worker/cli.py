@@ -74,29 +74,29 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--listen",
         metavar="ADDRESS",
-        help="wait for masters here: tcp://host:port (port 0: any free one) or ipc://path",
+        help="listen for masters on ADDRESS: tcp://host:port (port 0: any free one) or ipc://path",
     )
-    where.add_argument("--master", metavar="ADDRESS", help="dial the master that listens there")
-    parser.add_argument("--node", type=_count, metavar="K", help="the node number to ask that master for")
+    where.add_argument("--master", metavar="ADDRESS", help="connect to the master that listens on ADDRESS")
+    parser.add_argument("--node", type=_count, metavar="K", help="ask that master for node number K")
     parser.add_argument(
         "--devices",
         type=_names,
         default=(),
         metavar="D,D",
-        help="offer these only, as cpu,cuda:0; default: all there are",
+        help="offer only these devices, such as cpu,cuda:0 (default: all)",
     )
     parser.add_argument(
         "--simulate-cuda",
         type=_count,
         default=0,
         metavar="N",
-        help="offer N GPUs that are CPU tensors in truth",
+        help="simulate N GPUs with CPU tensors",
     )
     parser.add_argument(
         "--key",
         type=Path,
         metavar="FILE",
-        help="the cluster's key; default: $DISTRUNTIME_KEY or ~/.config/distruntime/key",
+        help="the file with the cluster's key (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key)",
     )
     parser.add_argument(
         "--insecure", action="store_true", help="use no key: whoever reaches the address may run code here"
@@ -106,15 +106,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         metavar="N",
-        help="threads of torch's kernels; default: as torch chooses",
+        help="run torch's kernels with N threads (default: torch chooses)",
     )
     parser.add_argument(
         "--max-memory",
         type=_memory,
         metavar="SIZE",
         help=(
-            "what one session may hold on each device, as 8GiB, or 50%% of what the device has; default: "
-            "all there is"
+            "limit the memory of one session on each device: 8GiB, or 50%% of the device (default: no limit)"
         ),
     )
     parser.add_argument(
@@ -123,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         default=("", 0),
         metavar="HOST[:PORT]",
         help=(
-            "where other workers reach this one, and the port of its own channel for them; default: found "
-            "out, and any free port"
+            "the address at which other workers reach this one (default: the worker finds it out, and takes "
+            "any free port)"
         ),
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -149,7 +148,10 @@ def _keygen_parser() -> argparse.ArgumentParser:
         description="Make the key that the master and all workers of a cluster share.",
     )
     parser.add_argument(
-        "file", type=Path, nargs="?", help="default: $DISTRUNTIME_KEY or ~/.config/distruntime/key"
+        "file",
+        type=Path,
+        nargs="?",
+        help="write the key to FILE (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key)",
     )
     return parser
 
@@ -167,14 +169,15 @@ def _serve(options: argparse.Namespace) -> int:
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    stop = threading.Event()
-    _stop_on_signals(stop)
+    stop, reasons = threading.Event(), list[str]()
+    _stop_on_signals(stop, reasons)
     config = configure(options)
     if options.local is not None:
         threading.Thread(
-            target=_follow, args=(options.local, stop), name="follow-master", daemon=True
+            target=_follow, args=(options.local, stop, reasons), name="follow-master", daemon=True
         ).start()
     _daemon().serve(config, stop)
+    log.info("stopped: %s", reasons[0] if reasons else "its last session has ended")
     return 0
 
 
@@ -265,7 +268,7 @@ def _key_from_master() -> KeyPair | None:
     return KeyPair(bytes(halves[0]), bytes(halves[1])) if len(halves) == 2 else None
 
 
-def _follow(master: int, stop: threading.Event) -> None:
+def _follow(master: int, stop: threading.Event, reasons: list[str]) -> None:
     """Stop when the master that started this worker is gone: stdin ends, or its process is no more.
 
     Both are needed: children that the master forked hold the other end of stdin open, and a parent's death is
@@ -276,15 +279,18 @@ def _follow(master: int, stop: threading.Event) -> None:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 4096):
             break
-    log.info("the master that started this worker is gone: stopping")
+    reasons.append("the master that started this worker is gone")
+    log.info("%s: stopping", reasons[0])
     stop.set()
     threading.Event().wait(ORPHAN.get())
     # A kernel that hangs must not outlive its master.
     os._exit(1)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
+def _stop_on_signals(stop: threading.Event, reasons: list[str]) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
+        # Writing the log here could meet the log's own writing half-way.
+        reasons.append("Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name)
         stop.set()
         # The second signal ends a worker that hangs.
         signal.signal(number, signal.SIG_DFL)

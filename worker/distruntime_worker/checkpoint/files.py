@@ -178,7 +178,8 @@ def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Undo `stored`."""
     if value.dtype == dtype:
         return value
-    return torch.view_as_complex(value) if dtype.is_complex else value.view(dtype).squeeze(-1)
+    # torch's `view_as_complex` does not know every complex dtype.
+    return value.view(dtype).squeeze(-1)
 
 
 def _write(folder: str, name: str, save: str, entries: list[Entry]) -> int:

@@ -134,7 +134,7 @@ class Instructions:
         if real[0] != sizes or real[3:] != rest[1:]:
             raise RuntimeError(
                 f"{name} gave {tuple(value.shape)} {real[3]!s} where its meta kernel promised "
-                f"{tuple(list_word(sizes))} {rest[1]!s}; distruntime now knows better: run it again"
+                f"{tuple(list_word(sizes))} {rest[1]!s}; distruntime has corrected what it knew: run it again"
             )
         # The master's strides hold for this value; the next one gets the real ones.
         if real[2] == 0 == rest[0]:

@@ -42,8 +42,8 @@ def refusal(hello: Hello, found: Session | None, sessions: Mapping[str, Session]
             return f"it was taken over by a master on {found.master.rpartition(' on ')[2]}"
         case "again":
             return (
-                f"the worker (pid {os.getpid()}) has no session {hello.session!r}: it was started "
-                "anew, or its time was over"
+                f"the worker (pid {os.getpid()}) has no session {hello.session!r}: somebody "
+                "restarted the worker, or the session expired"
             )
         case "new" | "resume" | "auto" if found is not None and compare_digest(found.token, hello.token):
             # Its own master has given it up, and begins anew: the connection, or all of it.

@@ -243,7 +243,9 @@ class Daemon:
             self._end(session, "its master has died")
         else:
             log.info(
-                "session of master %s: connection closed; it is kept for %.0f s", session.master, session.keep
+                "session of master %s: connection closed. This worker keeps it for %.0f s",
+                session.master,
+                session.keep,
             )
 
     def _leave_for_another(self, session: Session) -> None:
@@ -377,6 +379,13 @@ class Daemon:
             self._welcome(peer, message)
         elif isinstance(message, (AskWorker, AskStacks)):
             self._greet(peer, self._questions.of_stranger(message))
+        elif isinstance(message, Goodbye) and peer == self._master and not self._by_peer:
+            log.warning(
+                "the master at %s has no place for this worker: %s. This worker dials again when that master "
+                "has closed the connection",
+                self._config.master,
+                message.reason,
+            )
         elif not isinstance(message, Goodbye) and peer not in self._retired:
             # A message may come of a master that is no longer ours.
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")

@@ -56,9 +56,9 @@ def _missing(name: str) -> str:
     if name == "nccl" and not torch.cuda.is_available():
         return "no CUDA device is here"
     if name == "tcp+tls" and importlib.util.find_spec("cryptography") is None:
-        return "cryptography is not installed: pip install distruntime[tls]"
+        return "cryptography is not installed: pip install cryptography"
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install distruntime[mpi], and start the workers by mpirun"
+        return "mpi4py is not installed: pip install mpi4py, and start the workers by mpirun"
     if name == "mpi" and not any(variable in os.environ for variable in _MPIRUN):
         return "it was not started by mpirun: mpirun -n 2 distruntime-worker --master ADDRESS"
     return ""

@@ -1,4 +1,4 @@
-"""Subclasses of `torch.Tensor` of remote tensors, as fastai, torchvision and MONAI have them; lazy modules."""
+"""Subclasses of `torch.Tensor` of remote tensors, as fastai and torchvision have them, and lazy modules."""
 
 from __future__ import annotations
 

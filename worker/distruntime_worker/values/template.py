@@ -9,6 +9,7 @@ returns the index of the word after it.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 
 import torch
@@ -39,15 +40,44 @@ def operator(name: str) -> Operator:
     base, _, overload = rest.partition(".")
     if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
         importlib.import_module(_ON_IMPORT[namespace])
+    found = _find(namespace, base, overload)
+    if found is None and _imported(namespace):
+        found = _find(namespace, base, overload)
+    if found is not None:
+        return found
+    own = namespace in ("aten", "prims", "distruntime")
+
+    def missing(*_: object, **__: object) -> None:
+        raise NotImplementedError(
+            f"{name} does not exist in torch {torch.__version__} on this worker"
+            + (
+                ""
+                if own
+                else f", and no package {namespace!r} that is installed here has it. If it is one of a "
+                "package, install that on the worker; if this process defined it, put it into a package "
+                "of that name"
+            )
+        )
+
+    return missing
+
+
+def _find(namespace: str, base: str, overload: str) -> Operator | None:
     try:
         found: Operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):
-
-        def missing(*_: object, **__: object) -> None:
-            raise NotImplementedError(f"{name} does not exist in torch {torch.__version__} on this worker")
-
-        return missing
+        return None
     return found
+
+
+def _imported(namespace: str) -> bool:
+    """Import the package that an operator's namespace names (torchvision), if it is installed here."""
+    if namespace in sys.modules or namespace in sys.stdlib_module_names or not namespace.isidentifier():
+        return False
+    if importlib.util.find_spec(namespace) is None:
+        return False
+    importlib.import_module(namespace)
+    return True
 
 
 class Template(Step):

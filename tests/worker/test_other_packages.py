@@ -1,0 +1,65 @@
+"""Operators of other packages (torchvision's): the worker imports the package that their namespace names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from processes import ListeningWorker
+
+PACKAGE = """
+import torch
+
+torch.library.define("pictures_for_tests::brighter", "(Tensor x, float by) -> Tensor")
+torch.library.define("pictures_for_tests::kept", "(Tensor x) -> Tensor")
+
+@torch.library.impl("pictures_for_tests::brighter", "cpu")
+def brighter(x, by):
+    return x + by
+
+@torch.library.register_fake("pictures_for_tests::brighter")
+def _(x, by):
+    return torch.empty_like(x)
+
+# Its result's shape depends on values, and it has no fake kernel, as torchvision's nms.
+@torch.library.impl("pictures_for_tests::kept", "cpu")
+def kept(x):
+    return x[x > 1]
+"""
+
+
+def test_a_worker_imports_the_package_of_an_operator(
+    fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pictures_for_tests.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", under=("env",), PYTHONPATH=path)
+    try:
+        fresh_session(workers=[worker.address])
+        import pictures_for_tests  # type: ignore[import-not-found]  # noqa: F401
+
+        x = torch.arange(3.0, device=REMOTE)
+        assert torch.ops.pictures_for_tests.brighter(x, 1.5).tolist() == [1.5, 2.5, 3.5]
+        assert torch.ops.pictures_for_tests.kept(x).tolist() == [2.0]
+        dr.shutdown()
+    finally:
+        worker.stop()
+
+
+def test_an_operator_that_no_package_of_the_worker_has_says_where_it_belongs(session: object) -> None:
+    @torch.library.custom_op("only_here_for_tests::plus_one", mutates_args=())
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    plus_one.register_fake(lambda x: torch.empty_like(x))
+    with pytest.raises(NotImplementedError, match="put it into a package of that name"):
+        plus_one(torch.ones(2, device=REMOTE)).cpu()

@@ -38,6 +38,7 @@ from .device_module import RemoteModule
 from .fused import KERNELS, Kernel
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
+from .libraries import install_libraries
 from .no_dynamo import hide
 from .no_memory import install_no_memory
 from .random import fork_rng
@@ -115,6 +116,7 @@ def install() -> None:
     install_generators()
     install_subclasses()
     install_no_memory()
+    install_libraries()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)

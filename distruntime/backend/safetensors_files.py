@@ -1,0 +1,102 @@
+"""safetensors files whose tensors go to a place: `load_file(path, device="remote")` and its kind.
+
+safetensors reads in Rust, and knows the devices of this process only. So a file is opened for the CPU, and
+each tensor is sent where it was wanted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Protocol
+
+import torch
+
+from ..session.spelling import is_remote
+from .on_import import when_imported
+
+
+class _Slice(Protocol):
+    def __getitem__(self, index: object) -> torch.Tensor: ...
+
+
+class _Opened(Protocol):
+    """What `safetensors.safe_open` returns."""
+
+    def __enter__(self) -> _Opened: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def get_tensors(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+
+
+_Open = Callable[..., _Opened]  # type: ignore[explicit-any]
+
+
+class _SentSlice:
+    def __init__(self, part: _Slice, device: torch.device | str) -> None:
+        self._part, self._device = part, device
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._part[index].to(self._device)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._part, name)
+
+
+class _Sent:
+    """An open file whose tensors go to a place."""
+
+    def __init__(self, opened: _Opened, device: torch.device | str) -> None:
+        self._opened, self._device = opened, device
+
+    def __enter__(self) -> _Sent:
+        self._opened.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._opened.get_tensor(name).to(self._device)
+
+    def get_tensors(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        found = self._opened.get_tensors(*args, **kwargs)
+        return {name: tensor.to(self._device) for name, tensor in found.items()}
+
+    def get_slice(self, name: str) -> _SentSlice:
+        return _SentSlice(self._opened.get_slice(name), self._device)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._opened, name)
+
+
+def _sending(own: _Open) -> _Open:
+    def safe_open(
+        filename: object, framework: str, device: object = "cpu", *args: object, **kwargs: object
+    ) -> _Opened | _Sent:
+        if is_remote(device):
+            return _Sent(own(filename, framework, "cpu", *args, **kwargs), device)
+        return own(filename, framework, device, *args, **kwargs)
+
+    safe_open.__doc__ = own.__doc__
+    return safe_open
+
+
+def _patch(module: ModuleType) -> None:
+    own = module.safe_open
+    sending = _sending(own)
+    # Libraries have imported it by name.
+    for user in list(sys.modules.values()):
+        if getattr(user, "__dict__", {}).get("safe_open") is own:
+            user.safe_open = sending  # type: ignore[attr-defined]
+
+
+def install_safetensors() -> None:
+    """Let safetensors take places as devices, from now on or from its import on."""
+    when_imported("safetensors", _patch)

@@ -1,0 +1,102 @@
+"""What libraries that ask for a device are told. Those that are no requirement of the tests run in
+`make ecosystem`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.backend.on_import import when_imported
+
+VARIABLE = "ACCELERATE_TORCH_DEVICE"
+
+
+def test_accelerate_is_told_the_device_while_a_session_is_open(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    fresh_session(world_size=1)
+    assert os.environ[VARIABLE] == "remote"
+    dr.shutdown()
+    assert VARIABLE not in os.environ
+    # A user's own word stands.
+    monkeypatch.setenv(VARIABLE, "cpu")
+    fresh_session(world_size=1)
+    assert os.environ[VARIABLE] == "cpu"
+    dr.shutdown()
+    assert os.environ[VARIABLE] == "cpu"
+
+
+def test_transformers_arguments_take_bfloat16(session: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = importlib.import_module("transformers.training_args")
+    monkeypatch.setenv(VARIABLE, "remote")
+    assert arguments.is_torch_bf16_gpu_available()
+    monkeypatch.setenv(VARIABLE, "cpu")
+    assert arguments.is_torch_bf16_gpu_available() == torch.cuda.is_available()
+
+
+def test_safetensors_are_loaded_to_a_place(session: object, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "x.safetensors", {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    save_file({name: t.to(REMOTE) for name, t in tensors.items()}, path)
+    for device in (REMOTE, "remote:1", dr.place(1), torch.ones(1, device="remote:1").device):
+        loaded = load_file(path, device=device)
+        assert {str(t.device) for t in loaded.values()} == {str(torch.zeros(1, device=device).device)}
+        torch.testing.assert_close(dr.fetch(loaded), tensors)
+    with safe_open(path, "pt", device=REMOTE) as file:
+        assert sorted(file.keys()) == ["a", "b"] and file.get_slice("a").get_shape() == [2, 3]
+        part = file.get_slice("a")[:, 1:]
+        assert part.device.type == "remote" and part.tolist() == [[1, 2], [4, 5]]
+        assert file.get_tensor("b").device.type == "remote"
+    assert {t.device.type for t in load_file(path).values()} == {"cpu"}
+
+
+def test_a_model_with_tied_weights_is_saved_and_loaded(session: object, tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        return model.to(REMOTE)
+
+    model, again, path = tied(), tied(), tmp_path / "model.safetensors"
+    save_model(model, str(path))
+    assert len(load_file(path)) == 3
+    load_model(again, path, device=REMOTE)
+    torch.testing.assert_close(dr.fetch(again.state_dict()), dr.fetch(model.state_dict()))
+
+
+def test_a_library_is_taught_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_library").mkdir()
+    (tmp_path / "a_library" / "__init__.py").write_text("device = 'cpu'\n")
+    (tmp_path / "a_library" / "part.py").write_text("import a_library\nseen = a_library.device\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    when_imported("a_library", lambda module: setattr(module, "device", REMOTE))
+    when_imported("a_library.part", lambda module: setattr(module, "taught", True))
+    try:
+        part = importlib.import_module("a_library.part")
+        assert part.seen == REMOTE and part.taught
+        # The module is as if nobody had watched.
+        library = sys.modules["a_library"]
+        assert library.__spec__ is not None and library.__loader__ is library.__spec__.loader
+        assert type(library.__loader__).__module__ == "_frozen_importlib_external"
+        assert importlib.reload(part).seen == REMOTE and part.taught
+        when_imported("a_library", lambda module: print("at once"))
+        assert capsys.readouterr().out == "at once\n"
+        with pytest.raises(ModuleNotFoundError, match=r"a_library\.missing"):
+            importlib.import_module("a_library.missing")
+    finally:
+        for name in ("a_library", "a_library.part"):
+            sys.modules.pop(name, None)

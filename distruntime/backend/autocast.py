@@ -8,6 +8,8 @@ is not listed runs in the dtypes that it is given, and the parts of one that is 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -17,6 +19,8 @@ from ..log.handle import Residence
 from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
+from ..session.session import active
+from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
 from .fused import KERNELS, Kernel, whole
 
@@ -263,6 +267,7 @@ def _place(args: Sequence[object]) -> Residence | None:
 
 def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kernel:
     def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
+        args = tuple(plain_operands(args))
         place = _place(args)
         apply = None if place is None else on_cpu if place.on_cpu else on_gpu
         try:
@@ -275,6 +280,44 @@ def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kerne
             raise
 
     return run
+
+
+# -- regions of other devices --------------------------------------------------------------------------------
+
+_enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
+# So many operations were issued within regions of "remote".
+_within = [0]
+
+
+def _issued() -> int:
+    return sum(log.base + len(log.words) for log in active[0].logs) - _within[0]
+
+
+@functools.wraps(_enter)
+def _entered(self: torch.autocast) -> object:
+    if self._enabled and active and active[0].closed is None:
+        self._issued = _issued()  # type: ignore[attr-defined]
+    return _enter(self)  # type: ignore[no-untyped-call]
+
+
+@functools.wraps(_exit)
+def _exited(
+    self: torch.autocast, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> object:
+    done = _exit(self, kind, error, trace)
+    before = self.__dict__.pop("_issued", None)
+    if before is None or not active or active[0].closed is not None:
+        return done
+    if self.device == "remote":
+        _within[0] += max(_issued() - before, 0)
+    elif kind is None and _issued() > before and not torch.is_autocast_enabled("remote"):
+        warnings.warn(
+            f"torch.autocast({self.device!r}) was on around remote operations, and does nothing to them: "
+            "they ran in the dtypes of their operands. "
+            f'Write torch.autocast("remote", dtype={self.fast_dtype})',
+            stacklevel=2,
+        )
+    return done
 
 
 def install_autocast(library: torch.library.Library, fallback: torch.library.Library) -> None:
@@ -295,3 +338,5 @@ def install_autocast(library: torch.library.Library, fallback: torch.library.Lib
         kernel = _kernel(op, cpu[op](op) if op in cpu else None, gpu[op](op) if op in gpu else None)
         library.impl(op, kernel, "AutocastPrivateUse1", with_keyset=True)
     torch.clear_autocast_cache = clear_autocast_cache
+    torch.autocast.__enter__ = _entered  # type: ignore[method-assign]
+    torch.autocast.__exit__ = _exited  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
-from ..tensors.subclasses import install_subclasses
+from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .autocast import install_autocast
 from .default_dtype import install_default_dtype
@@ -91,7 +91,7 @@ def install() -> None:
         for op in _WHOLE:
             _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
-        _implement(op, without_our_frames(kernel), "AutogradLazy")
+        _implement(op, without_our_frames(_on_plain(kernel)), "AutogradLazy")
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
@@ -166,6 +166,13 @@ def _implement(op: Operator, function: Kernel, backend: str) -> None:
         "" if op._overloadname == "default" else "." + op._overloadname
     )
     _library[0].impl(name, function, backend)
+
+
+def _on_plain(kernel: Kernel) -> Kernel:
+    def run(*args: object, **kwargs: object) -> object:
+        return kernel(*plain_operands(args), **kwargs)
+
+    return run
 
 
 def _factory(op: Operator) -> Kernel:

@@ -135,6 +135,13 @@ class _AsSubclass(torch.autograd.Function):
         return grad.as_subclass(torch.Tensor), None
 
 
+def plain_operands(args: Sequence[object]) -> Sequence[object]:
+    """Return a kernel's arguments with plain proxies for tensors of users' classes."""
+    if not any(isinstance(a, SubclassTensor) for a in args):
+        return args
+    return [a.as_subclass(torch.Tensor) if isinstance(a, SubclassTensor) else a for a in args]
+
+
 @without_our_frames
 def as_subclass(self: DistributedTensor, cls: type[T]) -> T:
     """Return the same value as a tensor of class `cls`, as `Tensor.as_subclass`. Return at once."""

@@ -52,6 +52,7 @@ def test_a_region_ends_with_an_exception(session: object) -> None:
     assert product(REMOTE) is FLOAT32
 
 
+@pytest.mark.filterwarnings("ignore:torch.autocast..cpu.. was on around remote operations")
 def test_regions_are_of_one_device_type(session: object) -> None:
     with torch.autocast(REMOTE, dtype=HALF):
         assert (product("cpu"), product(REMOTE)) == (FLOAT32, HALF)
@@ -474,3 +475,21 @@ def test_training_on_a_gpu(fresh_session: Callable[..., Any], name: str) -> None
         atol=0.02,
         must_work=True,
     )
+
+
+def test_a_region_of_another_device_says_that_it_does_nothing(session: object) -> None:
+    """nanoGPT takes "cpu" for every device that is not "cuda", and would train in float32 without a word."""
+    x = torch.ones(2, 2, device=REMOTE)
+    with (
+        pytest.warns(UserWarning, match=r'was on around remote operations.*torch\.autocast\("remote", dtype'),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        assert (x @ x).dtype is torch.float32
+    # Nothing remote ran, or it was off, or is the right one.
+    here = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (here @ here).dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        x @ x
+    with torch.autocast(REMOTE, torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16

@@ -105,6 +105,24 @@ def test_lazy_modules_are_born_on_a_worker(session: object) -> None:
     assert all(p.grad is not None and isinstance(p, nn.Parameter) for p in model.parameters())
 
 
+def fused(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 8).to(device).as_subclass(Image)
+    lstm = nn.LSTM(8, 6).to(device)
+    norm = nn.GroupNorm(2, 4).to(device)
+    results = [lstm(x)[0], norm(x), F.scaled_dot_product_attention(x, x, x), torch.cdist(x, x)]
+    with torch.autocast(device, torch.bfloat16):
+        lowered = nn.Linear(8, 3).to(device)(x)
+    assert lowered.dtype is torch.bfloat16 and all(isinstance(r, Image) for r in (*results, lowered))
+    sum(r.sum() for r in results).backward()  # type: ignore[union-attr]
+    grads = [p.grad for p in (*lstm.parameters(), *norm.parameters())]
+    return [t.detach().cpu().as_subclass(torch.Tensor) for t in (*results, lowered, *grads)]  # type: ignore[union-attr]
+
+
+def test_fused_kernels_and_autocast_take_it(session: object) -> None:
+    torch.testing.assert_close(fused(REMOTE), fused("cpu"), rtol=1e-5, atol=1e-6)
+
+
 class Wrapper(torch.Tensor):
     """As torchao's tensors are made: it holds a tensor, and claims its device."""
 

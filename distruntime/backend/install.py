@@ -31,6 +31,7 @@ from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
+from .accelerator import install_accelerator
 from .autocast import install_autocast
 from .default_dtype import install_default_dtype
 from .determinism import install_determinism
@@ -74,7 +75,9 @@ def install() -> None:
     key = torch._C._get_privateuse1_backend_name()
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
-        torch._register_device_module("remote", RemoteModule())
+        device_module = RemoteModule()
+        torch._register_device_module("remote", device_module)
+        install_accelerator(device_module)
         # At its first backward pass, autograd counts the devices and starts threads for them, and then no
         # forked child could run one. The guard below would count as a device, so the first pass runs before
         # it.

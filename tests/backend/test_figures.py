@@ -48,6 +48,32 @@ def test_it_counts_the_places_and_knows_the_current_one(remote: Any) -> None:
         assert remote.current_device() == 0
 
 
+def test_torch_accelerator_agrees(remote: Any) -> None:
+    theirs = torch.accelerator
+    held = torch.ones(MIB, device=dr.place(1, "cpu"))
+    assert theirs.current_accelerator() == torch.device("remote") and theirs.device_count() == 4
+    for where in (3, "remote:3", dr.place(1, "cpu").device):
+        assert theirs.memory_allocated(where) == remote.memory_allocated(where) >= held.nbytes
+        assert theirs.get_memory_info(where)[1] == total()
+        theirs.synchronize(where)
+    stats = theirs.memory_stats(3)
+    assert stats["allocated_bytes.all.current"] == remote.memory_allocated(3)
+    theirs.reset_peak_memory_stats(3)
+    theirs.empty_cache()
+    theirs.synchronize()
+    assert theirs.max_memory_allocated(3) > 0 and theirs.memory_reserved(3) == theirs.memory_allocated(3)
+    assert theirs.current_device_index() == 0 and theirs.current_stream().device.index == 0
+    with theirs.device_index(3):
+        assert theirs.current_device_index() == 3 and torch.ones(1, device="remote").place == dr.place(
+            1, "cpu"
+        )
+    try:
+        theirs.set_device_index(2)
+        assert remote.current_device() == 2
+    finally:
+        theirs.set_device_index(0)
+
+
 @pytest.mark.parametrize("spelled", [3, "remote:3", torch.device, dr.Place, None])
 def test_memory_of_a_cpu_is_what_the_session_holds(remote: Any, spelled: Any) -> None:
     place = dr.place(1, "cpu")

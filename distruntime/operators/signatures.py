@@ -41,7 +41,7 @@ class Call:
 
 def pattern(value: Any, cls: Any, words: list[object]) -> object:
     """Return an argument's part of a template, appending its operand words."""
-    if type(value) is cls:
+    if isinstance(value, cls):
         words.append(value._handle.ref)
         return OPERAND
     if type(value) is float:

@@ -88,9 +88,9 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
     session = active_session()
     structure = dump(thing, lambda device: _place_of(session, device))
     leaves = _copies(structure.leaves) if copy else structure.leaves
-    remote = [leaf for leaf in leaves if type(leaf) is DistributedTensor]
+    remote = [leaf for leaf in leaves if isinstance(leaf, DistributedTensor)]
     _check_remote(name, thing, remote)
-    places = [leaf._handle.place.place if type(leaf) is DistributedTensor else leaf for leaf in leaves]
+    places = [leaf._handle.place.place if isinstance(leaf, DistributedTensor) else leaf for leaf in leaves]
     nodes = [
         session.nodes[k] for k in dict.fromkeys(place.node for place in places if isinstance(place, Place))
     ]
@@ -193,7 +193,7 @@ def _packed(session: Session, leaf: Leaf, own: dict[Node, list[DistributedTensor
     nodes = list(own)
     if isinstance(leaf, Place):
         return ["place", nodes.index(session.nodes[leaf.node]), leaf.local_device]
-    if type(leaf) is not DistributedTensor:
+    if not isinstance(leaf, DistributedTensor):
         return ["local", *pack_local(leaf)]
     home = leaf._handle.place
     own[home.worker].append(leaf)
@@ -244,7 +244,7 @@ def _copies(leaves: Sequence[Leaf]) -> list[Leaf]:
     """
     sharing: dict[int, list[DistributedTensor]] = {}
     for leaf in leaves:
-        if type(leaf) is DistributedTensor:
+        if isinstance(leaf, DistributedTensor):
             sharing.setdefault(id(leaf._handle.storage), []).append(leaf)
     twins: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -318,7 +318,7 @@ def _look_up(
         for node in waiting:
             issue_default([ADOPT, token, 0, []], (), (), node, user_line())
     if not foreign:
-        remote = [leaf for leaf in leaves if type(leaf) is DistributedTensor]
+        remote = [leaf for leaf in leaves if isinstance(leaf, DistributedTensor)]
         registry.pinned[own_name] = [leaf._handle.storage for leaf in remote]
         registry.homes[own_name] = nodes
     return load(opened.pickled, leaves)

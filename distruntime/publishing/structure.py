@@ -140,7 +140,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that can be published as it is; raise for any other."""
-    if type(tensor) is DistributedTensor:
+    if isinstance(tensor, DistributedTensor):
         if tensor._handle.place.node.members:
             raise NotSupportedError(
                 f"a tensor on a mesh ({tensor.place}) cannot be published as one: publish its members' "

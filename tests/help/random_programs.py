@@ -18,6 +18,7 @@ it picks values (`any`, `like`), does the thing on `value.remote` within `self.w
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import math
 import random
@@ -199,6 +200,10 @@ class Tally:
         return ", ".join(f"{count} {name}" for name, count in named.items())
 
 
+class Labelled(torch.Tensor):
+    """A tensor of a user's class."""
+
+
 # -- a program -----------------------------------------------------------------------------------------------
 
 
@@ -214,6 +219,7 @@ class Base:
         self.works: list[Any] = []
         self.events: list[dr.Event] = []
         self.mail: list[tuple[int, dr.Place, Value]] = []
+        self.generators: dict[dr.Place, tuple[torch.Generator, torch.Generator]] = {}
         self.groups: list[dr.ProcessGroup] = list(world.groups)
         self.said: list[str] = []
         self.chosen: list[str] = []
@@ -433,16 +439,54 @@ class Elementwise(Base):
         self.keep(place, remote, torch.full((LENGTH,), k, dtype=torch.int64))
 
     @operation(1)
+    def count(self) -> None:
+        place, k = self.place(), self.random.randrange(-9, 9)
+        with self.where(place):
+            remote = torch.arange(k, k + LENGTH, device=self.device(place))
+        self.keep(place, remote, torch.arange(k, k + LENGTH))
+
+    @operation(1)
+    def draw(self) -> None:
+        """A generator of one's own draws what a local one draws, whatever other programs draw there."""
+        place = self.place()
+        if place not in self.generators or self.chance(0.1):
+            seed = self.random.randrange(1 << 40)
+            self.generators[place] = torch.Generator(device=place), torch.Generator()
+            for generator in self.generators[place]:
+                generator.manual_seed(seed)
+        there, here = self.generators[place]
+        with self.where(place):
+            if self.chance(0.3):
+                # This draws from the place's own generator, and nobody looks at it.
+                torch.rand(3, device=self.device(place))
+            remote = torch.randint(-99, 99, (LENGTH,), generator=there, device=self.device(place))
+        self.keep(place, remote, torch.randint(-99, 99, (LENGTH,), generator=here))
+
+    @operation(1)
+    def of_a_class(self) -> None:
+        a = self.any()
+        self.say(a)
+        with self.where(a.place):
+            remote = a.remote.as_subclass(Labelled) * 3
+            assert isinstance(remote, Labelled)
+            if self.chance(0.5):
+                remote = remote.as_subclass(torch.Tensor)
+        self.keep(a.place, remote, a.local * 3, a)
+
+    @operation(1)
     def factory_elsewhere(self) -> None:
         """Only the operand's shape and dtype count. Where it lives itself, its worker is asked for them."""
         a, to, k = self.any(), self.place(), self.random.randrange(-9, 9)
         self.say(a, to)
         with self.where(to):
             if self.chance(0.5):
-                remote = torch.full_like(a.remote, k, device=self.device(to))
+                remote, local = (
+                    torch.full_like(a.remote, k, device=self.device(to)),
+                    torch.full_like(a.local, k),
+                )
             else:
                 remote = a.remote.new_full(a.local.shape, k, device=self.device(to))
-        local = torch.full(a.local.shape, k, dtype=a.local.dtype)
+                local = a.local.new_full(a.local.shape, k)
         self.keep(to, remote, local, *([a] if to == a.place else []))
 
     @operation(6)
@@ -659,6 +703,20 @@ class Reading(Base):
         a.local.add_(4)
         if self.chance(0.3):
             self.values.remove(a)
+
+    @operation(0.5)
+    def save(self) -> None:
+        """A file holds the values of this moment, and what shares memory is one object there too."""
+        a, b = self.any(healthy=True), self.any(healthy=True)
+        self.say(a, b)
+        file, expected = io.BytesIO(), [a.local.clone(), b.local.clone(), a.local.clone()]
+        torch.save([a.remote, {"b": b.remote}, a.remote], file)
+        file.seek(0)
+        first, second, again = torch.load(file, weights_only=False)
+        assert first is again
+        for name, got, wanted in zip((a, b), (first, second["b"]), expected):
+            if not torch.equal(got, wanted):
+                self.differs(f"{name} in a file")
 
     @operation(0.5)
     def fetch_several(self) -> None:

@@ -17,7 +17,9 @@ please report it
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -122,7 +124,19 @@ def drop_frames(error: BaseException) -> None:
     its own frame.
     """
     if is_of_caller(error):
-        error.__traceback__ = None
+        _forget_traceback(error)
+
+
+def _forget_traceback(error: BaseException) -> None:
+    """Take the traceback from the error that is being handled."""
+    error.__traceback__ = None
+    # A bare `raise` of Python 3.10 takes the traceback that the interpreter has put aside, and Python code
+    # cannot change that one.
+    if sys.version_info < (3, 11) and sys.exc_info()[1] is error:
+        # The call takes over one reference to each argument.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(type(error)))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+        ctypes.pythonapi.PyErr_SetExcInfo(ctypes.py_object(type(error)), ctypes.py_object(error), None)
 
 
 def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,7 +153,7 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
             drop_frames(error)
             # The call itself has failed: there is an argument too many, too few, or with another name.
             if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
-                error.__traceback__ = None
+                _forget_traceback(error)
             raise
 
     return call

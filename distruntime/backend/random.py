@@ -53,12 +53,14 @@ def fork_rng(
     """Do as torch's own does; without `devices` and in a session, take the places that are there.
 
     torch would warn that many devices are slow, which places are not. And a lost node would be an error in
-    code that knows of no session.
+    code that knows of no session. The places are named as the kind of device, since torch 2.11 would take
+    CUDA's.
     """
     if devices is None and kwargs.get("device_type", "remote") in (None, "remote") and active:
         session = active[0]
         if session.closed is None:
             devices = [place for place in session.places.own if session.nodes[place.node].failed is None]
+            kwargs["device_type"] = "remote"
     return _fork_rng(devices, *args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -54,8 +55,9 @@ _INSIDE = (
 # equal ones of different files are one key.
 _users: dict[str, bool] = {}
 _gettrace = sys.gettrace
-# The files of IPython have this in their names.
-_IPYTHON = os.sep + "IPython" + os.sep
+# Frames of files with such names stand between a cell and the value that IPython shows. IPython 8 uses the
+# package `decorator` there.
+_IPYTHON = re.compile(r"[/\\](IPython[/\\]|site-packages[/\\]decorator\b)")
 
 
 def inside(code: CodeType) -> bool:
@@ -128,7 +130,7 @@ def _called_from(frame: FrameType | None) -> Line:
 def shown_line(line: Line) -> Line:
     """Return the line of the cell whose value IPython shows, where a line is IPython's own."""
     _, call, at = line
-    while call is not None and call.outer is not None and _IPYTHON in call.code.co_filename:
+    while call is not None and call.outer is not None and _IPYTHON.search(call.code.co_filename):
         call, at = call.outer, call.at
     return 0, call, at
 

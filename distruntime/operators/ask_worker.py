@@ -22,7 +22,7 @@ from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
-from .propagate import LENGTHS, LIARS, LOW_PRECISION_LIARS, New, Outcome, Result, Same, aliases, tensors_of
+from .propagate import LENGTHS, LIARS, LIARS_OF_DTYPES, New, Outcome, Result, Same, aliases, tensors_of
 from .proxies import reshape_wrapper, wrap
 from .signatures import Call, entry_for, results_pattern, template
 
@@ -102,7 +102,7 @@ def _asked(call: Call) -> Any:
     if len(own) > 1:
         relate(own)
     # These are deterministic: only the meta kernel was wrong.
-    deterministic = schema.name in LIARS or schema.name in LOW_PRECISION_LIARS
+    deterministic = schema.name in LIARS or schema.name in LIARS_OF_DTYPES
     if call.signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:

@@ -93,8 +93,16 @@ LIARS = {
     "aten::_grouped_mm": "takes bfloat16 only, in torch 2.13",
 }
 
-# On a CPU these keep statistics of low-precision tensors in float32, which the meta kernels do not know.
-LOW_PRECISION_LIARS = {"aten::native_layer_norm", "aten::_batch_norm_with_update", "aten::native_group_norm"}
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+# These meta kernels do not know in which dtype the CPU kernel keeps its statistics, where an operand has one
+# of these dtypes.
+LIARS_OF_DTYPES = {
+    "aten::native_layer_norm": _LOW_PRECISION,
+    "aten::_batch_norm_with_update": _LOW_PRECISION,
+    "aten::native_group_norm": _LOW_PRECISION,
+    # The meta kernel of torch 2.11 promises float32.
+    "aten::_scaled_dot_product_flash_attention_for_cpu": frozenset({torch.float64}),
+}
 
 # These operators have no meta kernel, and their result is a list. Its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
@@ -189,9 +197,8 @@ def _propagate(
     cpu_kernels: bool,
 ) -> Outcome:
     operands = tensors_of(args, kwargs)
-    if func._schema.name in LOW_PRECISION_LIARS and any(
-        t.dtype in (torch.bfloat16, torch.float16) for t in operands
-    ):
+    dtypes = LIARS_OF_DTYPES.get(func._schema.name)
+    if dtypes is not None and any(t.dtype in dtypes for t in operands):
         raise NeedsWorker
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)

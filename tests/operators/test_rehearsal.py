@@ -126,7 +126,7 @@ def test_a_wrong_dtype_is_told_at_its_line(session: object, name: str) -> None:
 def test_every_operator_that_is_suspicious_has_a_case(
     session: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator whose meta kernel has come to look at dtypes must leave the table."""
+    """An operator whose meta kernel looks at dtypes, in every torch that we take, must leave the table."""
     met: set[str] = set()
     told = rehearsal._raise_of_dtypes
 
@@ -137,7 +137,8 @@ def test_every_operator_that_is_suspicious_has_a_case(
     monkeypatch.setattr(rehearsal, "_raise_of_dtypes", note)
     for case in DTYPES.values():
         outcome(lambda case=case: case(REMOTE))
-    assert set(rehearsal._SUSPICIOUS) - met == set() or torch.__version__ < "2.13"
+    of_older_versions = {"aten::bmm", "aten::addmv"}
+    assert set(rehearsal._SUSPICIOUS) - met == of_older_versions or torch.__version__ < "2.13"
 
 
 # Each of these meta kernels raises another class than torch's, or other words.
@@ -239,7 +240,7 @@ def test_the_worker_decides_where_the_meta_kernel_alone_refuses(
     library = torch.library.Library("aten", "IMPL")
     try:
         # It warns that there is such a kernel already.
-        quietly(lambda: library.impl("trace", refuse, "Meta"))
+        quietly(lambda: library.impl("trace", refuse, "Meta", allow_override=True))
         for _ in range(2):
             assert torch.trace(_x(REMOTE)).item() == 30
         assert rehearsal._doubted == {torch.ops.aten.trace.default}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from error_samples import Mistake, judge, modules, operators, reason
 
@@ -27,5 +28,6 @@ def test_wrong_inputs(session: object, source: Callable[[], Iterator[Mistake]]) 
         if not (verdict.same_class and verdict.same_words) and reason(verdict) is None:
             wrong.append(f"{mistake.name}: {verdict.local!r} here, {verdict.remote!r} there")
     assert not wrong, "\n" + "\n".join(wrong)
-    # These depend on values, or need a worker to tell.
-    assert judged > 40 and late < 0.1 * judged
+    # Versions before 2.13 list fewer wrong inputs of modules. The late ones depend on values, or need a
+    # worker to tell.
+    assert judged > (40 if torch.__version__ >= "2.13" else 30) and late < 0.1 * judged

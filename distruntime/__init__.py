@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from .checkpoint.load import load
     from .checkpoint.save import save
     from .checkpoint.training import run_with_restarts
+    from .cluster.as_cuda import takeover
     from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
     from .cluster.memory import Memory, memory
     from .cluster.nodes import NodeInfo, nodes
@@ -260,6 +261,7 @@ __all__ = [
     "stalls",
     "stream",
     "synchronize",
+    "takeover",
     "tensor",
     "unpublish",
     "zeros",

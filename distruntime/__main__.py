@@ -56,6 +56,33 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="use no key: whoever reaches a port may run code there",
     )
+    run = commands.add_parser(
+        "run", help="run a script with a session, such as one for CUDA with --as-cuda", allow_abbrev=False
+    )
+    run.add_argument(
+        "--as-cuda",
+        action="store_true",
+        help='"cuda" and torch.cuda mean the workers: the script needs no change',
+    )
+    run.add_argument(
+        "--all",
+        action="store_true",
+        help="with --as-cuda: each GPU of the session is a device; without it there is one",
+    )
+    run.add_argument(
+        "--workers",
+        metavar="ADDRESS,ADDRESS",
+        help="the addresses of running workers; without them, workers start here",
+    )
+    run.add_argument(
+        "--world-size", type=int, metavar="N", help="the number of workers to start (default: 1)"
+    )
+    run.add_argument("--session", metavar="NAME", help="the session's name: it is attached to if it is there")
+    run.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    run.add_argument("--insecure", action="store_true", help="use no key")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("script", metavar="SCRIPT", help="the file to run")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     commands.add_parser(
         "key",
         help="print your public signing key, for the trusted-keys file of others; make one if needed",
@@ -168,6 +195,40 @@ def _repl(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run(options: argparse.Namespace) -> int:
+    """Run a script or a module as Python would, in a session that ends with it."""
+    distruntime = importlib.import_module(__package__)
+    addresses = options.workers.split(",") if options.workers else None
+    try:
+        session = distruntime.init_master_worker(
+            backend="zmq",
+            world_size=options.world_size if addresses or options.world_size else 1,
+            workers=addresses,
+            session=options.session,
+            resume="auto" if options.session else False,
+            key=options.key,
+            insecure=options.insecure,
+            as_cuda="all" if options.all else options.as_cuda,
+        )
+    except DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    try:
+        # Python puts these in the first place of the path, too.
+        sys.path.insert(0, "" if options.module else str(Path(options.script).resolve().parent))
+        sys.argv = [options.script, *options.arguments]
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(options.script, run_name="__main__")
+    finally:
+        if options.session:
+            session.detach()
+        else:
+            session.shutdown(raise_unread=sys.exc_info()[0] is None)
+    return 0
+
+
 def _complete(names: dict[str, object]) -> None:
     """Give the prompt lines that can be edited and completed, as Python's own has.
 
@@ -189,6 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _demo()
         case "repl":
             return _repl(options)
+        case "run":
+            return _run(options)
         case "key":
             return _key()
         case "status" | "top" | "sessions" | "stacks":

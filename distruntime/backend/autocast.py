@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from ..errors import drop_frames
-from ..log.handle import Residence
+from ..log.handle import Residence, next_ref
 from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
@@ -285,12 +285,13 @@ def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kerne
 # -- regions of other devices --------------------------------------------------------------------------------
 
 _enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
-# So many operations were issued within regions of "remote".
+# So many remote values were made within regions of "remote".
 _within = [0]
 
 
 def _issued() -> int:
-    return sum(log.base + len(log.words) for log in active[0].logs) - _within[0]
+    """Return a number that grows with each remote value that is made. The number itself is used for none."""
+    return next_ref() - _within[0]
 
 
 @functools.wraps(_enter)
@@ -309,8 +310,8 @@ def _exited(
     if before is None or not active or active[0].closed is not None:
         return done
     if self.device == "remote":
-        _within[0] += max(_issued() - before, 0)
-    elif kind is None and _issued() > before and not torch.is_autocast_enabled("remote"):
+        _within[0] += max(_issued() - before - 1, 0)
+    elif kind is None and _issued() > before + 1 and not torch.is_autocast_enabled("remote"):
         warnings.warn(
             f"torch.autocast({self.device!r}) was on around remote operations, and does nothing to them: "
             "they ran in the dtypes of their operands. "

@@ -27,6 +27,7 @@ from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
 from .arguments import WORLD_SIZE, Arguments, check, differing, settled
+from .as_cuda import require_free, take_over
 from .assemble import SessionOptions, attach, attached, gather_at, is_older, resume_entry, start
 from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
@@ -66,6 +67,7 @@ def init_master_worker(
     unreachable: float | timedelta | None = None,
     grace: float | timedelta | None = None,
     quiet: bool | None = None,
+    as_cuda: bool | Literal["all", "force"] = False,
 ) -> Session:
     """Open the session of this process. Block until every worker is there.
 
@@ -100,6 +102,8 @@ def init_master_worker(
         quiet: print nothing. The default is $DISTRUNTIME_QUIET: any text there stands for True. Without it a
             terminal and a notebook get the lines on standard output, and a file or a pipe gets them on
             standard error; False prints on standard output in any case.
+        as_cuda: let "cuda" and `torch.cuda` mean the workers until the session ends: True shows one device,
+            the current place, and "all" each GPU of the session. "force" does so where this process has GPUs.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: a session with other arguments is open.
@@ -136,6 +140,8 @@ def init_master_worker(
     arguments = settled({**given, "session": name})
     if is_initialized():
         return _again(arguments)
+    if as_cuda:
+        require_free(as_cuda)
     raise_limit()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
@@ -175,6 +181,8 @@ def init_master_worker(
         raise
     say(nodes_table(opened) + "\n")
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
+    if as_cuda:
+        say(take_over(opened, as_cuda) + "\n")
     if resume and (resume is True or is_older(opened, time.monotonic() - began)):
         say(attached(opened) + "\n")
     elif resume:

@@ -1,0 +1,402 @@
+"""Take-over: a script that says "cuda" runs on the workers as it is. See `init_master_worker(as_cuda=True)`.
+
+Each of torch's functions that takes a device has a twin here that reads "cuda" as the session's place, and
+`torch.cuda`'s own functions answer for it. `x.device` of a remote tensor stays "remote", as code that
+launches kernels of its own asks that. What has no meaning on workers either does nothing, and is noted for
+`dr.takeover()`, or raises, where an answer would be a lie. The end of the session takes all of it back.
+
+The functions are replaced, not watched by a mode of torch's: a mode costs every call of every function, and
+belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.jit import _builtins
+from torch.utils import _device
+
+from ..backend.random import get_rng_state, set_rng_state
+from ..errors import ConfigurationError, NotSupportedError, of_caller, without_our_frames
+from ..log.handle import Residence
+from ..session.session import Session, active_session
+from ..streams.stream import Event, Stream, stream
+from ..tensors.tensor import DistributedTensor
+
+_Function = Callable[..., Any]  # type: ignore[explicit-any]
+_ABSENT = object()
+
+# What was replaced, and what stood there.
+_replaced: list[tuple[object, str, object]] = []
+# How often each function was called that only pretends.
+_pretended: Counter[str] = Counter()
+# It says whether each GPU of the session is a device. Otherwise there is one, the current place.
+_all = [False]
+
+
+def takeover() -> dict[str, int]:
+    """Return how often each function of torch was called that did nothing, by its name.
+
+    Raise `UsageError` outside of a session that was begun with `as_cuda`.
+    """
+    if not _replaced:
+        raise ConfigurationError(
+            "no take-over is on: dr.takeover() is for sessions of init_master_worker(as_cuda=True)"
+        )
+    return dict(_pretended)
+
+
+# -- what "cuda" means ---------------------------------------------------------------------------------------
+
+
+def _places() -> list[Residence]:
+    places = active_session().places
+    if not _all[0]:
+        return [places.current()]
+    found = [places.residence(place) for place in places.own]
+    return [home for home in found if home.place.local_device != "cpu"] or found
+
+
+def _number(index: int) -> torch.device:
+    places = _places()
+    if not 0 <= index < len(places):
+        seen = ", ".join(f"cuda:{k} is {home.place}" for k, home in enumerate(places))
+        raise of_caller(
+            RuntimeError(
+                f"CUDA error: invalid device ordinal: cuda:{index} was asked for, and the take-over shows "
+                f"{len(places)} ({seen}). "
+                + ("" if _all[0] else 'init_master_worker(as_cuda="all") shows every GPU of the session')
+            )
+        )
+    device: torch.device = places[index].device
+    return device
+
+
+def _meant(device: object) -> Any:  # type: ignore[explicit-any]
+    """Return the place that "cuda" means; any other device as it is."""
+    if isinstance(device, str):
+        if device == "cuda":
+            return _number(_current_device())
+        if not device.startswith("cuda:"):
+            return device
+        device = torch.device(device)
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _number(_current_device() if device.index is None else device.index)
+    return device
+
+
+def _index(device: object) -> torch.device:
+    """Return the place that a function of `torch.cuda` is asked about: an index, "cuda:1", None."""
+    if device is None:
+        return _number(_current_device())
+    if isinstance(device, int):
+        return _number(_current_device() if device < 0 else device)
+    meant: torch.device = torch.device(_meant(device))
+    return meant
+
+
+def _device_count() -> int:
+    return len(_places())
+
+
+def _current_device() -> int:
+    current = active_session().places.current()
+    places = _places()
+    return places.index(current) if current in places else 0
+
+
+# -- torch's functions that take a device --------------------------------------------------------------------
+
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
+
+
+def _replace(owner: object, name: str, new: object) -> None:
+    old = owner.__dict__.get(name, _ABSENT) if isinstance(owner, type) else getattr(owner, name, _ABSENT)
+    _replaced.append((owner, name, old))
+    setattr(owner, name, new)
+
+
+def _by_keyword(own: _Function) -> _Function:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
+        device = kwargs.get("device")
+        if device is not None:
+            kwargs["device"] = _meant(device)
+        return own(*args, **kwargs)
+
+    # TorchScript knows torch's functions by their identity.
+    builtin = _builtins._find_builtin(own)
+    if builtin is not None:
+        _builtins._register_builtin(call, builtin)
+    return call
+
+
+def _by_position(own: _Function, at: int) -> _Function:
+    """Read the device of a method or an initializer, whose `at`-th argument it is, also by name."""
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
+        if len(args) > at:
+            device = args[at]
+            meant = _meant(device)
+            if meant is not device:
+                args = (*args[:at], meant, *args[at + 1 :])
+        for name in ("device", "device_type", "map_location"):
+            if name in kwargs:
+                kwargs[name] = _meant(kwargs[name])
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _as_type(own: _Function, at: int) -> _Function:
+    """As `_by_position`, for what takes the type of a device alone: autocast and scalers."""
+    placed = _by_position(own, at)
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
+        args = tuple(
+            "remote" if k == at and isinstance(a, str) and a.partition(":")[0] == "cuda" else a
+            for k, a in enumerate(args)
+        )
+        kwargs = {
+            name: "remote" if name in ("device", "device_type") and str(value).startswith("cuda") else value
+            for name, value in kwargs.items()
+        }
+        return placed(*args, **kwargs)
+
+    return call
+
+
+def _cuda(
+    self: torch.Tensor, device: object = None, non_blocking: bool = False, **options: torch.memory_format
+) -> torch.Tensor:
+    return self.to(_index(device), non_blocking=non_blocking, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def _module_cuda(self: torch.nn.Module, device: object = None) -> torch.nn.Module:
+    return self.to(_index(device))
+
+
+def _replace_functions() -> None:
+    # torch keeps the result, and it must have torch's own functions in it.
+    _device._device_constructors()
+    factories: list[_Function] = [f for f in _device._device_constructors() if f is not None]
+    for function in factories:
+        if getattr(torch, function.__name__, None) is function:
+            _replace(torch, function.__name__, _by_keyword(function))
+    for name in (*_LIKE, "from_file", "empty_permuted"):
+        if getattr(torch, name, None) is not None and not hasattr(getattr(torch, name), "__wrapped__"):
+            _replace(torch, name, _by_keyword(getattr(torch, name)))
+    for name in _NEW:
+        _replace(torch.Tensor, name, _by_keyword(getattr(torch.Tensor, name)))
+    for kind in (torch.Tensor, DistributedTensor):
+        _replace(kind, "to", _by_position(kind.to, 1))
+        _replace(kind, "cuda", _cuda)
+    _replace(torch.Tensor, "pin_memory", lambda self, device=None: self)
+    _replace(torch.nn.Module, "to", _by_position(torch.nn.Module.to, 1))
+    _replace(torch.nn.Module, "cuda", _module_cuda)
+    _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))
+    _replace(torch, "load", _by_position(torch.load, 1))
+    _replace(torch.autocast, "__init__", _as_type(torch.autocast.__init__, 1))
+    _replace(torch.amp.GradScaler, "__init__", _as_type(torch.amp.GradScaler.__init__, 1))
+    for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+        _replace(torch, name, _as_type(getattr(torch, name), 0))
+    _replace(torch, "get_device_module", _as_type(torch.get_device_module, 0))
+    generator = type(torch.Generator)
+    _replace(generator, "__call__", _by_position(generator.__call__, 1))
+
+
+# -- torch.cuda ----------------------------------------------------------------------------------------------
+
+
+def _pretending(name: str, value: object = None) -> _Function:
+    def call(*args: object, **kwargs: object) -> object:
+        _pretended[name] += 1
+        return value
+
+    return call
+
+
+def _refusal(name: str, instead: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"{name} is about a GPU of this process, and the workers own the GPUs: {instead}"
+    )
+
+
+def _refusing(name: str, instead: str) -> _Function:
+    @without_our_frames
+    def call(*args: object, **kwargs: object) -> NoReturn:
+        raise _refusal(name, instead)
+
+    return call
+
+
+@contextlib.contextmanager
+def _device_context(device: object) -> Any:  # type: ignore[explicit-any]
+    if device is None or device == -1:
+        yield
+    else:
+        with torch.get_device_module("remote").device(_index(device)):
+            yield
+
+
+def _rng_state(device: object = "cuda") -> torch.Tensor:
+    home = active_session().places.meant(_index(None if device == "cuda" else device))
+    return get_rng_state(home).cpu()
+
+
+def _set_rng_state(state: torch.Tensor, device: object = "cuda") -> None:
+    set_rng_state(state, active_session().places.meant(_index(None if device == "cuda" else device)))
+
+
+def _set_rng_states(states: list[torch.Tensor]) -> None:
+    for k, state in enumerate(states):
+        _set_rng_state(state, k)
+
+
+def _place_stream(own: _Function) -> _Function:
+    def call(device: object = None) -> Stream:
+        found: Stream = own(_index(device))
+        return found
+
+    return call
+
+
+class _NoGraph:
+    """Stands for `torch.cuda.CUDAGraph`, which stays a class for annotations."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise _refusal(
+            "torch.cuda.CUDAGraph", "run the step without it; the master issues ahead of the worker"
+        )
+
+
+# These do nothing on workers, and whoever calls them asks for nothing.
+_IDLE = (
+    "init",
+    "_lazy_init",
+    "ipc_collect",
+    "set_per_process_memory_fraction",
+    "reset_accumulated_memory_stats",
+)
+_REFUSED = {
+    "cudart": "dr.nodes() and torch.cuda.mem_get_info() tell what it is mostly asked for",
+    "make_graphed_callables": "call the module itself",
+    "graph": "run the step without it",
+    "caching_allocator_alloc": "make a tensor",
+    "list_gpu_processes": "dr.nodes() shows the sessions of each worker",
+}
+_PLACES = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info"),
+    *("reset_peak_memory_stats", "get_device_name", "get_device_properties", "get_device_capability"),
+    "synchronize",
+)
+
+
+def _replace_cuda() -> None:
+    cuda, module = torch.cuda, torch.get_device_module("remote")
+    for name in _PLACES:
+        answer = getattr(module, name)
+        _replace(cuda, name, _asked(answer))
+    for old, name in (
+        ("memory_cached", "memory_reserved"),
+        ("reset_max_memory_allocated", "reset_peak_memory_stats"),
+    ):
+        _replace(cuda, old, _asked(getattr(module, name)))
+    answers: dict[str, object] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": _device_count,
+        "current_device": _current_device,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "is_current_stream_capturing": lambda: False,
+        "set_device": lambda device: module.set_device(_index(device)),
+        "device": _device_context,
+        "device_of": lambda tensor: _device_context(None),
+        "empty_cache": module.empty_cache,
+        "manual_seed": module.manual_seed,
+        "manual_seed_all": module.manual_seed_all,
+        "seed": lambda: module.manual_seed(torch.seed()),
+        "seed_all": lambda: module.manual_seed(torch.seed()),
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": _rng_state,
+        "set_rng_state": _set_rng_state,
+        "get_rng_state_all": lambda: [_rng_state(k) for k in range(_device_count())],
+        "set_rng_state_all": _set_rng_states,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": _place_stream(module.current_stream),
+        "default_stream": _place_stream(module.default_stream),
+        "CUDAGraph": _NoGraph,
+        "memory_stats": lambda device=None: dict(torch.accelerator.memory_stats(_index(device))),
+        "memory_summary": lambda device=None, abbreviated=False: "the workers' memory: see dr.memory()",
+        "get_arch_list": lambda: [],
+    }
+    for name, answer in answers.items():
+        _replace(cuda, name, answer)
+    for name in _IDLE:
+        if hasattr(cuda, name):
+            _replace(cuda, name, _pretending(f"torch.cuda.{name}"))
+    for name in ("range_push", "range_pop", "mark"):
+        _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
+    for name, instead in _REFUSED.items():
+        if hasattr(cuda, name):
+            _replace(cuda, name, _refusing(f"torch.cuda.{name}", instead))
+    for owner in (torch.accelerator, type(module)):
+        _replace(owner, "is_available", lambda *args: True)
+    _replace(torch.accelerator, "device_count", _device_count)
+
+
+def _asked(answer: _Function) -> _Function:
+    @functools.wraps(answer)
+    def call(device: object = None) -> object:
+        return answer(_index(device))
+
+    return call
+
+
+# -- on and off ----------------------------------------------------------------------------------------------
+
+
+def require_free(as_cuda: bool | str) -> None:
+    """Raise `ConfigurationError` if this process has GPUs, and nothing forces the take-over."""
+    if as_cuda not in (True, "all", "force"):
+        raise ConfigurationError(f'as_cuda= is True, "all" or "force", got {as_cuda!r}')
+    if torch.cuda.is_available() and as_cuda != "force":
+        raise ConfigurationError(
+            f'as_cuda: this process has {torch.cuda.device_count()} GPUs of its own, and "cuda" can mean one '
+            'thing only. Hide them (CUDA_VISIBLE_DEVICES=""), or write as_cuda="force": then nothing here '
+            "reaches them until the session ends"
+        )
+
+
+def take_over(session: Session, as_cuda: bool | str) -> str:
+    """Let "cuda" mean the session until it ends; return a line that says so."""
+    _all[0] = as_cuda == "all"
+    _pretended.clear()
+    session.ending.on_close.append(give_back)
+    _replace_functions()
+    _replace_cuda()
+    seen = ", ".join(f"cuda:{k} is {home.place}" for k, home in enumerate(_places()))
+    return (
+        f'"cuda" means the workers ({seen}), and torch.cuda answers for them. '
+        "dr.takeover() lists what only pretended"
+    )
+
+
+def give_back() -> None:
+    """Put all that was replaced back."""
+    while _replaced:
+        owner, name, old = _replaced.pop()
+        if old is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)

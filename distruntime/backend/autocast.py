@@ -285,12 +285,13 @@ def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kerne
 # -- regions of other devices --------------------------------------------------------------------------------
 
 _enter, _exit = torch.autocast.__enter__, torch.autocast.__exit__
-# So many remote values were made within regions of "remote".
+# So many refs were given out within regions of "remote", and to `_issued` itself.
 _within = [0]
 
 
 def _issued() -> int:
-    """Return a number that grows with each remote value that is made. The number itself is used for none."""
+    """Return a number that grows with each remote value that is made elsewhere."""
+    _within[0] += 1
     return next_ref() - _within[0]
 
 
@@ -310,8 +311,8 @@ def _exited(
     if before is None or not active or active[0].closed is not None:
         return done
     if self.device == "remote":
-        _within[0] += max(_issued() - before - 1, 0)
-    elif kind is None and _issued() > before + 1 and not torch.is_autocast_enabled("remote"):
+        _within[0] += max(_issued() - before, 0)
+    elif kind is None and _issued() > before and not torch.is_autocast_enabled("remote"):
         warnings.warn(
             f"torch.autocast({self.device!r}) was on around remote operations, and does nothing to them: "
             "they ran in the dtypes of their operands. "

@@ -300,16 +300,24 @@ _PLACES = (
 )
 
 
+def _answer(name: str, new: object) -> None:
+    """Replace a function of `torch.cuda`, also in the module there that it comes from."""
+    own = getattr(torch.cuda, name, _ABSENT)
+    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda):
+        if getattr(module, name, _ABSENT) is own:
+            _replace(module, name, new)
+
+
 def _replace_cuda() -> None:
     cuda, module = torch.cuda, torch.get_device_module("remote")
     for name in _PLACES:
         answer = getattr(module, name)
-        _replace(cuda, name, _asked(answer))
+        _answer(name, _asked(answer))
     for old, name in (
         ("memory_cached", "memory_reserved"),
         ("reset_max_memory_allocated", "reset_peak_memory_stats"),
     ):
-        _replace(cuda, old, _asked(getattr(module, name)))
+        _answer(old, _asked(getattr(module, name)))
     answers: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -341,15 +349,15 @@ def _replace_cuda() -> None:
         "get_arch_list": lambda: [],
     }
     for name, answer in answers.items():
-        _replace(cuda, name, answer)
+        _answer(name, answer)
     for name in _IDLE:
         if hasattr(cuda, name):
-            _replace(cuda, name, _pretending(f"torch.cuda.{name}"))
+            _answer(name, _pretending(f"torch.cuda.{name}"))
     for name in ("range_push", "range_pop", "mark"):
         _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
     for name, instead in _REFUSED.items():
         if hasattr(cuda, name):
-            _replace(cuda, name, _refusing(f"torch.cuda.{name}", instead))
+            _answer(name, _refusing(f"torch.cuda.{name}", instead))
     for owner in (torch.accelerator, type(module)):
         _replace(owner, "is_available", lambda *args: True)
     _replace(torch.accelerator, "device_count", _device_count)

@@ -27,6 +27,7 @@ def _taken() -> Iterator[None]:
     dr.shutdown()
     # What every session changes is there before and after.
     install()
+    random = torch.cuda.random.get_rng_state
     before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
     factories = {name: getattr(torch, name) for name in ("zeros", "load", "autocast", "is_autocast_enabled")}
     methods = torch.Tensor.to, torch.Tensor.__dict__.get("new_zeros"), nn.Module.to, torch.autocast.__init__
@@ -42,7 +43,7 @@ def _taken() -> Iterator[None]:
         nn.Module.to,
         torch.autocast.__init__,
     )
-    assert not torch.cuda.is_available()
+    assert not torch.cuda.is_available() and torch.cuda.random.get_rng_state is random
 
 
 def in_a_thread() -> Any:
@@ -118,6 +119,9 @@ def test_torch_cuda_answers_for_the_workers() -> None:
     cuda.empty_cache()
     cuda.synchronize("cuda:0")
     cuda.manual_seed_all(3)
+    # transformers asks the module that these come from.
+    assert cuda.random.get_rng_state is cuda.get_rng_state
+    assert cuda.memory.memory_allocated is cuda.memory_allocated
     state = cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
     cuda.set_rng_state(state)

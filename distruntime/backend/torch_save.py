@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
 import types
+from pickle import Pickler
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class _Nowhere(io.RawIOBase):
         return len(memoryview(data))  # type: ignore[arg-type]
 
 
-class _Finder(pickle.Pickler):
+class _Finder(Pickler):
     """Walks through an object as pickle does, and notes the remote tensors in it. Nothing is written."""
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copyreg import pickle as register
 
 from ..errors import PlacementError, without_our_frames
 from ..log.current import DeviceLike, device_context, device_name, node_context
@@ -49,7 +49,7 @@ def _pickled(place: Place) -> tuple[Callable[[int, str, tuple[Place, ...]], Plac
 
 
 # The class cannot know the session, which is a room above it.
-copyreg.pickle(Place, _pickled)
+register(Place, _pickled)
 
 
 @without_our_frames

@@ -154,7 +154,9 @@ def fetch_async(tree: T) -> Fetched[T]:
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
             if want is not None and want.leaf not in same:
-                alias = data[want.key].detach().as_subclass(want.kind)
+                alias = data[want.key].detach()
+                if want.kind is not torch.Tensor:
+                    alias = alias.as_subclass(want.kind)
                 same[want.leaf] = (
                     alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
                 )

@@ -91,8 +91,8 @@ class RemoteStorage:
         node = handle.place.node
         if not node.members:
             raise NotSupportedError(
-                f"the memory of a tensor on {handle.place.place} cannot be resized alone; resize the tensor: "
-                "x.resize_(...)"
+                f"the memory of a remote tensor ({handle.place.place}) cannot be resized alone; "
+                "resize the tensor: x.resize_(...)"
             )
         node.require_alive()
         with node.lock:

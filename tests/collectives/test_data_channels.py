@@ -249,7 +249,7 @@ def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pyte
     )
     with pytest.raises(
         dr.ConfigurationError,
-        match=r"'tcp\+tls' is not available .*: cryptography .* pip install distruntime\[tls\]",
+        match=r"'tcp\+tls' is not available .*: cryptography .* pip install cryptography",
     ):
         find("tcp+tls")
     assert "tcp+tls" not in names() and "tcp" in names()

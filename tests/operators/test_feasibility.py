@@ -305,16 +305,15 @@ def test_the_plumbing_shows_nowhere(session: object) -> None:
 def test_what_cannot_leave_the_worker_refuses(session: object) -> None:
     x = tensor(REMOTE, 3)
     refused: dict[str, Callable[[], object]] = {
-        "data_ptr": x.data_ptr,
         "pickle": lambda: pickle.dumps(x),
-        "save": lambda: torch.save({"x": x}, io.BytesIO()),
         "numpy": x.numpy,
         "array": lambda: np.asarray(x),
         "share_memory_": x.share_memory_,
         "dlpack": lambda: torch.from_dlpack(x),
         "dlpack method": x.__dlpack__,
         "module": lambda: pickle.dumps(nn.Linear(2, 2).to(REMOTE)),
-        "storage": lambda: x.untyped_storage().data_ptr(),
+        "storage": lambda: x.untyped_storage().resize_(0),
+        "typed storage": x.storage,
         "pin": x.pin_memory,
     }
     for name, act in refused.items():

@@ -203,9 +203,12 @@ def test_what_a_rehearsal_draws_is_not_missed_here(session: object) -> None:
 
 
 def test_autocast_of_local_tensors_has_no_part_in_it(session: object) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(RuntimeError, match="same dtype"):
-            _x(REMOTE) @ _x(REMOTE, double)
+    with (
+        pytest.warns(UserWarning, match="around remote operations"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="same dtype"),
+    ):
+        _x(REMOTE) @ _x(REMOTE, double)
 
 
 def test_values_are_not_rehearsed(session: object) -> None:

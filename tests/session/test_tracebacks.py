@@ -65,7 +65,7 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "to nowhere": lambda x: x.to(node=9),
     "data": lambda x: setattr(x, "data", torch.ones(3, 3)),
     "pickle": lambda x: pickle.dumps(x),
-    "address": lambda x: x.data_ptr(),
+    "shared memory": lambda x: x.share_memory_(),
     "copy_": lambda x: x.copy_(torch.ones(2, 2)),
     "local.copy_": lambda x: torch.ones(2, 2).copy_(x),
     "a start": lambda x: dr.init_master_worker(world_size=0),

@@ -206,7 +206,7 @@ def _places() -> None:
         y = torch.rand(3, device=REMOTE)
     _raises(dr.PlacementError, lambda: x + y)
     _raises(dr.PlacementError, lambda: x + torch.rand(3))
-    _raises(dr.NotSupportedError, x.data_ptr)
+    _raises(dr.NotSupportedError, x.share_memory_)
     _raises(TypeError, x.numpy)
 
 

@@ -504,8 +504,9 @@ def refuses(address: str) -> bool:
     transport, _, rest = address.partition("://")
     try:
         if transport == "ipc":
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(2.0)
+            # A socket of the wrong type never gets a connection: the kernel says EPROTOTYPE if somebody
+            # listens, and refuses otherwise. So the worker sees nothing, and does not warn of a stranger.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
                 probe.connect(rest)
         else:
             host, _, port = rest.rpartition(":")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from ..errors import ConfigurationError, ProtocolError, without_our_frames
 from ..log.node import Node
 from ..session.misspelt import suggests
 from ..session.session import active_session
+from ..session.tables import table_html, table_text
 from ..tensors.worker_functions import issue_function, read_function
 
 _PRECISIONS = ("highest", "high", "medium")
@@ -35,6 +37,34 @@ class Settings:
     warn_only: bool
 
 
+class NodeSettings(dict[int, Settings]):
+    """The settings of nodes by their numbers; prints as a table.
+
+    Nodes with equal settings share a column.
+    """
+
+    def _rows(self) -> list[list[str]]:
+        alike: dict[Settings, list[int]] = {}
+        for node, settings in self.items():
+            alike.setdefault(settings, []).append(node)
+        heads = [f"node{'s' if len(nodes) > 1 else ''} {_numbers(nodes)}" for nodes in alike.values()]
+        return [
+            ["setting", *heads],
+            *([one.name, *(str(getattr(held, one.name)) for held in alike)] for one in fields(Settings)),
+        ]
+
+    def __repr__(self) -> str:
+        return table_text(self._rows())
+
+    def _repr_html_(self) -> str:
+        return table_html(self._rows())
+
+
+def _numbers(nodes: Sequence[int]) -> str:
+    """Return "0, 1, 2", and no more than eight numbers of many."""
+    return ", ".join(map(str, nodes[:8])) + (f", … {len(nodes)} in all" if len(nodes) > 8 else "")
+
+
 @without_our_frames
 @suggests
 def config(
@@ -53,8 +83,10 @@ def config(
     fill_uninitialized_memory: bool | None = None,
     use_deterministic_algorithms: bool | None = None,
     warn_only: bool | None = None,
-) -> dict[int, Settings] | None:
+) -> NodeSettings | None:
     """Set torch's settings on a node, or on all; with no setting named, return those of each, by its number.
+
+    What is returned is a dict of `Settings`, and prints as a table.
 
     Setting returns at once: operations issued afterwards see it, those before do not. What a worker refuses
     is raised by the next `synchronize`. Reading blocks until the nodes have run everything issued so far.
@@ -89,7 +121,7 @@ def config(
     session = active_session()
     there = session.living(node)
     if not wanted:
-        return {n.index: _settings(n) for n in there}
+        return NodeSettings({n.index: _settings(n) for n in there})
     # Two threads that set something at a time come to every node in one order.
     with session.lock:
         for n in there:

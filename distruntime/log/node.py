@@ -248,7 +248,10 @@ class Node(Log):
             )
         if not self._losses:
             self._losses = self.session.losses(self)
-        return NodeFailed(
-            f"{self} {self.failed}. {self._losses}The session and its other nodes go on; "
-            f"dr.restart({self.index}) puts a new worker there."
-        )
+        if self.session.nodes[self.index] is self:
+            advice = (
+                f"The session and its other nodes go on; dr.restart({self.index}) puts a new worker there."
+            )
+        else:
+            advice = f"Node {self.index} has a new worker by now: make or publish there again what you need."
+        return NodeFailed(f"{self} {self.failed}. {self._losses}{advice}")

@@ -56,6 +56,19 @@ def test_without_arguments_the_settings_of_every_node() -> None:
     assert not found[0].use_deterministic_algorithms
 
 
+def test_the_settings_print_as_a_table() -> None:
+    dr.config(node=1, num_threads=2)
+    found = dr.config()
+    assert isinstance(found, dict) and found[1].num_threads == 2
+    lines = repr(found).splitlines()
+    assert len(lines) == 1 + len(fields(dr.Settings)) and max(map(len, lines)) < 110
+    assert lines[0].split() == ["setting", "node", "0", "node", "1"]
+    assert lines[1].split() == ["num_threads", "1", "2"]
+    assert found._repr_html_().startswith("<table><tr><th>setting</th><th>node 0</th>")
+    dr.config(num_threads=1)
+    assert repr(dr.config()).splitlines()[0].split() == ["setting", "nodes", "0,", "1"]
+
+
 OTHERS: list[tuple[str, Any]] = [
     ("num_threads", 2),
     ("flush_denormal", True),

@@ -173,6 +173,18 @@ def test_the_commands_show_named_sessions_and_end_them(capsys: pytest.CaptureFix
     assert named_sessions.names() == []
 
 
+def test_a_look_and_a_resumption_are_no_strangers_to_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    dr.init_master_worker(world_size=1, session="day")
+    worker = active_session().workers.of(active_session().nodes[0])
+    assert worker is not None
+    for look in (["sessions"], ["status"], ["stacks", "0"], ["status"]):
+        assert command_line.main(look) == 0
+    dr.detach()
+    dr.init_master_worker(session="day", resume=True)
+    torch.ones(3, device=REMOTE).sum().item()
+    assert "begins" in worker.last_lines(50) and "refused" not in worker.last_lines(50)
+
+
 def holds(address: str) -> None:
     """Child: the master of a session that is in use."""
     dr.init_master_worker(workers=[address], session="held", quiet=True)

@@ -113,6 +113,21 @@ def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[...,
     assert torch.ones(2, device=mesh.device).sum().item() == 2
 
 
+def test_once_there_is_a_new_worker_nobody_advises_a_restart(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    lost = torch.ones(3, device=REMOTE)
+    dr.publish("m", lost)
+    kill(0)
+    until(lambda: is_lost(0))
+    with pytest.raises(dr.NodeFailed, match=r"dr\.restart\(0\) puts a new worker there"):
+        lost.sum().item()
+    dr.restart(0)
+    for use in (lambda: lost.sum().item(), lambda: dr.lookup("m")):
+        with pytest.raises(dr.NodeFailed, match="Node 0 has a new worker by now: make or publish") as caught:
+            use()
+        assert "dr.restart" not in str(caught.value).replace("by dr.restart()", "")
+
+
 def test_restart_of_a_worker_that_lives_begins_anew(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
     x = torch.ones(3, device=REMOTE)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from .cluster.connect import init_master_worker
-from .cluster.connector import refuses, span
+from .cluster.connector import refuses
 from .cluster.named_sessions import Entry, checked_name, drop, names, now, read
 from .cluster.nodes import doing, percent
 from .cluster.observe import Answer, Observer
 from .errors import ConfigurationError, ConnectionFailed
 from .session.tables import table_text
 from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
-from .wire.units import printable, size_text
+from .wire.units import printable, size_text, span
 
 T = TypeVar("T")
 

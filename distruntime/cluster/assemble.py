@@ -26,9 +26,10 @@ from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
 from ..wire.messages import Detach, Goodbye
+from ..wire.units import span
 from .commands import dialled_at, worker_command
 from .connection import Connection
-from .connector import Connector, refuses, span
+from .connector import Connector, refuses
 from .local_workers import LocalLauncher
 from .log_files import log_folder
 from .named_sessions import Entry, delete, drop, now, read, write

@@ -11,8 +11,7 @@ from ..errors import DistruntimeError
 from ..publishing.listing import published
 from ..session.session import Session
 from ..session.tables import Rows, table_html
-from ..wire.units import size_text
-from .connector import span
+from ..wire.units import size_text, span
 from .nodes import Nodes, node_info
 
 # A card shows so many names.

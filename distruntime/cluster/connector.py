@@ -30,6 +30,7 @@ from ..wire.address import host_of, resolve
 from ..wire.channel import PeerEvent
 from ..wire.identity import has_died, process
 from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
+from ..wire.units import span
 from .connection import Connection
 
 log = logging.getLogger("distruntime")
@@ -525,10 +526,3 @@ def _is_tunnelled(node: Node) -> bool:
     """
     local = any(part in node.address for part in ("://127.", "://localhost", "://[::1]"))
     return local and node.host != socket.gethostname()
-
-
-def span(seconds: float) -> str:
-    """Return "3 h 12 m", "2 m 5 s" or "7 s"."""
-    if seconds >= 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} m"
-    return f"{seconds // 60:.0f} m {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"

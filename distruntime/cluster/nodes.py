@@ -182,6 +182,8 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
     devices, report = welcome.devices, None
     if fresh and node.failed is None and node.presence.absence is None:
         started = time.perf_counter()
+        # The second answer comes with the first.
+        status = session.ask_status(node)
         asked = session.ask(node, AskWorker)
         if session.result(asked, ASK.get()) and asked.lost is None and asked.cause is None:
             node.round_trip = time.perf_counter() - started
@@ -189,6 +191,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             devices = report.devices
         else:
             session.requests.discard(asked)
+            session.requests.discard(status)
     busy = report.busy if report is not None else [None] * len(devices)
     rows = tuple(
         Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:], share)
@@ -207,13 +210,8 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
         node.state,
         node.failed or (node.presence.absence.text if node.presence.absence is not None else ""),
         *(
-            (doing(report.sessions, session.name), queued(node), len(report.sessions), report.processor)
+            (doing(report.sessions, session.name), node.queued(), len(report.sessions), report.processor)
             if report is not None
             else ()
         ),
     )
-
-
-def queued(node: Node) -> int:
-    """Return how many operations this session has issued to a worker that are not known to have run."""
-    return len(node.line_table) + sum(len(flight.line_table) for flight in tuple(node.flights))

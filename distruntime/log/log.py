@@ -205,6 +205,8 @@ class Log(ABC):
         self.asynchronous = False
         # Everything up to this position is known to have run.
         self.executed = 0
+        # A worker has last said that it is at this position. It says so only when it is asked.
+        self.told = 0
         # So many bytes of uploads are in flight.
         self._nbytes = 0
 
@@ -440,12 +442,30 @@ class Log(ABC):
             if self.words and len(self.words) > self.enough:
                 self.flush()
 
-    def under_way(self) -> int:
-        """Return how many operations are sent and not acknowledged."""
-        return sum(len(flight.line_table) for flight in tuple(self.flights))
+    def queued(self) -> int:
+        """Return how many operations are issued and not known to have run."""
+        with self.lock:
+            return len(self.line_table) + self.under_way()
 
-    def until_room(self, position: int) -> int:
-        """Return how many operations must run until the window has room. It has run those up to `position`.
+    def under_way(self) -> int:
+        """Return how many operations are sent and not known to have run."""
+        return sum(map(self._rest, tuple(self.flights)))
+
+    def _rest(self, flight: Flight) -> int:
+        """Return how many operations of a segment are not known to have run.
+
+        A large segment takes half a minute, so the acknowledgements alone would not do.
+        """
+        lines = flight.line_table
+        # With several streams, the worker tells where one of them is, and the others may be behind it.
+        if flight.log is not self or self.order is not None or not lines or lines[0][0] > self.told:
+            return len(lines)
+        if flight.end <= self.told:
+            return 0
+        return len(lines) - bisect.bisect_right([line[0] for line in lines], self.told)
+
+    def until_room(self) -> int:
+        """Return how many operations must run until the window has room.
 
         The segments land in order, and the window opens when enough of them have.
         """
@@ -453,7 +473,7 @@ class Log(ABC):
         for flight in tuple(self.flights):
             if flight.log is self:
                 nbytes -= flight.nbytes
-                count += sum(1 for line in flight.line_table if line[0] > position)
+                count += self._rest(flight)
                 if self.base - flight.end <= WINDOW and nbytes <= PAYLOAD_WINDOW:
                     break
         return count

@@ -20,7 +20,7 @@ from ..log.log import Log
 from ..log.node import Node
 from ..wire.link import Delivery
 from ..wire.messages import Status
-from ..wire.units import operator_text
+from ..wire.units import operator_text, span
 from .screen import Screen, screen
 
 # From so many seconds on, the line counts.
@@ -31,6 +31,8 @@ _LONG = 1.0
 _GAP = 1.0
 # The worker is asked what it runs after so many seconds of a wait, and again after each pause of as many.
 _ASKED = 1.0
+# A worker that has not got any further for so many seconds has become slower.
+_STALE = 3 * _ASKED
 # A bar has at most so many columns.
 _COLUMNS = 100
 # So many characters of what a bar is about leave room for its figures.
@@ -45,7 +47,8 @@ class Wait:
     """A thread that waits for a node.
 
     `leave` is what Ctrl-C does; without it Ctrl-C loses nothing. `room` is True if the thread waits until the
-    node takes more. `first` says when the wait was first shown, and how much was ahead of it.
+    node takes more. `first` says when it was first known how much is ahead of the wait, and how much that
+    was. `last` says when it last became another number, and which.
     """
 
     started: float
@@ -53,6 +56,7 @@ class Wait:
     leave: str | None
     room: bool
     first: tuple[float, int] | None = None
+    last: tuple[float, int] | None = None
 
 
 @final
@@ -195,9 +199,9 @@ class Announcer:
         # Threads that save or load have an entry here: what they do, since when, the bytes, and how many of
         # these are there.
         self._works: dict[int, tuple[str, float, int, Callable[[], int]]] = {}
-        self.ask: Callable[[Node, Callable[[Status], None]], None] = _nobody
+        self.ask: Callable[[Node, Callable[[Status], None]], object] = _nobody
         self._status: Status | None = None
-        self._asked_at = 0.0
+        self._asked_at = self._heard_at = 0.0
         # The status is of this node.
         self._asked: Node | None = None
 
@@ -292,9 +296,13 @@ class Announcer:
 
     def _waiting(self, wait: Wait, on: Screen, now: float) -> str:
         node, seconds = wait.node, now - wait.started
-        left = node.until_room(self._position(node)) if wait.room else node.under_way()
-        if wait.first is None and not (wait.room and self._status is None):
-            wait.first = now, left
+        left = node.until_room() if wait.room else node.under_way()
+        # What a worker tells first makes the number smaller at once, and that is no pace. A mesh tells
+        # nothing.
+        if not isinstance(node, Node) or self._heard_at > wait.started:
+            if wait.last is None or wait.last[1] != left:
+                wait.last = now, left
+            wait.first = wait.first or wait.last
         count = f" for {seconds:.0f} s" if seconds >= _COUNTING else ""
         many = f"{left:,} operation{'s' if left != 1 else ''}"
         if wait.room:
@@ -309,14 +317,11 @@ class Announcer:
                 what = node.presence.sought
             else:
                 what += self._runs(node, on, seconds, now)
-                what += _estimate(wait.first, left, seconds, now)
+                if seconds >= _COUNTING:
+                    what += _estimate(wait, now)
                 if wait.leave is None and left and seconds >= _COUNTING:
                     leave = f"Ctrl-C leaves, {_AND_DROP}"
         return f"waiting for {node}{count}: {what} ({leave})"
-
-    def _position(self, node: Log) -> int:
-        """Return where a worker has last said that it is in its log; 0 if it has not."""
-        return self._status.position if self._status is not None and self._asked is node else 0
 
     def _runs(self, node: Node, on: Screen, seconds: float, now: float) -> str:
         """Return what the node runs, as it has last said; ask it again if that was a while ago."""
@@ -333,15 +338,19 @@ class Announcer:
         return f", now {operator_text(status.running)[:_COLUMNS]} for {status.seconds:.1f} s"
 
     def _hear(self, status: Status) -> None:
-        self._status = status
+        self._status, self._heard_at = status, time.monotonic()
 
 
-def _estimate(first: tuple[float, int] | None, left: int, seconds: float, now: float) -> str:
-    """Return about how long the rest takes, at the pace since the wait was first shown."""
-    since, before = first or (now, left)
-    if seconds < _COUNTING or left == 0 or before - left < 2:
+def _estimate(wait: Wait, now: float) -> str:
+    """Return about how long the rest takes, at the pace since it is known how much is ahead."""
+    if wait.first is None or wait.last is None:
         return ""
-    return f", about {left * (now - since) / (before - left):.0f} s left"
+    (since, before), (changed, left) = wait.first, wait.last
+    if left == 0 or before - left < 2:
+        return ""
+    # The number changes once a second. Between two changes the estimate must not rise.
+    until = changed if now < changed + _STALE else now
+    return f", about {span(left * (until - since) / (before - left))} left"
 
 
 def _nothing() -> tuple[int, int]:

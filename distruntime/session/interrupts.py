@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import Protocol
 
 from ..log.line import inside
-from ..log.node import Node
-from ..wire.messages import AskStatus
 from ..wire.units import operator_text
 from .session import Session, active
 
@@ -43,17 +41,15 @@ class Shell(Protocol):
 
 def queued_text(session: Session) -> str:
     """Return what is queued on each worker; nothing if nothing is. Block for 0.3 s at most."""
-    there = [node for node in session.nodes if node.failed is None and _queued(node, 0)]
-    asked = [(node, session.ask(node, AskStatus)) for node in there if node.presence.absence is None]
-    deadline, lines = time.monotonic() + _PATIENCE, list[str]()
+    there = [node for node in session.nodes if node.failed is None and node.queued()]
+    asked = [(node, session.ask_status(node)) for node in there if node.presence.absence is None]
+    deadline, lines, queued = time.monotonic() + _PATIENCE, list[str](), 0
     for node, request in asked:
         if not session.result(request, max(0.0, deadline - time.monotonic()), quietly=True):
             session.requests.discard(request)
-        position, running = 0, ""
-        if request.value is not None:
-            position = int(request.value[0])
-            running = operator_text(str(request.value[1] or ""))[:100]
-        count = _queued(node, position)
+        running = operator_text(request.value.running or "")[:100] if request.value is not None else ""
+        count = node.queued()
+        queued += count
         if count:
             lines.append(
                 f"{node}: {count:,} operation{'s' if count > 1 else ''} queued"
@@ -61,19 +57,12 @@ def queued_text(session: Session) -> str:
             )
     if not lines:
         return ""
-    return "\n".join([*lines, "They run on. dr.cancel() drops those that have not begun."])
-
-
-def _queued(node: Node, position: int) -> int:
-    """Return how many operations a worker has not run, as far as this process knows."""
-    with node.lock:
-        flights = [
-            line
-            for flight in node.flights
-            for line in flight.line_table
-            if flight.log is not node or line[0] > position
-        ]
-        return len(flights) + len(node.line_table)
+    rest = (
+        "They run on. dr.cancel() drops those that have not begun."
+        if queued > 1
+        else "It runs on. dr.cancel() drops it if it has not begun."
+    )
+    return "\n".join([*lines, rest])
 
 
 def _tell() -> None:

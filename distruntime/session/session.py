@@ -89,7 +89,7 @@ class Session:
         # It tells what of the user's lived on a worker that is lost.
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
-        self.requests.announcer.ask = self._ask_status
+        self.requests.announcer.ask = self.ask_status
         self.warnings = WorkerWarnings()
         # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
@@ -210,10 +210,21 @@ class Session:
         self.post(node, message)
         return request
 
-    def _ask_status(self, node: Node, then: Callable[[Status], None]) -> None:
-        """Ask a worker what it runs; `then` hears of it, unless there is no answer."""
+    def ask_status(self, node: Node, then: Callable[[Status], None] | None = None) -> Request[Status]:
+        """Ask a worker where it is and what it runs; `then` hears of it, unless there is no answer.
+
+        Return at once. The node's counts of what is queued know of the answer.
+        """
         asked = self.ask(node, AskStatus)
-        asked.when_done(lambda answered: then(answered.value) if answered.value is not None else None)
+
+        def hear(answered: Request[Status]) -> None:
+            if answered.value is not None:
+                node.told = max(node.told, answered.value.position)
+                if then is not None:
+                    then(answered.value)
+
+        asked.when_done(hear)
+        return asked
 
     def result(
         self, request: Request[object], timeout: float | None = None, *, quietly: bool = False

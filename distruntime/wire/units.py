@@ -18,6 +18,13 @@ def count_text(number: float) -> str:
     return _scaled(number, 1000, _COUNTS)
 
 
+def span(seconds: float) -> str:
+    """Return "3 h 12 m", "2 m 5 s" or "7 s"."""
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} m"
+    return f"{seconds // 60:.0f} m {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+
+
 def printable(text: str) -> str:
     """Return a text of somebody else's, in which nothing moves a terminal's cursor or changes its colours."""
     return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import torch
 
 import distruntime as dr
 from distruntime.session import announce
-from distruntime.session.announce import Announcer, Uploads, bar
+from distruntime.session.announce import Announcer, Uploads, Wait, bar
+from distruntime.session.interrupts import queued_text
 from distruntime.session.screen import Log, Terminal, voice
 from distruntime.session.session import active_session
 from distruntime.wire.link import Delivery, Link
@@ -172,9 +174,11 @@ def test_a_full_window_says_how_much_must_run_until_there_is_room(
         full = r"waiting for node 0 \(.+\): its queue is full, (\d+) operations? until it takes more"
         until(lambda: any(re.match(full, text) for text in recorder.texts))
         log = active_session().nodes[0]
-        assert 0 < log.until_room(0) <= log.under_way()
+        assert 0 < log.until_room() <= log.under_way()
         # What has run is not waited for.
-        assert log.until_room(log.base) == 0
+        told, log.told = log.told, log.base
+        assert log.until_room() == 0
+        log.told = told
     issuer.join()
 
 
@@ -215,11 +219,45 @@ def test_saves_and_loads_are_bars(session: object, recorder: Recorder, tmp_path:
     until(lambda: any("100%" in text for text in recorder.ends))
 
 
-def test_a_wait_says_about_how_long_the_rest_takes() -> None:
-    assert announce._estimate((0.0, 100), 50, 10.0, 10.0) == ", about 10 s left"
+def test_a_wait_says_about_how_long_the_rest_takes(session: object) -> None:
+    wait = Wait(0.0, active_session().nodes[0], None, False, (0.0, 100), (10.0, 50))
+    assert announce._estimate(wait, 10.0) == ", about 10 s left"
+    # It does not rise until the worker has told more, or has not moved for a while.
+    assert announce._estimate(wait, 11.0) == ", about 10 s left"
+    assert announce._estimate(wait, 20.0) == ", about 20 s left"
+    assert announce._estimate(wait, 5000.0) == ", about 1 h 23 m left"
     # Nobody knows yet.
-    assert announce._estimate((0.0, 100), 100, 10.0, 10.0) == ""
-    assert announce._estimate((0.0, 100), 50, 1.0, 1.0) == ""
+    wait.last = wait.first
+    assert announce._estimate(wait, 10.0) == ""
+    wait.first = wait.last = None
+    assert announce._estimate(wait, 10.0) == ""
+
+
+def test_the_counts_agree_and_go_on_within_a_segment(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distruntime.log.log.FIRST_BATCH", 4000)
+    monkeypatch.setattr(announce, "_ASKED", 0.0)
+    monkeypatch.setattr(announce, "_COUNTING", 0.0)
+    x, stream = torch.ones(3, device=REMOTE), dr.default_stream(0)
+    dr.synchronize()
+    first = ExitStack()
+    first.enter_context(blocked(stream))
+    y = [x + k for k in range(50)]
+    # It stands in the middle of a segment.
+    with blocked(stream):
+        z = [x + k for k in range(50)]
+        reader = threading.Thread(target=z[-1].tolist)
+        reader.start()
+        first.close()
+        until(
+            lambda: any(re.match(r"waiting for .+: 5[0-3] operations under way", t) for t in recorder.texts)
+        )
+        queued = dr.nodes()[0].queued
+        assert queued is not None and 50 <= queued <= 53
+        assert f": {queued} operations queued" in queued_text(active_session())
+    reader.join()
+    assert y[-1].tolist() == [50.0] * 3
 
 
 def test_an_announcer_without_a_session_says_nothing(recorder: Recorder) -> None:

@@ -68,6 +68,14 @@ def test_each_busy_node_has_a_line(session: object) -> None:
     assert y[-1].tolist() == [20, 20, 20]
 
 
+def test_one_operation_is_spoken_of_as_one(session: object) -> None:
+    dr.synchronize()
+    with blocked(dr.default_stream(0)):
+        first, last = queued_text(active_session()).splitlines()
+    assert ": 1 operation queued" in first
+    assert last == "It runs on. dr.cancel() drops it if it has not begun."
+
+
 def test_a_full_window_that_control_c_leaves_shows_the_users_line_alone(
     session: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,10 @@ class Stream:
         """
         self.record_event().synchronize(timeout)
 
+    def is_capturing(self) -> bool:
+        """Return False: no graph records what a stream is given. Optimizers ask this in a take-over."""
+        return False
+
     def keep(self, handle: Handle) -> None:
         """Keep a value until what this stream has been given until then has run: `tensor.record_stream`."""
         log = self.check()

@@ -52,7 +52,7 @@ def test_a_number_is_copied_into_every_element(session: object, number: Any) -> 
 
 
 # torch compiles its own formulas at the first use.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_forward_derivatives_come_with_a_copy(session: object) -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3, device=REMOTE), torch.full((3,), 2.0, device=REMOTE))

@@ -158,7 +158,7 @@ def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
 
 def test_local_code_and_torchscript_stay_as_they_are() -> None:
     assert torch.zeros(2).device.type == "cpu" and torch.ones(2).to("cpu").device.type == "cpu"
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         scripted = torch.jit.script(_makes_zeros)
     assert scripted(torch.ones(2)).tolist() == [1.0, 1.0]
     assert (

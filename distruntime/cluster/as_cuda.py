@@ -33,6 +33,8 @@ _ABSENT = object()
 
 # What was replaced, and what stood there.
 _replaced: list[tuple[object, str, object]] = []
+# TorchScript takes these for torch's own.
+_scripted: list[_Function] = []
 # How often each function was called that only pretends.
 _pretended: Counter[str] = Counter()
 # It says whether each GPU of the session is a device. Otherwise there is one, the current place.
@@ -130,10 +132,11 @@ def _by_keyword(own: _Function) -> _Function:
             kwargs["device"] = _meant(device)
         return own(*args, **kwargs)
 
-    # TorchScript knows torch's functions by their identity.
+    # TorchScript knows torch's functions by their ids, so this one keeps its id for good.
     builtin = _builtins._find_builtin(own)
     if builtin is not None:
         _builtins._register_builtin(call, builtin)
+        _scripted.append(call)
     return call
 
 

@@ -238,10 +238,10 @@ def _read(proxy: torch.Tensor) -> object:
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device.
 
-    Return when its memory may be written again.
+    Return when its memory may be written again. The gradient comes back, as that of `.to("remote")` does.
     """
     place = active_session().places.current(like_torch=False)
-    return self.detach().to(place.device)  # type: ignore[return-value]
+    return self.to(place.device)  # type: ignore[return-value]
 
 
 # Module.to() must swap parameters in place when it crosses the border. Then tied weights stay tied and

@@ -238,10 +238,10 @@ def _read(proxy: torch.Tensor) -> object:
 def dist_send(self: torch.Tensor) -> DistributedTensor:
     """Send a copy of a local tensor to the current node's CPU, or to the current device.
 
-    Return when its memory may be written again.
+    Return when its memory may be written again. The gradient comes back, as that of `.to("remote")` does.
     """
     place = active_session().places.current(like_torch=False)
-    return self.detach().to(place.device)  # type: ignore[return-value]
+    return self.to(place.device)  # type: ignore[return-value]
 
 
 # Module.to() must swap parameters in place when it crosses the border. Then tied weights stay tied and
@@ -281,6 +281,15 @@ def _convert(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Modu
             "a scripted module keeps its parameters in C++ and stays where it is; send the original: "
             "module.to(...)"
         )
+    # torch would notice the first such parameter when those before it have moved.
+    for name, p in self.named_parameters(recurse=recurse):
+        # It is the first of the weak references to an object, or None.
+        if p.__weakref__ is not None:  # type: ignore[attr-defined]
+            raise NotSupportedError(
+                f"parameter {name!r} cannot be moved in place: something holds a weak reference to it "
+                "(torch.export and pipelining leave such references). Nothing has been moved. Send a copy: "
+                "copy.deepcopy(module).to(...)"
+            )
     future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
     try:

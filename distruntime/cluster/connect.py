@@ -17,6 +17,7 @@ from ..backend.libraries import tell_libraries
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
+from ..mesh.data_parallel import install_data_parallel
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
@@ -145,6 +146,7 @@ def init_master_worker(
     raise_limit()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
+    install_data_parallel()
     warm_malloc()
     say = options.say
     try:

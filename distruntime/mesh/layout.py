@@ -16,7 +16,7 @@ from typing import SupportsIndex
 from ..errors import ConfigurationError, UsageError
 
 Groups = tuple[tuple[int, ...], ...]
-Modes = Iterable[tuple[str, int]]
+Modes = Iterable[tuple[str, float]]
 
 # With one of these modes, several members work on the same data. They are a group of mode "model".
 _SAME_DATA = (
@@ -96,6 +96,10 @@ class Layout:
     def size(self, mode: str) -> int:
         """Return how many members each group of a mode has."""
         return len(self._of(mode)[0])
+
+    def __contains__(self, mode: object) -> bool:
+        """Return whether there is such a mode."""
+        return mode in self._groups
 
     def uses(self, mode: str) -> bool:
         """Return whether a mode is there and its groups have more than one member. Never raises."""
@@ -230,6 +234,9 @@ def _checked(mode: object) -> tuple[str, int]:
     ):
         raise ConfigurationError(f'a mode is a name and a size, as in ("data", 2), got {mode!r}')
     name, size = mode
+    # A size is often what a division leaves: `world / (2 * pipe)` is 4.0.
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
     if isinstance(size, bool) or not isinstance(size, SupportsIndex) or operator.index(size) < 1:
         raise ConfigurationError(f"mode {name!r} has size {size!r}: a size is a whole number from 1 on")
     return name, operator.index(size)

@@ -67,19 +67,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             session.ending.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
-        groups: list[MeshGroup] = []
-        for dim in self._dims:
-            # The group belongs to the members, not to this mesh. So the mesh can go, and its number with it.
-            rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
-            known, key = self._mesh_log.torch_groups, tuple(map(tuple, rows))
-            group = known.get(key)
-            if not isinstance(group, MeshGroup):
-                at, name = [at[dim] for at in self.coordinates()], f"{BACKEND}:{next(_names)}"
-                group = known[key] = register(
-                    name, rows[0], at, partial(self._mesh_log.lines_of, rows, Lines)
-                )
-                session.ending.on_close.append(partial(forget, group))
-            groups.append(group)
+        groups = [
+            self._group_of(ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()) for dim in self._dims
+        ]
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]
         self._pg_registry = {group.group_name: group for group in groups}
@@ -264,6 +254,32 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
                 rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), []).append(k)
             found = kept[wanted] = self._mesh_log.lines_of(list(rows.values()), Lines)
         return found
+
+    def _group_of(self, rows: list[list[int]]) -> MeshGroup:
+        """Return the process group of lines of members.
+
+        It belongs to the members, not to this mesh. So the mesh can go, and its number with it.
+        """
+        known, key = self._mesh_log.torch_groups, tuple(map(tuple, rows))
+        group = known.get(key)
+        if not isinstance(group, MeshGroup):
+            at = {k: rank for row in rows for rank, k in enumerate(row)}
+            ranks, name = [at[k] for k in range(len(at))], f"{BACKEND}:{next(_names)}"
+            group = known[key] = register(name, rows[0], ranks, partial(self._mesh_log.lines_of, rows, Lines))
+            self.session.ending.on_close.append(partial(forget, group))
+        return group
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the process group of a dimension, or of another mode of the layout that the mesh is of."""
+        layout = self._layout_of
+        if (
+            isinstance(mesh_dim, str)
+            and layout is not None
+            and mesh_dim not in (self.mesh_dim_names or ())
+            and mesh_dim in layout
+        ):
+            return self._group_of(layout.groups(mesh_dim))
+        return super().get_group(mesh_dim)
 
     def get_coordinate(self) -> Any:
         """Return, for each dimension, the members' coordinates, as torch's own symbolic ints.

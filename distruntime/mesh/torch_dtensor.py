@@ -29,7 +29,7 @@ from ..errors import NotSupportedError, PlacementError
 from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
-from . import torch_collectives, torch_fsdp
+from . import torch_collectives, torch_fsdp, torch_operators, torch_ranks
 from .torch_fsdp import replace
 from .torch_process_group import noting, placing
 from .varying import home_of, per_member, run_for_each
@@ -66,6 +66,7 @@ def prepare() -> None:
 def _prepare() -> None:
     torch_collectives.prepare()
     torch_fsdp.prepare()
+    torch_ranks.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
@@ -83,6 +84,7 @@ def _prepare() -> None:
     handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
     for op in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default):
         handlers[op] = functools.partial(_index_of, handlers[op])
+    torch_operators.prepare(handlers)
     propagator = _tensor._sharding_prop.ShardingPropagator
     propagator._propagate_tensor_meta_non_cached = _nowhere(propagator._propagate_tensor_meta_non_cached)
     # In C++, a DTensor has the device of its wrapper.

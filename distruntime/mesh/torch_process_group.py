@@ -64,6 +64,13 @@ class Issued(dist.Work):
         return future
 
 
+class MastersRank(int):
+    """The rank by which torch knows the master, which speaks for all members. Arithmetic gives plain ints.
+
+    So what is given a rank can tell this one from one that the user has chosen.
+    """
+
+
 # Its stubs have one signature of several.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -90,6 +97,10 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         if found is None or found.broken is not None:
             found = self._found = self._lines()
         return found
+
+    def rank(self) -> int:
+        """Return 0, as `MastersRank`."""
+        return MastersRank(0)
 
     # torch calls this name.
     def getBackendName(self) -> str:
@@ -240,15 +251,32 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         on_mesh(output).copy_(perform(self.lines, Collective("all_to_all", splits=splits), x))
         return Issued([output])
 
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
+        """Exchange lists of tensors of one shape: member k of a line gets each member's k-th tensor."""
+        size = self.lines.size
+        self._expect("all_to_all's input", "tensors", len(inputs), size)
+        self._expect("all_to_all's output", "tensors", len(outputs), size)
+        shapes = {tuple(on_mesh(t).shape) for t in (*inputs, *outputs)}
+        if len(shapes) > 1:
+            raise NotSupportedError(
+                f"all_to_all along a mesh takes tensors of one shape, got {sorted(shapes)}: pad them, or use "
+                "lists of tensors, which may be uneven: dr.functional.all_to_all"
+            )
+        splits = ((1,) * size,) * size
+        got = perform(self.lines, Collective("all_to_all", splits=splits), torch.stack(inputs))
+        for output, part in zip(outputs, got.unbind(0)):
+            output.copy_(part)
+        return Issued(outputs)
+
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotSupportedError(
             "along a mesh all members do the same: there are all_reduce, reduce, broadcast, "
-            "scatter, all_gather, reduce_scatter and "
+            "scatter, all_gather, reduce_scatter, all_to_all and "
             "all_to_all_single. For one member and another, copy their tensors: "
             "x.member(k).to(y.place), dr.functional"
         )
 
-    gather = send = recv = recv_anysource = alltoall = allreduce_coalesced = allgather_coalesced = _refuse
+    gather = send = recv = recv_anysource = allreduce_coalesced = allgather_coalesced = _refuse
 
     def barrier(self, opts: Any = None) -> Issued:
         """Return at once: the logs keep all members in step."""
@@ -285,7 +313,7 @@ def register(name: str, first: Sequence[int], ranks: Sequence[int], lines: Calla
     _c10d._register_process_group(name, group)
     _c10d._world.pg_map[group] = (BACKEND, None)
     _c10d._world.pg_names[group] = name
-    _c10d._world.pg_group_ranks[group] = {rank: k for k, rank in enumerate(first)}
+    _c10d._world.pg_group_ranks[group] = {rank: k or MastersRank(0) for k, rank in enumerate(first)}
     return group
 
 

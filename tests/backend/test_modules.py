@@ -83,6 +83,21 @@ def test_local_modules_are_converted_as_before(session: object) -> None:
     assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
+def test_a_weak_reference_leaves_the_module_whole(session: object) -> None:
+    """torch noticed it halfway: half of the parameters were on the worker."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    reference = weakref.ref(model[1].weight)
+    with pytest.raises(dr.NotSupportedError, match=r"parameter '1.weight'.*copy.deepcopy\(module\).to"):
+        model.to(REMOTE)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert is_remote(copy.deepcopy(model).to(REMOTE)[1].weight) and reference() is model[1].weight
+    there = nn.Linear(2, 2).to(REMOTE)
+    kept = weakref.ref(there.bias)
+    with pytest.raises(dr.NotSupportedError, match="parameter 'bias'"):
+        there.cpu()
+    assert is_remote(there.weight) and kept() is there.bias
+
+
 @agrees
 def test_conversions_on_the_worker(device: str) -> Any:
     model = _tied(device)

@@ -69,6 +69,12 @@ def test_coordinates_name_a_member(order: list[tuple[str, int]]) -> None:
     assert list(layout.coordinates(15).values()) == [size - 1 for _, size in order]
 
 
+def test_a_size_may_be_what_a_division_leaves() -> None:
+    layout = dr.Layout([("data", 16 / (2 * 2)), ("pipe", 2), ("tensor", 2)])
+    assert layout == dr.Layout(SIXTEEN) and type(layout.size("data")) is int
+    assert "moe_ep" not in layout and "moe_ep" in layout.with_experts(ep=2) and "model" in layout
+
+
 def test_a_mode_of_one_member_is_not_used() -> None:
     layout = dr.Layout([("data", 4), ("tensor", 1)])
     assert layout.uses("data") and not layout.uses("tensor") and not layout.uses("nothing")
@@ -124,7 +130,7 @@ def test_equal_layouts() -> None:
         ([("data", 2), ("data", 2)], None, "mode 'data' is there twice"),
         ([("data", 0)], None, "mode 'data' has size 0"),
         ([("data", -2), ("tensor", -2)], 4, "mode 'data' has size -2"),
-        ([("data", 2.0)], None, "mode 'data' has size 2.0"),
+        ([("data", 2.5)], None, "mode 'data' has size 2.5"),
         ([("data", True)], None, "mode 'data' has size True"),
         (["data"], None, "a mode is a name and a size"),
         ([(2, "data")], None, "a mode is a name and a size"),

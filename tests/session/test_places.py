@@ -135,6 +135,14 @@ def test_a_local_tensor_goes_to_any_place(place: Where) -> None:
         assert where(local.dist_send()) == place  # type: ignore[attr-defined]
 
 
+def test_the_gradient_of_what_was_sent_comes_back() -> None:
+    local = torch.ones(2, requires_grad=True)
+    (local.dist_send() * 3).sum().backward()  # type: ignore[attr-defined]
+    assert local.grad is not None and local.grad.tolist() == [3, 3]
+    with torch.no_grad():
+        assert not local.dist_send().requires_grad  # type: ignore[attr-defined]
+
+
 def test_dtype_and_place_change_together() -> None:
     x = at(CPU0)
     for y in (

@@ -1,0 +1,168 @@
+"""What of torch.distributed takes the share of one rank, or asks which rank calls.
+
+One process speaks for all members, and torch knows it as rank 0. What computes a rank's share would leave the
+shares of all others out, in silence, so it is refused here. What only asks whether the caller is the source
+goes to the group without that question.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import DistributedSampler
+
+from ..backend.on_import import when_imported
+from ..errors import NotSupportedError, UsageError
+from . import lines
+from .torch_fsdp import replace
+from .torch_process_group import MastersRank, MeshGroup
+
+_c10d: Any = distributed_c10d
+_Sampler: Any = DistributedSampler
+
+
+def prepare() -> None:
+    """Change these parts of torch. They act as before where the group is not a mesh's."""
+    _Sampler.__init__ = _of_all_data(_Sampler.__init__)
+    when_imported("torch.distributed.optim.zero_redundancy_optimizer", _refuse_shares)
+    when_imported("torch.distributed.checkpoint.state_dict_saver", _refuse_parts)
+    replace("scatter", _scatter(dist.scatter))
+    replace("barrier", _barrier(dist.barrier))
+    when_imported("torch.distributed.nn.functional", _with_gradients)
+
+
+def mesh_group(group: Any) -> MeshGroup | None:
+    """Return the mesh's group that torch means by `group`, or None where it means another one."""
+    if group is None and dist.is_initialized():
+        group = _c10d._get_default_group()
+    return group if isinstance(group, MeshGroup) else None
+
+
+def _of_all_data(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def choose(
+        self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        asked = num_replicas is None or rank is None or isinstance(rank, MastersRank)
+        if asked and mesh_group(None) is not None:
+            raise UsageError(
+                "DistributedSampler would take the share of rank 0 and leave out the data of all other "
+                "ranks: this process has no rank, since it speaks for all members. Leave the sampler out, "
+                "and give each member its part of a batch: dr.from_shards(batch.chunk(n), mesh). For one "
+                "member's share name it: DistributedSampler(data, num_replicas=n, rank=k)"
+            )
+        init(self, dataset, num_replicas, rank, *args, **kwargs)
+
+    return choose
+
+
+def _refuse_shares(module: ModuleType) -> None:
+    optimizer: Any = module.ZeroRedundancyOptimizer
+    init = optimizer.__init__
+
+    @functools.wraps(init)
+    def choose(
+        self: Any, params: Any, optimizer_class: Any, process_group: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if mesh_group(process_group) is not None:
+            raise NotSupportedError(
+                "ZeroRedundancyOptimizer would update the parameters of rank 0 and leave out those of all "
+                "other ranks: this process has no rank, since it speaks for all members. "
+                "fully_shard(model, mesh=mesh, reshard_after_forward=False) cuts the optimizer's state too. "
+                "Without cutting it, use the optimizer itself: "
+                f"{getattr(optimizer_class, '__name__', 'torch.optim.AdamW')}(model.parameters())"
+            )
+        init(self, params, optimizer_class, process_group, *args, **kwargs)
+
+    optimizer.__init__ = choose
+
+
+def _refuse_parts(module: ModuleType) -> None:
+    for name in ("save", "async_save"):
+        replace(name, _of_whole_states(getattr(module, name)))
+
+
+def _of_whole_states(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def choose(state_dict: Any, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+        if mesh_group(process_group) is not None and not kwargs.get("no_dist"):
+            raise NotSupportedError(
+                "torch.distributed.checkpoint writes the parts of each rank, and this process has no rank, "
+                "since it speaks for all members. Write the whole state: save(dr.fetch(state), "
+                "checkpoint_id=path, no_dist=True), or torch.save(dr.fetch(state), path)"
+            )
+        return save(state_dict, *args, process_group=process_group, **kwargs)
+
+    return choose
+
+
+def _scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """torch refuses a list on every rank but the source's. Here the process of all ranks calls."""
+
+    @functools.wraps(scatter)
+    def choose(
+        tensor: Any,
+        scatter_list: Any = None,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Any:
+        found = mesh_group(group)
+        if found is None:
+            return scatter(tensor, scatter_list, src, group, async_op, group_src)
+        if not scatter_list:
+            raise UsageError(
+                "scatter needs the source's list, got none: one process speaks for all members, and so for "
+                "the source. Give scatter_list= one tensor on the mesh for each member of a line"
+            )
+        options = dist.ScatterOptions()
+        options.rootRank = _root(found, src, group_src)
+        work = found.scatter([tensor], [list(scatter_list)], options)
+        return work if async_op else None
+
+    return choose
+
+
+def _root(group: MeshGroup, src: int | None, group_src: int | None) -> int:
+    if src is None and group_src is None:
+        return 0
+    found: int = _c10d._canonicalize_group_rank(group, src, group_src, return_global=False)
+    return found
+
+
+def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's C++ asks for hooks of the device type, which a device without C++ code has not."""
+
+    @functools.wraps(barrier)
+    def choose(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        found = mesh_group(group)
+        if found is None:
+            return barrier(group, async_op, *args, **kwargs)
+        work = found.barrier()
+        return work if async_op else None
+
+    return choose
+
+
+def _with_gradients(module: ModuleType) -> None:
+    own: Any = module
+    replace("broadcast", _broadcast(own.broadcast))
+
+
+def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's gradient is zero on every rank but the source's, and it asks the caller's rank for that."""
+
+    @functools.wraps(broadcast)
+    def choose(tensor: Any, src: int, group: Any = dist.group.WORLD) -> Any:
+        found = mesh_group(group)
+        if found is None:
+            return broadcast(tensor, src, group)
+        return lines.broadcast(found.lines, tensor, _root(found, src, None))
+
+    return choose

@@ -1,0 +1,123 @@
+"""Losses and convolutions of DTensors, for which torch's own rules are wrong: equal to serial code here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import distruntime as dr
+from meshes import make, mesh, same, two_workers
+
+__all__ = ["mesh", "two_workers"]
+
+Placement = Replicate | Shard
+Function = Callable[..., torch.Tensor]
+
+LOSSES: dict[str, Function] = {
+    "mse_loss": F.mse_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "soft_margin_loss": F.soft_margin_loss,
+    "binary_cross_entropy": F.binary_cross_entropy,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "l1_loss": F.l1_loss,
+}
+
+
+def agree(
+    mesh: dr.DeviceMesh,
+    run: Function,
+    operands: Sequence[torch.Tensor],
+    layouts: Sequence[Sequence[Placement]],
+    with_gradients: int = 1,
+) -> None:
+    """Compare a function of DTensors with that of local tensors, and the gradients of the first operands."""
+    serial = [t.clone().requires_grad_(k < with_gradients) for k, t in enumerate(operands)]
+    cut = [
+        distribute_tensor(t, mesh, layout).requires_grad_(k < with_gradients)
+        for k, (t, layout) in enumerate(zip(operands, layouts))
+    ]
+    found, wanted = run(*cut), run(*serial)
+    assert isinstance(found, DTensor)
+    same(found, wanted)
+    found.full_tensor().square().sum().backward()
+    wanted.square().sum().backward()
+    for t, local in list(zip(cut, serial))[:with_gradients]:
+        assert t.grad is not None and local.grad is not None
+        same(t.grad, local.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients(mesh: dr.DeviceMesh, name: str) -> None:
+    """The gradient of a mean was too large by the number of members."""
+    x, target = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+    kinds = [[Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim]
+    for own, others in itertools.product(kinds, kinds):
+        agree(mesh, LOSSES[name], (x, target), (own, others))
+        agree(mesh, lambda a, b: LOSSES[name](a, b, reduction="sum"), (x, target), (own, others))
+    agree(mesh, lambda a, b: LOSSES[name](a, b, reduction="none"), (x, target), kinds[1:])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_classes_of_which_some_do_not_count(mesh: dr.DeviceMesh, reduction: str) -> None:
+    """It was the average of the shards' means, of which one had two targets that count, and one had none."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    target, weight = torch.tensor([0, 1, -100, 3, -100, -100, 2, 2]), torch.tensor([1.0, 2.0, 0.5, 3.0])
+    whole = [Replicate()] * mesh.ndim
+    for own, rows in itertools.product((whole, [Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim), repeat=2):
+        rows = whole if rows == [Shard(1)] * mesh.ndim else rows
+        agree(mesh, lambda a, b: F.cross_entropy(a, b, reduction=reduction), (x, target), (own, rows))
+        agree(
+            mesh,
+            lambda a, b, w: F.cross_entropy(a, b, w, reduction=reduction),
+            (x, target, weight),
+            (own, rows, whole),
+        )
+
+
+def test_classes_of_pixels(mesh: dr.DeviceMesh) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, target = (
+        torch.randn(4, 4, 8, 2, generator=generator),
+        torch.randint(4, (4, 8, 2), generator=generator),
+    )
+    target[0] = -100
+    for dim in (0, 1, 2):
+        agree(mesh, F.cross_entropy, (x, target), ([Shard(dim)] * mesh.ndim, [Replicate()] * mesh.ndim))
+
+
+def test_losses_after_loss_parallel(two_workers: None) -> None:
+    """It removes the handlers of its operators at its end."""
+    mesh, x, target = make("2"), torch.randn(8, 4), torch.tensor([0, 1, -100, 3, -100, -100, -100, 2])
+    with loss_parallel():
+        F.cross_entropy(distribute_tensor(x, mesh, [Shard(1)]), target.to(mesh.device))
+    agree(mesh, F.cross_entropy, (x, target), ([Shard(0)], [Shard(0)]))
+
+
+CONVOLUTIONS: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
+    "padded": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (4, 4, 8, 8), (4, 4, 3, 3)),
+    "strided": (lambda x, w, b: F.conv2d(x, w, b, stride=2), (4, 4, 8, 8), (4, 4, 3, 3)),
+    "by channel": (lambda x, w, b: F.conv2d(x, w, b, groups=4, dilation=2), (4, 4, 8, 8), (4, 1, 3, 3)),
+    "of lines": (lambda x, w, b: F.conv1d(x, w, b, padding=1), (4, 4, 8), (4, 4, 3)),
+    "transposed": (lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (4, 4, 8, 8), (4, 4, 3, 3)),
+    "of one image": (lambda x, w, b: F.conv2d(x, w, b), (4, 8, 8), (4, 4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> None:
+    """Cut along their width, eight columns became two."""
+    run, images, kernel = CONVOLUTIONS[name]
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, generator=generator) for shape in (images, kernel, (4,))]
+    whole: list[Placement] = [Replicate()] * mesh.ndim
+    for dim in range(len(images)):
+        agree(mesh, run, operands, ([Shard(dim)] * mesh.ndim, whole, whole), with_gradients=3)
+    cut: list[Placement] = [Shard(0)] * mesh.ndim
+    agree(mesh, run, operands, (whole, cut, cut), with_gradients=3)

@@ -1,0 +1,319 @@
+"""Runs one script for each library here and on a worker, compares the numbers, and prints a table.
+
+    python tests/ecosystem/run.py [case or library ...] [--page docs/ecosystem.md]
+
+`make ecosystem` installs the libraries first. Nothing is downloaded but packages: models are built from
+configs, and data are drawn. Each file of cases runs in a child process for each device. A child that dies
+costs its own case, and a new child goes on with the next. The exit status is 1 if a result is worse than the
+case says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torchvision_operators
+from cases import CASES, Case, NotRun
+
+KINDS = ("trainers", "models", "vision", "interpretability", "science", "rl", "tools")
+# One case takes seconds. A child takes its libraries' imports on top, which are long on a cold disk.
+PATIENCE = 900.0
+WORKS, CHANGED, DIFFERS, HERE, FAILS, NOT_RUN = (
+    "works as written",
+    "works with a change",
+    "differs",
+    "stays in this process",
+    "fails",
+    "not run",
+)
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DISTRUNTIME_QUIET": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+}
+
+
+@dataclass
+class Outcome:
+    """What a child says of a case on a device."""
+
+    case: str
+    numbers: dict[str, list[float | str]] = field(default_factory=dict)
+    remote: bool = False
+    waits: int = 0
+    error: str = ""
+    not_run: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    version: str
+    result: str
+    why: str
+    waits: int
+
+    @property
+    def worse(self) -> bool:
+        if self.result in (WORKS, CHANGED):
+            return False
+        return self.result != NOT_RUN and not self.case.fails
+
+    def cells(self) -> list[str]:
+        result = f"{self.result}: {self.why}" if self.why else self.result
+        return [self.case.library, self.version, self.case.tried, result, str(self.waits)]
+
+
+# -- the child --------------------------------------------------------------------------------------------
+
+
+def numbers(value: object) -> list[float | str]:
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.to_dense() if value.layout is not torch.strided else value
+        return value.to(torch.float64).flatten().tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value, dtype=np.float64).flatten().tolist()
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in numbers(item)]
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in numbers(item)]
+    if isinstance(value, bool | int | float):
+        return [float(value)]
+    return [str(value)]
+
+
+def any_remote(value: object) -> bool:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return any(tensor.device.type == "remote" for tensor in tensors)
+
+
+def run_case(case: Case, device: str) -> Outcome:
+    import numpy as np
+    import torch
+
+    import distruntime as dr
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    outcome = Outcome(case.name)
+    if device == "remote":
+        dr.stalls(reset=True)
+    try:
+        found = case.script(device)
+        if device == "remote":
+            # What the comparison itself fetches is not the library's.
+            outcome.waits = sum(stall.count for stall in dr.stalls())
+            dr.synchronize()
+        outcome.remote = any_remote(found)
+        outcome.numbers = {name: numbers(value) for name, value in found.items()}
+    except NotRun as reason:
+        outcome.not_run = str(reason)
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).splitlines() or [""]
+        outcome.error = f"{type(error).__name__}: {lines[0][:160]}"
+    if "accelerate" in sys.modules:
+        # accelerate keeps the precision of a process's first script for the next ones.
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
+    return outcome
+
+
+def child(kind: str, device: str, names: Sequence[str], file: Path) -> None:
+    warnings.simplefilter("ignore")
+    import torch
+
+    import distruntime as dr
+
+    torch.set_num_threads(1)
+    torchvision_operators.load()
+    if device == "remote":
+        dr.init_master_worker(world_size=1)
+        dr.config(num_threads=1)
+    importlib.import_module(kind)
+    for name in names:
+        with file.open("a") as out:
+            out.write(json.dumps({"begun": name}) + "\n")
+        outcome = run_case(CASES[name], device)
+        with file.open("a") as out:
+            out.write(json.dumps(asdict(outcome)) + "\n")
+    if device == "remote":
+        dr.shutdown()
+
+
+# -- the parent -------------------------------------------------------------------------------------------
+
+
+def outcomes(kind: str, device: str, names: Sequence[str]) -> Iterator[Outcome]:
+    """Run the cases of a file on a device, in as many children as it takes."""
+    names = list(names)
+    while names:
+        with tempfile.TemporaryDirectory() as folder:
+            file, log = Path(folder) / "outcomes", Path(folder) / "log"
+            file.touch()
+            arguments = [sys.executable, __file__, "--child", kind, device, str(file), *names]
+            with log.open("wb") as output:
+                try:
+                    status = subprocess.run(
+                        arguments,
+                        env={**os.environ, **ENVIRONMENT},
+                        cwd=folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        timeout=PATIENCE,
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    status = -1
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            words = log.read_text(errors="replace")
+        found = [Outcome(**line) for line in lines if "case" in line]
+        yield from found
+        done = {outcome.case for outcome in found}
+        if os.environ.get("ECOSYSTEM_VERBOSE") or (status and not found):
+            print(words[-4000:], file=sys.stderr)
+        names = [name for name in names if name not in done]
+        if names:
+            yield Outcome(names[0], error=f"the process ended with status {status}: {words[-200:].strip()!r}")
+            names = names[1:]
+
+
+def difference(here: dict[str, list[float | str]], there: dict[str, list[float | str]]) -> float:
+    """Return the largest difference of two results, relative to the largest number of its kind."""
+    if here.keys() != there.keys():
+        return math.inf
+    worst = 0.0
+    for name, mine in here.items():
+        if len(mine) != len(there[name]):
+            return math.inf
+        size = max((abs(x) for x in mine if isinstance(x, float) and math.isfinite(x)), default=0.0)
+        for x, y in zip(mine, there[name]):
+            if x == y or (x != x and y != y):
+                continue
+            if isinstance(x, str) or isinstance(y, str) or not math.isfinite(x - y):
+                return math.inf
+            worst = max(worst, abs(x - y) / max(size, 1e-6))
+    return worst
+
+
+def judge(case: Case, here: Outcome, there: Outcome) -> tuple[str, str]:
+    if reason := here.not_run or there.not_run:
+        return NOT_RUN, reason
+    if here.error:
+        return FAILS, f"here too: {here.error}"
+    if there.error:
+        return FAILS, case.fails or there.error
+    if not there.remote:
+        return HERE, case.fails
+    if (worst := difference(here.numbers, there.numbers)) > case.tolerance:
+        return DIFFERS, case.fails or f"by {worst:.1e} of the largest number"
+    if case.change:
+        return CHANGED, case.change
+    return WORKS, ""
+
+
+def version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, which reads well on a terminal too."""
+    heading = ["library", "version", "what was tried", "result", "waits"]
+    cells = [[cell.replace("|", "\\|") for cell in row.cells()] for row in rows]
+    widths = [min(60, max(len(line[k]) for line in [heading, *cells])) for k in range(len(heading))]
+    for line in [heading, ["-" * width for width in widths], *cells]:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    counts = {result: sum(row.result == result for row in rows) for result in (WORKS, CHANGED)}
+    rest = len(rows) - sum(counts.values())
+    libraries = len({row.case.library for row in rows})
+    return (
+        f"{len(rows)} scripts of {libraries} libraries: {counts[WORKS]} work as written, "
+        f"{counts[CHANGED]} with a change, {rest} do not."
+    )
+
+
+def rewrite(page: Path, rows: Sequence[Row]) -> None:
+    """Put the table into the page, between its two marks."""
+    before, mark, rest = page.read_text().partition("<!-- table -->\n")
+    _, end, after = rest.partition("<!-- end of the table -->\n")
+    if not (mark and end):
+        raise ValueError(f"{page} has no lines `<!-- table -->` and `<!-- end of the table -->`")
+    machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
+    words = f"{time.strftime('%Y-%m-%d')}, torch {version('torch')}, {machine}. {summary(rows)}"
+    page.write_text("".join([before, mark, words, "\n\n", "\n".join(table(rows)), "\n", end, after]))
+
+
+def chosen(kind: str, wanted: Sequence[str]) -> list[str]:
+    """Return the names of a file's cases."""
+    before = set(CASES)
+    importlib.import_module(kind)
+    new = [name for name in CASES if name not in before]
+    return [name for name in new if not wanted or name in wanted or CASES[name].library in wanted]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("wanted", nargs="*", help="cases or libraries; all without")
+    parser.add_argument("--page", type=Path, help="the page whose table is written anew")
+    options = parser.parse_args()
+    rows = []
+    for kind in KINDS:
+        names = chosen(kind, options.wanted)
+        here = {outcome.case: outcome for outcome in outcomes(kind, "cpu", names)}
+        for there in outcomes(kind, "remote", names):
+            case = CASES[there.case]
+            result, why = judge(case, here[case.name], there)
+            row = Row(case, version(case.library), result, why, there.waits)
+            rows.append(row)
+            print(f"{case.name} ({case.library}): {result}{': ' if why else ''}{why}", flush=True)
+    rows.sort(key=lambda row: (KINDS.index(row.case.script.__module__), row.case.library.lower()))
+    print("", *table(rows), "", summary(rows), sep="\n")
+    if options.page:
+        rewrite(options.page, rows)
+    worse = [row for row in rows if row.worse]
+    for row in worse:
+        print(f"worse than expected: {row.case.name} ({row.case.library}) {row.result}: {row.why}")
+    for row in rows:
+        if row.case.fails and row.result in (WORKS, CHANGED):
+            print(f"better than expected: {row.case.name} ({row.case.library}) {row.result}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        kind, device, file, *names = sys.argv[2:]
+        child(kind, device, names, Path(file))
+    else:
+        sys.exit(main())

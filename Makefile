@@ -7,6 +7,7 @@
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
+#   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
@@ -68,6 +69,19 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
 
+# The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
+# ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
+ecosystem: .venv-ecosystem/.libraries
+	$(KEPT) .venv-ecosystem/bin/python tests/ecosystem/run.py $(ARGS)
+
+.venv-ecosystem/.libraries: pyproject.toml constraints.txt tests/ecosystem/libraries.txt
+	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))
+	@echo "installing 200 packages into .venv-ecosystem, some five minutes the first time"
+	@$(PYTHON) -m venv .venv-ecosystem
+	@.venv-ecosystem/bin/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt \
+		-r tests/ecosystem/libraries.txt -e '.[tests]'
+	@touch $@
+
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))
 	@$(PYTHON) -m venv .venv
@@ -77,4 +91,4 @@ long: .venv/.tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test test-all check rooms docs bench gpu long
+.PHONY: demo test test-all check rooms docs bench gpu ecosystem long

@@ -67,6 +67,7 @@ CONTENTS = """
 :caption: Guide
 :glob:
 docs/porting
+docs/ecosystem
 docs/notebooks
 docs/slow
 docs/sessions

@@ -1,11 +1,13 @@
-"""safetensors files whose tensors go to a place: `load_file(path, device="remote")` and its kind.
+"""safetensors files whose tensors go to a place, or come from one: `load_file(path, device="remote")`.
 
 safetensors reads in Rust, and knows the devices of this process only. So a file is opened for the CPU, and
-each tensor is sent where it was wanted.
+each tensor is sent where it was wanted. What is saved is fetched together: safetensors itself would wait for
+each tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType, TracebackType
@@ -14,6 +16,8 @@ from typing import Protocol
 import torch
 
 from ..session.spelling import is_remote
+from ..tensors.fetch import fetch
+from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
 
@@ -97,6 +101,22 @@ def _patch(module: ModuleType) -> None:
             user.safe_open = sending  # type: ignore[attr-defined]
 
 
+def _patch_saving(module: ModuleType) -> None:
+    own, check = module._flatten_as_ptr, module._evaluate_tensors_for_save
+
+    @functools.wraps(own)
+    def flatten(tensors: dict[str, torch.Tensor], *rest: object) -> object:
+        # This looks at who shares memory, which fetched tensors no longer tell.
+        check(tensors)
+        remote = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DistributedTensor)}
+        if not all(tensor.is_contiguous() for tensor in remote.values()):
+            return own(tensors, *rest)
+        return own({**tensors, **fetch(remote)}, *rest)
+
+    module._flatten_as_ptr = flatten  # type: ignore[attr-defined]
+
+
 def install_safetensors() -> None:
     """Let safetensors take places as devices, from now on or from its import on."""
     when_imported("safetensors", _patch)
+    when_imported("safetensors.torch", _patch_saving)

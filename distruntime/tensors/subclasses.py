@@ -34,10 +34,26 @@ _make_wrapper: Function = torch.Tensor._make_wrapper_subclass
 _make_subclass: Function = torch.Tensor._make_subclass
 
 
+# This is how torch's tensors read and replace the dict of their attributes.
+_attributes: types.GetSetDescriptorType = torch.Tensor.__dict__["__dict__"]
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+
+
 class SubclassTensor(DistributedTensor):
     """A remote tensor of a user's class. `origin` is that class."""
 
     origin: type[torch.Tensor]
+
+    def _get_attributes(self) -> dict[str, object]:
+        found: dict[str, object] = _attributes.__get__(self)
+        return found
+
+    def _set_attributes(self, new: dict[str, object]) -> None:
+        """Replace the attributes, but not the value: fastai gives results the attributes of an operand."""
+        own = _attributes.__get__(self).get("_handle")
+        _attributes.__set__(self, new if own is None else {**new, "_handle": own})
+
+    __dict__ = property(_get_attributes, _set_attributes)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         name, text = self.origin.__name__, super().__repr__()
@@ -181,6 +197,14 @@ def make_wrapper(cls: type[T], *args: object, device: object = None, **kwargs: o
     return found
 
 
+def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """Swap two tensors as torch does, and their values too."""
+    handles = [tensor.__dict__.get("_handle") for tensor in (t1, t2)]
+    _swap_tensors(t1, t2)
+    if None not in handles:
+        t2._handle, t1._handle = handles  # type: ignore[attr-defined]
+
+
 def _place_of(self: torch.Tensor) -> torch.device:
     device: torch.device = torch.Tensor.device.__get__(self)
     return active_session().places.meant(device).device if device.type in REMOTE_TYPES else device
@@ -189,5 +213,6 @@ def _place_of(self: torch.Tensor) -> torch.device:
 def install_subclasses() -> None:
     """Put these in torch's place."""
     DistributedTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]
+    torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_wrapper_subclass = staticmethod(make_wrapper)  # type: ignore[method-assign]
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign, assignment]

@@ -63,6 +63,19 @@ def test_safetensors_are_loaded_to_a_place(session: object, tmp_path: Path) -> N
     assert {t.device.type for t in load_file(path).values()} == {"cpu"}
 
 
+def test_all_tensors_of_a_safetensors_file_are_fetched_together(session: object, tmp_path: Path) -> None:
+    tensors = {str(k): torch.full((3,), float(k), device=REMOTE) for k in range(5)}
+    dr.stalls(reset=True)
+    save_file({**tensors, "local": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert sum(stall.count for stall in dr.stalls()) == 1
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert [loaded[name].tolist() for name in tensors] == [[k] * 3 for k in range(5)]
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file({"a": tensors["0"], "b": tensors["0"].view(3, 1)}, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="non contiguous"):
+        save_file({"a": torch.ones(2, 3, device=REMOTE).t()}, tmp_path / "x.safetensors")
+
+
 def test_a_model_with_tied_weights_is_saved_and_loaded(session: object, tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))

@@ -137,8 +137,9 @@ def run_case(case: Case, device: str) -> Outcome:
         outcome.not_run = str(reason)
     except Exception as error:
         traceback.print_exc()
-        lines = str(error).splitlines() or [""]
-        outcome.error = f"{type(error).__name__}: {lines[0][:160]}"
+        # fastai puts a line of its own before the error's text.
+        words = " ".join(str(error).split())
+        outcome.error = f"{type(error).__name__}: {words[:160]}"
     if "accelerate" in sys.modules:
         # accelerate keeps the precision of a process's first script for the next ones.
         sys.modules["accelerate"].state.AcceleratorState._reset_state(True)

@@ -50,6 +50,30 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_attributes_that_are_replaced_leave_the_value(session: object) -> None:
+    operand = image()
+    operand.label = "a"
+    result = operand + 1
+    result.__dict__ = copy.copy(operand.__dict__)
+    assert result.label == "a" and torch.equal(result.cpu(), image("cpu") + 1)
+    result.__dict__ = {}
+    assert not hasattr(result, "label") and torch.equal(result.cpu(), image("cpu") + 1)
+
+
+@pytest.mark.parametrize("place", ["cpu", REMOTE])
+@pytest.mark.parametrize("plain", [False, True])
+def test_swapped_tensors_have_each_others_values_and_attributes(
+    session: object, place: str, plain: bool
+) -> None:
+    first, second = image(), torch.ones(4, device=place)
+    second = second if plain else second.as_subclass(Image)
+    first.label, second.label = "first", "second"
+    torch.utils.swap_tensors(first, second)
+    assert torch.equal(second.cpu(), image("cpu")) and torch.equal(first.cpu(), torch.ones(4))
+    assert (first.label, second.label) == ("second", "first")
+    assert isinstance(second, Image) and isinstance(first, Image) is not plain
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_are_of_its_class_and_of_its_place(session: object, name: str) -> None:
     here, there = RESULTS[name](image("cpu")), RESULTS[name](image())

@@ -1,0 +1,73 @@
+"""The lane of libraries: what it calls equal, and what it calls worse than expected."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return importlib.import_module("run")
+
+
+def script(device: str) -> dict[str, object]:
+    return {}
+
+
+def test_numbers_are_found_in_what_a_script_returns(run: Any) -> None:
+    found = {"a": torch.tensor([1.5, 2.0]).bfloat16(), "b": [True, np.float32(3)]}
+    assert run.numbers([found, ("x", 4)]) == [1.5, 2.0, 1.0, 3.0, "x", 4.0]
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ({"a": [1.0, 100.0]}, 0.0),
+        ({"a": [2.0, 100.0]}, 0.01),
+        ({"a": [1.0, float("nan")]}, float("inf")),
+        ({"a": [1.0]}, float("inf")),
+        ({"b": [1.0, 100.0]}, float("inf")),
+        ({"a": [1.0, "100"]}, float("inf")),
+    ],
+)
+def test_a_difference_is_relative_to_the_largest_number(run: Any, there: Any, expected: float) -> None:
+    assert run.difference({"a": [1.0, 100.0]}, there) == expected
+
+
+JUDGED: dict[str, Callable[[Any, Any], tuple[Any, str, bool]]] = {
+    "equal": lambda run, case: (run.Outcome("c", {"a": [1.0]}, True), run.WORKS, False),
+    "other numbers": lambda run, case: (run.Outcome("c", {"a": [2.0]}, True), run.DIFFERS, True),
+    "not on the worker": lambda run, case: (run.Outcome("c", {"a": [1.0]}, False), run.HERE, True),
+    "raised": lambda run, case: (run.Outcome("c", error="ValueError: x"), run.FAILS, True),
+    "not possible": lambda run, case: (run.Outcome("c", not_run="no GPU"), run.NOT_RUN, False),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_is_worse_than_expected(run: Any, name: str) -> None:
+    case = run.Case("a-library", "a script", script)
+    there, result, worse = JUDGED[name](run, case)
+    found, why = run.judge(case, run.Outcome("c", {"a": [1.0]}), there)
+    assert found == result and run.Row(case, "1.0", found, why, 0).worse is worse
+    expected = run.Case("a-library", "a script", script, fails="its own kernels")
+    assert not run.Row(expected, "1.0", found, why, 0).worse
+
+
+def test_the_table_of_a_page_is_written_anew(run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- table -->\nold\n<!-- end of the table -->\nAfter.\n")
+    case = run.Case("torch", "a | b", script)
+    run.rewrite(page, [run.Row(case, "1.0", run.WORKS, "", 3)])
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- table -->\n") and text.endswith(
+        "<!-- end of the table -->\nAfter.\n"
+    )
+    assert "old" not in text and "a \\| b" in text and "1 work as written" in text

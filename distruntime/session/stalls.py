@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import html
+import os
+import re
+import sys
 import threading
 import time
 import warnings
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 from ..errors import UsageError, without_our_frames
 from ..log.line import code_text, line_text, place_of, shown_line, user_line
 from .tables import table_html, table_text
+
+# What the argument checks of torch.distributions wait for. Their own frames are torch's, and the line that is
+# shown is the user's, which does not say so.
+CHECK = "an argument check"
+_CHECKS = os.path.join("torch", "distributions", "distribution.py")
+# The frame of such a check is the sixth from where a wait is noted. This is that, with a margin.
+_DEPTH = 8
+# Lines of libraries that are known to wait, and what spares it. The first that fits counts.
+_KNOWN = (
+    (
+        r"transformers/trainer\.py:\d+ .*(isnan|isinf)",
+        "transformers' Trainer looks for NaN in each loss. TrainingArguments(logging_nan_inf_filter=False) "
+        "leaves that out.",
+    ),
+    (
+        r"transformers/(masking_utils|modeling_attn_mask_utils)\.py:",
+        "transformers asks whether a mask hides a position. If nothing is padded, give the model no "
+        'attention_mask. A model with attn_implementation="eager" does not ask.',
+    ),
+)
 
 # Fewer waits than so many at one line are no matter, and so many sentences of advice are enough.
 _MANY, _MOST_ADVICE = 20, 3
@@ -55,6 +78,15 @@ def _advice(stall: Stall) -> str:
     """Return how a program does without many waits of one kind; nothing where they are meant or harmless."""
     where, line = stall.line.split()[:1], stall.count
     at = f" at {where[0]}" if where else ""
+    if stall.why == CHECK:
+        return (
+            f"{line} times torch.distributions checked an argument{at}. A distribution that is made with "
+            "validate_args=False does not check: Normal(mean, std, validate_args=False). "
+            "torch.distributions.Distribution.set_default_validate_args(False) is for all of them."
+        )
+    for pattern, remedy in _KNOWN:
+        if stall.why == "item" and re.search(pattern, stall.line.replace(os.sep, "/")):
+            return f"{line} reads one by one{at}: {remedy}"
     if stall.why == "a full window":
         return (
             f"{line} times the worker had as much work as it may have{at}. So it is the worker that takes "
@@ -129,11 +161,25 @@ def before_wait(why: str) -> None:
 def note_wait(why: str, started: float) -> None:
     """Add a wait that began at `started` (`time.perf_counter()`) to the user's line."""
     seconds = time.perf_counter() - started
+    if why == "item" and _is_check():
+        why = CHECK
     key = *place_of(shown_line(user_line())), why
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1
         entry[1] += seconds
+
+
+def _is_check() -> bool:
+    """Whether torch.distributions reads a value to check an argument."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(_CHECKS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def stalls(reset: bool = False) -> Stalls:

@@ -6,6 +6,7 @@ The last part is about what the master can learn about its waits.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import io
 import math
 import os
@@ -518,6 +519,50 @@ def test_advice_about_shapes_is_for_shapes_that_depend_on_data() -> None:
     ]
     advice = Stalls(Stall(line, why, 100, 1.0) for why, line in rows).advice()
     assert len(advice) == 1 and "aten.nonzero waited for the shape of its result at train.py:3" in advice[0]
+
+
+def test_argument_checks_of_distributions_have_their_own_advice(session: object) -> None:
+    """The line was the user's, which reads nothing, and the advice was to collect what it reads."""
+    x = torch.ones(3, device=REMOTE)
+    dr.stalls(reset=True)
+    for _ in range(25):
+        torch.distributions.Normal(x, x)
+    (row,) = [row for row in dr.stalls() if "test_reading" in row.line]
+    assert row.why == "an argument check" and row.count >= 25
+    (advice,) = dr.stalls().advice()
+    assert "torch.distributions checked an argument at " in advice and "validate_args=False" in advice
+    dr.stalls(reset=True)
+    for _ in range(25):
+        torch.distributions.Normal(x, x, validate_args=False)
+    assert not dr.stalls()
+    for _ in range(25):
+        (x + 1).sum().item()
+    assert {row.why for row in dr.stalls()} == {"item"}
+
+
+def test_lines_of_libraries_that_are_known_to_wait() -> None:
+    for line, remedy in (
+        (
+            "transformers/trainer.py:1914   and (torch.isnan(loss) or torch.isinf(loss))",
+            "logging_nan_inf_filter=",
+        ),
+        ("transformers/masking_utils.py:307   if fast_all(padding_mask):", "attn_implementation="),
+        ("transformers/trainer.py:99   loss.item()", "dr.fetch(list)"),
+    ):
+        (advice,) = Stalls([Stall(f"/site-packages/{line}", "item", 30, 1.0)]).advice()
+        assert remedy in advice and advice.startswith("30 reads one by one at /site-packages/transformers/")
+
+
+def test_a_hooks_name_is_not_worth_a_wait(session: object) -> None:
+    """TransformerLens names a hook after the representation of its function, a partial of activations."""
+    names: dict[str, Any] = {}
+    code = "def name(function): return function.__repr__()"
+    exec(compile(code, os.path.join("x", "transformer_lens", "hook_points.py"), "exec"), names)
+    x = torch.ones(3, device=REMOTE)
+    dr.stalls(reset=True)
+    assert "<remote 3 float32, 12 B, node 0 cpu: not fetched" in names["name"](functools.partial(print, x))
+    assert not dr.stalls()
+    assert "tensor([1., 1., 1.]" in repr(functools.partial(print, x))
 
 
 def test_a_value_that_ipython_shows_is_a_wait_of_the_cell(session: object) -> None:

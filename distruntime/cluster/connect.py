@@ -20,7 +20,6 @@ from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_o
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
-from ..session.misspelt import suggests
 from ..session.screen import voice
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
@@ -45,7 +44,6 @@ _begun: list[_Begun] = []
 
 
 @without_our_frames
-@suggests
 def init_master_worker(
     backend: str = "zmq",
     world_size: int | None = None,

@@ -130,7 +130,12 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _SOURCES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            raise AttributeError(_first_use.missing(__name__, name, __all__), name=name, obj=None)
+        except AttributeError as error:
+            # A bare `raise` then adds no frame of this file.
+            error.__traceback__ = None
+            raise
     where, called = _SOURCES[name]
     globals()[name] = found = getattr(importlib.import_module(where, __name__), called)
     return found

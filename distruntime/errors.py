@@ -18,9 +18,11 @@ please report it
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -142,7 +144,8 @@ def _forget_traceback(error: BaseException) -> None:
 def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function`, which drops the frames of what the caller has done wrong.
 
-    It stands around what users call and what torch calls. On hot paths the functions do so themselves.
+    It stands around what users call and what torch calls. A misspelt argument is
+    told which is meant. On hot paths the functions do so themselves.
     """
 
     @functools.wraps(function)
@@ -154,6 +157,19 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
             # The call itself has failed: there is an argument too many, too few, or with another name.
             if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
                 _forget_traceback(error)
+                _suggest(error, function, kwargs)
             raise
 
     return call
+
+
+def _suggest(error: TypeError, function: Callable[P, R], given: Iterable[str]) -> None:
+    """Have the error about an unknown keyword argument name the one that is most alike."""
+    text = str(error)
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    # Newer Pythons name one themselves.
+    if "unexpected keyword argument" in text and "Did you mean" not in text:
+        unknown = next(name for name in given if name not in known)
+        alike = difflib.get_close_matches(unknown, known, n=1)
+        advice = f"Did you mean {alike[0]!r}?" if alike else f"It has {', '.join(known) or 'no arguments'}"
+        error.args = (f"{text}. {advice}",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import final
+
+# These commands have no function of their name.
+_COMMANDS = ("demo", "key", "repl", "sessions", "status", "top")
 
 
 def sources(file: str) -> dict[str, tuple[str, str]]:
@@ -26,6 +30,18 @@ def sources(file: str) -> dict[str, tuple[str, str]]:
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
+
+
+def missing(package: str, name: str, names: Sequence[str]) -> str:
+    """Return what is said of a name that a package does not have. It names the one that is most alike.
+
+    Python's own suggestion would do at a plain prompt, and IPython shows none.
+    """
+    text = f"module {package!r} has no attribute {name!r}"
+    if name in _COMMANDS:
+        return f"{text}. It is a command: python -m {package} {name}"
+    alike = difflib.get_close_matches(name, names, n=1)
+    return f"{text}. Did you mean {alike[0]!r}?" if alike else text
 
 
 @final

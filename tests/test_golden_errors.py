@@ -337,8 +337,28 @@ def test_a_misspelt_argument() -> None:
             lambda: dr.config(num_thread=2),
             "config() got an unexpected keyword argument 'num_thread'. Did you mean 'num_threads'?",
         ),  # type: ignore[call-arg]
+        (
+            lambda: dr.shutdown(timout=3),
+            "shutdown() got an unexpected keyword argument 'timout'. Did you mean 'timeout'?",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: dr.names(ZZZ=3),
+            "names() got an unexpected keyword argument 'ZZZ'. It has no arguments",
+        ),  # type: ignore[call-arg]
     ):
         says(code, text, TypeError)
+
+
+def test_a_misspelt_name() -> None:
+    for code, text in (
+        (lambda: dr.nodez, "module 'distruntime' has no attribute 'nodez'. Did you mean 'node'?"),
+        (
+            lambda: dr.status,
+            "module 'distruntime' has no attribute 'status'. It is a command: python -m distruntime status",
+        ),
+        (lambda: dr.QQQ, "module 'distruntime' has no attribute 'QQQ'"),
+    ):
+        says(code, text, AttributeError)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "tcp+tls", "mpi", "gloo", "nccl"])

@@ -14,7 +14,6 @@ from ..backend.random import get_rng_state, set_rng_state
 from ..cluster.restart import restart
 from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError, without_our_frames
 from ..log.handle import Place
-from ..session.misspelt import suggests
 from ..session.session import Session, active_session
 from .load import find_newest
 from .phases import Saving
@@ -96,7 +95,6 @@ def _places(session: Session) -> list[Place]:
 
 
 @without_our_frames
-@suggests
 def run_with_restarts(
     train: Callable[[Checkpoint], T], *, max_restarts: int = 3, checkpoint: str | os.PathLike[str]
 ) -> T:

@@ -21,7 +21,6 @@ from ..mesh.data_parallel import install_data_parallel
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
 from ..session.launcher import Launcher
-from ..session.misspelt import suggests
 from ..session.screen import voice
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
@@ -47,7 +46,6 @@ _begun: list[_Begun] = []
 
 
 @without_our_frames
-@suggests
 def init_master_worker(
     backend: str = "zmq",
     world_size: int | None = None,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 
 from ..errors import ConfigurationError, ProtocolError, without_our_frames
 from ..log.node import Node
-from ..session.misspelt import suggests
 from ..session.session import active_session
 from ..session.tables import table_html, table_text
 from ..tensors.worker_functions import issue_function, read_function
@@ -66,7 +65,6 @@ def _numbers(nodes: Sequence[int]) -> str:
 
 
 @without_our_frames
-@suggests
 def config(
     *,
     node: int | None = None,

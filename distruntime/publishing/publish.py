@@ -22,7 +22,6 @@ from ..log.node import Node
 from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec, spec_from_wire
 from ..operators.proxies import wrap
-from ..session.misspelt import suggests
 from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named
@@ -66,7 +65,6 @@ def names() -> Publications:
 
 
 @without_our_frames
-@suggests
 def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 

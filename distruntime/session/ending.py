@@ -64,6 +64,9 @@ class Ending:
 
     def __init__(self, session: Owner) -> None:
         self._session = session
+        # It is True once the workers have been told to end the session. Those that are this session's alone
+        # then exit, and nobody is to hear of that as a loss.
+        self.told = False
         # The session calls these while its workers still answer. Each hears until when
         # (monotonic) to wait for those that cannot be reached; None stands for as long as it takes.
         self.before: list[Callable[[float | None], None]] = []
@@ -81,6 +84,7 @@ class Ending:
             if raise_unread:
                 unread = self._unread(deadline)
         finally:
+            self.told = True
             try:
                 late = self._part(Goodbye("the master shut the session down"), time.monotonic() + _LAST_WORD)
                 if late and session.lasting:

@@ -83,7 +83,8 @@ class LaunchedWorkers(list[WorkerProcess | None]):
             ended += ", by the kernel, which had no memory left (it says so in /proc/vmstat: oom_kill)"
         words = last_words(worker)
         quoted = "; its last lines:\n  " + "\n  ".join(words) + "\n" if words else ""
-        return f"(pid {worker.pid}) exited: {ended}{quoted}"
+        how = ended if ended.startswith("exited") else f"exited: {ended}"
+        return f"(pid {worker.pid}) {how}{quoted}"
 
     def stop(self, deadline: float) -> None:
         """Stop all of them together. Block until `deadline` (of `time.monotonic`) at most.

@@ -440,7 +440,7 @@ class Session:
                 self.requests.lose(node, why)
                 for callback in self.on_loss:
                     callback(node)
-                if not quietly:
+                if not quietly and not self.ending.told:
                     self.connector.lost(node)
 
     def living(self, node: int | None) -> list[Node]:

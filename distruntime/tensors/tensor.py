@@ -151,7 +151,10 @@ class DistributedTensor(torch.Tensor):
         if node is not None:
             return places.residence(twin_on(places, node, target, self.place))
         assert target is not None
-        device = target if isinstance(target, int) else torch.device(target)
+        try:
+            device = target if isinstance(target, int) else torch.device(target)
+        except RuntimeError as error:
+            raise of_caller(error) from None
         if isinstance(device, int) or device.type == "cuda":
             if self._handle.place.node.members:
                 raise PlacementError(

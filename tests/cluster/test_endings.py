@@ -19,7 +19,9 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.checkpoint.save import under_way
+from distruntime.log.node import Node
 from distruntime.session.session import active_session
+from distruntime.wire.messages import Message
 from network import Network
 from processes import Child, ListeningWorker, pause, stop, until
 
@@ -59,6 +61,24 @@ class Strike:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)
         return self._step
+
+
+def test_a_worker_that_exits_since_the_session_ends_is_no_loss(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_session(world_size=2)
+    session = active_session()
+    node, part = session.nodes[1], session.ending._part
+
+    def parted(word: Message, deadline: float | None) -> list[Node]:
+        late = part(word, deadline)
+        # The session is not closed yet, and its own thread may find the worker gone.
+        session.lose(node, "(pid 1) exited with code 0")
+        return late
+
+    monkeypatch.setattr(session.ending, "_part", parted)
+    dr.shutdown()
+    assert node.failed is not None and "node 1" not in caplog.text
 
 
 @pytest.mark.parametrize("end", ["shutdown", "detach"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster.connector import Connector
-from distruntime.cluster.local_workers import LocalLauncher
+from distruntime.cluster.local_workers import LocalLauncher, LocalWorker
 from distruntime.session.session import active_session
 from distruntime.wire.connections import PeerEvent
 from distruntime.wire.messages import Join
@@ -111,6 +112,17 @@ def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[...,
     assert parts[0].tolist() == parts[1].tolist() == [2, 2]
     mesh = dr.init_device_mesh("cpu", (2,))
     assert torch.ones(2, device=mesh.device).sum().item() == 2
+
+
+def test_how_a_worker_has_ended_is_said_once(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_session(world_size=1)
+    session = active_session()
+    monkeypatch.setattr(LocalWorker, "poll", lambda worker: "exited with code 3")
+    epitaph = session.workers.epitaph(session.nodes[0])
+    monkeypatch.undo()
+    assert epitaph is not None and re.match(r"\(pid \d+\) exited with code 3", epitaph)
 
 
 def test_once_there_is_a_new_worker_nobody_advises_a_restart(fresh_session: Callable[..., Any]) -> None:

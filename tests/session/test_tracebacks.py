@@ -78,6 +78,9 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "lookup": lambda x: dr.lookup("nobody"),
     "restart": lambda x: dr.restart(9),
     "config": lambda x: dr.config(num_thread=1),  # type: ignore[call-arg]
+    "too few arguments": lambda x: dr.publish(x),  # type: ignore[call-arg, arg-type]
+    "a device of no type": lambda x: x.to("remot"),
+    "a name of none": lambda x: dr.nodez(),  # type: ignore[attr-defined]
     "memory": lambda x: dr.memory(9),
     "load": lambda x: dr.load("/nowhere"),
     "detach": lambda x: dr.detach(),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
@@ -21,7 +21,7 @@ from ..log.handle import REMOTE_TYPES
 from ..log.spec import Spec
 from ..operators.dispatch import dispatch
 from ..operators.propagate import Operator
-from ..operators.proxies import reshape_wrapper, wrap
+from ..operators.proxies import reshape_wrapper, wrap, wrap_view
 from ..session.session import active_session
 from ..session.spelling import is_remote
 from .tensor import DistributedTensor
@@ -140,15 +140,38 @@ def remote_class(cls: type) -> type[DistributedTensor]:
     return found
 
 
-class _AsSubclass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: DistributedTensor, kind: type[DistributedTensor]) -> torch.Tensor:
-        found: torch.Tensor = wrap(kind, tensor._handle)
-        return found
+class _OfKind(TorchDispatchMode):
+    """Wraps the one result that is made within it as a proxy of a class."""
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.as_subclass(torch.Tensor), None
+    def __init__(self, kind: type[DistributedTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[torch.Tensor] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        assert isinstance(made, DistributedTensor)
+        return wrap_view(self._kind, made._handle, args[0])
+
+
+def _of_kind(
+    kind: type[DistributedTensor], view: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
+    """Return a view of a remote tensor as a proxy of a class.
+
+    torch's operators make it, so autograd knows it as a view. A proxy that merely had the same handle would
+    have another version, and autograd would not see what is written through it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if kind is DistributedTensor:
+            return view(tensor)
+        with _OfKind(kind):
+            return view(tensor)
 
 
 def plain_operands(args: Sequence[object]) -> Sequence[object]:
@@ -161,11 +184,7 @@ def plain_operands(args: Sequence[object]) -> Sequence[object]:
 @without_our_frames
 def as_subclass(self: DistributedTensor, cls: type[T]) -> T:
     """Return the same value as a tensor of class `cls`, as `Tensor.as_subclass`. Return at once."""
-    kind = remote_class(cls)
-    if torch.is_grad_enabled() and self.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
-            return _AsSubclass.apply(self, kind)  # type: ignore[no-any-return, no-untyped-call]
-    found: T = wrap(kind, self._handle)
+    found: T = _of_kind(remote_class(cls), torch.ops.aten.alias.default, self)  # type: ignore[assignment]
     return found
 
 
@@ -177,7 +196,7 @@ def make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[ex
     if len(args) < 2 or not isinstance(args[1], DistributedTensor):
         local: torch.Tensor = _make_subclass(*args, **kwargs)
         return local
-    found: torch.Tensor = wrap(remote_class(args[0]), args[1]._handle)
+    found = _of_kind(remote_class(args[0]), torch.ops.aten.detach.default, args[1])
     with torch._C.DisableTorchFunctionSubclass():
         return found.requires_grad_(bool(kwargs.get("require_grad", args[2] if len(args) > 2 else False)))
 

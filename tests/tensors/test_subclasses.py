@@ -188,3 +188,60 @@ def test_a_class_with_its_own_dispatch_is_told_to_hold_the_tensor(session: objec
         torch.ones(2, device=REMOTE).as_subclass(Wrapper)
     with pytest.raises(TypeError, match=r"must be a subclass of torch\.Tensor"):
         torch.ones(2, device=REMOTE).as_subclass(int)  # type: ignore[type-var]
+
+
+def changed_after_it_was_saved(device: str) -> list[torch.Tensor]:
+    x, w = torch.ones(2, device=device), torch.ones(2, device=device, requires_grad=True)
+    loss = (w * x).sum()
+    x.as_subclass(Image).mul_(5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert w.grad is not None
+    return [w.grad]
+
+
+def a_leaf_changed(device: str) -> list[torch.Tensor]:
+    x = torch.ones(2, device=device, requires_grad=True)
+    x.as_subclass(Image).mul_(3)
+    return [x]
+
+
+def plain_one_changed(device: str) -> list[torch.Tensor]:
+    x = torch.ones(2, device=device, requires_grad=True)
+    h = x * 2
+    y = h.as_subclass(Image)
+    h.mul_(3)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return [x.grad, y]
+
+
+def changed_through_it(device: str) -> list[torch.Tensor]:
+    x = torch.ones(2, device=device, requires_grad=True)
+    h = x * 2
+    h.as_subclass(Image).mul_(3)
+    h.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return [x.grad, h]
+
+
+def turned(device: str) -> list[torch.Tensor]:
+    x = torch.arange(6.0, device=device).view(2, 3)
+    y = x.as_subclass(Image)
+    y.t_()
+    return [x + 1, y]
+
+
+@pytest.mark.parametrize(
+    "use", [changed_after_it_was_saved, a_leaf_changed, plain_one_changed, changed_through_it, turned]
+)
+def test_it_is_a_view_of_the_tensor_that_it_is_made_of(
+    session: object, use: Callable[[str], list[torch.Tensor]]
+) -> None:
+    try:
+        expected = use("cpu")
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error)[:40]):
+            use(REMOTE)
+    else:
+        for there, here in zip(use(REMOTE), expected):
+            assert torch.equal(there.detach().cpu(), here.detach())

@@ -134,7 +134,7 @@ def __getattr__(name: str) -> object:
             raise AttributeError(_first_use.missing(__name__, name, __all__), name=name, obj=None)
         except AttributeError as error:
             # A bare `raise` then adds no frame of this file.
-            error.__traceback__ = None
+            importlib.import_module(".errors", __name__).forget_traceback(error)
             raise
     where, called = _SOURCES[name]
     globals()[name] = found = getattr(importlib.import_module(where, __name__), called)

@@ -126,10 +126,10 @@ def drop_frames(error: BaseException) -> None:
     its own frame.
     """
     if is_of_caller(error):
-        _forget_traceback(error)
+        forget_traceback(error)
 
 
-def _forget_traceback(error: BaseException) -> None:
+def forget_traceback(error: BaseException) -> None:
     """Take the traceback from the error that is being handled."""
     error.__traceback__ = None
     # A bare `raise` of Python 3.10 takes the traceback that the interpreter has put aside, and Python code
@@ -156,7 +156,7 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
             drop_frames(error)
             # The call itself has failed: there is an argument too many, too few, or with another name.
             if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
-                _forget_traceback(error)
+                forget_traceback(error)
                 _suggest(error, function, kwargs)
             raise
 

@@ -175,7 +175,7 @@ def init_master_worker(
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
     if resume and (resume is True or is_older(opened, time.monotonic() - began)):
         say(attached(opened) + "\n")
-    elif resume:
+    elif name is not None:
         say(f'began session "{name}"\n')
     return held
 

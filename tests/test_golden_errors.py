@@ -385,6 +385,11 @@ def test_no_backend_at_all() -> None:
     [
         ({"workers": "tcp://a:1"}, "workers is a list of addresses, got one string: workers=['tcp://a:1']"),
         (
+            {"workers": 1},
+            'workers is a list of addresses, as ["tcp://gpubox:29400"], got 1: world_size= is the number of workers to start on this machine',
+        ),
+        ({"workers": [1]}, 'workers is a list of addresses, as ["tcp://gpubox:29400"], got [1]'),
+        (
             {"workers": []},
             "workers is an empty list: name the daemons, or leave it out to start workers on this machine",
         ),

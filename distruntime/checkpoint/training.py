@@ -35,7 +35,9 @@ class Checkpoint:
         self._told = False
 
     def __repr__(self) -> str:
-        return f"<distruntime checkpoint of a training, in {self.path}, attempt {self.attempt}>"
+        # People count from 1, and so does the log.
+        which = f"attempt {self.attempt + 1} of {self.attempts}"
+        return f"<distruntime checkpoint of a training, in {self.path}, {which}>"
 
     def save(self, tree: object, *, async_op: bool = False) -> Saving | None:
         """Save a tree as `dr.save` does, with the random states of all places and of this process."""

@@ -51,6 +51,17 @@ def check(
         )
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
+    if isinstance(workers, int):
+        raise ConfigurationError(
+            f'workers is a list of addresses, as ["tcp://gpubox:29400"], got {workers!r}: world_size= is the '
+            "number of workers to start on this machine"
+        )
+    if workers is not None and not (
+        isinstance(workers, Sequence) and all(isinstance(address, str) for address in workers)
+    ):
+        raise ConfigurationError(
+            f'workers is a list of addresses, as ["tcp://gpubox:29400"], got {workers!r}'
+        )
     if workers is not None and not workers:
         raise ConfigurationError(
             "workers is an empty list: name the daemons, or leave it out to start workers on this machine"

@@ -21,7 +21,6 @@ from ..log.node import Node
 from ..publishing.listing import published
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..session.session import Session
-from ..wire.address import host_of, resolve
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
@@ -369,9 +368,7 @@ def _meet(options: SessionOptions, connector: Connector, verb: str = "") -> None
 
 def _too_late(options: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
     if not verb:
-        return "\n".join(
-            _unresolved(connection.address) or connection.unanswered(options.timeout) for connection in late
-        )
+        return "\n".join(connection.unanswered(options.timeout) for connection in late)
     missing, come = ranges([connection.number for connection in late]), list(connector.nodes.values())
     text = (
         f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
@@ -386,14 +383,6 @@ def _too_late(options: SessionOptions, connector: Connector, late: list[Connecti
     if connector.refused:
         text += f". This process {connector.refused[-1]}"
     return text + _last_words(connector.session.workers)
-
-
-def _unresolved(address: str) -> str:
-    """Return what is wrong with an address whose host's name stands for nothing; "" for another one."""
-    host = host_of(address)
-    if not host or resolve(address):
-        return ""
-    return f"the name {host!r} in {address!r} does not resolve on this machine: check its spelling"
 
 
 def _arrival(node: Node, seconds: float, dials: bool, come: int, count: int) -> str:

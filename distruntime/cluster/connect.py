@@ -185,7 +185,7 @@ def init_master_worker(
         say(take_over(opened, as_cuda) + "\n")
     if resume and (resume is True or is_older(opened, time.monotonic() - began)):
         say(attached(opened) + "\n")
-    elif resume:
+    elif name is not None:
         say(f'began session "{name}"\n')
     return held
 

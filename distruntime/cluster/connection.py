@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from ..wire.address import host_of, resolve
 from ..wire.channel import HANG_UPS, PeerEvent
 
 # An attempt has so many seconds. Each one gets twice as long as the one before that nobody answered in time,
@@ -185,6 +186,11 @@ class Connection:
                 f"something at {self.address} accepts connections but did not answer as a worker within "
                 f"{seconds:.0f} s: "
                 "is it a distruntime-worker, and not stopped?"
+            )
+        host = host_of(self.address)
+        if host and not resolve(self.address):
+            return (
+                f"the name {host!r} in {self.address!r} does not resolve on this machine: check its spelling"
             )
         return (
             f"nothing answers at {self.address} within {seconds:.0f} s: is the worker running there "

@@ -263,8 +263,11 @@ class Announcer:
             if now < started + on.first:
                 return
             due = not self._shown or now > self._shown_at + on.pause(now - started)
-            # A wait that has just ended must not be shown after its line was taken away.
-            if text != self._shown and due and (self._waits or self._works or self.uploads):
+            # What has just ended must not be shown after its line was taken away. A wait may have begun since
+            # then, and an upload's bar is not about that.
+            uploading = text.startswith("uploading")
+            goes_on = bool(self.uploads or (not uploading and (self._waits or self._works)))
+            if text != self._shown and due and goes_on:
                 on.show(text)
                 self._on, self._shown, self._shown_at = on, text, now
 

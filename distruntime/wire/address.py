@@ -11,19 +11,27 @@ from ..errors import ConfigurationError
 _SILENT = 5
 
 
+def require_port(address: str) -> None:
+    """Raise `ConfigurationError` if a tcp address has no port, or none that can be."""
+    transport, _, rest = address.partition("://")
+    port = rest.rpartition(":")[2]
+    if transport != "tcp":
+        return
+    if ":" not in rest.rpartition("]")[2]:
+        raise unusable(address, "the port is missing")
+    if port != "*" and not (port.isdecimal() and int(port) < 65536):
+        raise unusable(address, f"{port!r} is no port")
+
+
 def resolve(address: str) -> list[str]:
     """Return the endpoints that a tcp address stands for.
 
     None where its host is a wildcard, an interface or unknown yet.
     """
-    transport, _, rest = address.partition("://")
-    port = rest.rpartition(":")[2]
-    if transport != "tcp":
+    if not address.startswith("tcp://"):
         return []
-    if ":" not in rest.rpartition("]")[2]:
-        raise unusable(address, "the port is missing")
-    if port != "*" and not (port.isdecimal() and int(port) < 65536):
-        raise unusable(address, f"{port!r} is no port")
+    require_port(address)
+    port = address.rpartition(":")[2]
     try:
         found = socket.getaddrinfo(host_of(address), None, type=socket.SOCK_STREAM)
     except OSError:

@@ -20,7 +20,7 @@ import zmq.auth
 import zmq.utils.z85
 
 from ..errors import ConfigurationError
-from .address import host_of
+from .address import host_of, require_port
 
 log = logging.getLogger("distruntime")
 
@@ -188,10 +188,11 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
         insecure: the user accepts that whoever reaches `address` may run code: see `warn_of_strangers`.
 
     Raises:
-        ConfigurationError: the address needs a key and there is none.
+        ConfigurationError: the address cannot be, or it needs a key and there is none.
     """
     if not address.startswith(("tcp://", "ipc://")):
         raise ConfigurationError(f"got address {address!r}, expected tcp://host:port or ipc://path")
+    require_port(address)
     if path is not None:
         return KeyPair.load(path)
     if insecure or not needs_key(address):

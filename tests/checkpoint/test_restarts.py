@@ -121,6 +121,7 @@ def test_a_training_without_a_checkpoint_says_that_it_starts_from_the_beginning(
     session: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(ckpt: Any) -> int:
+        assert repr(ckpt).endswith(f"attempt {ckpt.attempt + 1} of 4>")
         if not ckpt.attempt:
             raise lost()
         return int(ckpt.attempt)

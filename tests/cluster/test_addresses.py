@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import distruntime as dr
+from distruntime import __main__ as command_line
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,17 @@ def test_an_address_without_a_port(option: str) -> None:
         "(at most 107 characters of path).",
         dr.ConfigurationError,
     )
+
+
+def test_an_address_is_looked_at_before_its_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTRUNTIME_KEY", str(tmp_path / "none"))
+    for address in ("tcp://192.0.2.1", "tcp://127.0.0.1"):
+        with pytest.raises(dr.ConfigurationError, match="the port is missing"):
+            dr.init_master_worker(workers=[address])
+    assert command_line.main(["status", "tcp://nohost.invalid:1", "--insecure", "--timeout", "1"]) == 1
+    assert "the name 'nohost.invalid' in 'tcp://nohost.invalid:1' does not resolve" in capsys.readouterr().out
 
 
 def test_an_address_that_is_taken() -> None:

@@ -174,7 +174,8 @@ def test_the_commands_show_named_sessions_and_end_them(capsys: pytest.CaptureFix
 
 
 def test_a_look_and_a_resumption_are_no_strangers_to_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    dr.init_master_worker(world_size=1, session="day")
+    dr.init_master_worker(world_size=1, session="day", quiet=False)
+    assert capsys.readouterr().out.endswith('began session "day"\n')
     worker = active_session().workers.of(active_session().nodes[0])
     assert worker is not None
     for look in (["sessions"], ["status"], ["stacks", "0"], ["status"]):

@@ -260,6 +260,18 @@ def test_the_counts_agree_and_go_on_within_a_segment(
     assert y[-1].tolist() == [50.0] * 3
 
 
+def test_the_bar_of_an_upload_that_has_just_ended_is_not_shown_again(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announcer = Announcer()
+    # The upload has ended since the text was made, and the next statement waits.
+    monkeypatch.setattr(announcer, "_text", lambda on, now: (now - 10, "uploading: 100%"))
+    announcer.start_waiting(active_session().nodes[0])
+    announcer.show()
+    announcer.stop_waiting()
+    assert recorder.texts == recorder.ends == []
+
+
 def test_an_announcer_without_a_session_says_nothing(recorder: Recorder) -> None:
     announcer = Announcer()
     announcer.show()

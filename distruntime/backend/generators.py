@@ -117,6 +117,7 @@ class RemoteGenerator(Generator):
         if new_state.dtype != torch.uint8:
             raise of_caller(TypeError("expected a torch.ByteTensor, but got " + new_state.type()))
         home = self._home
+        home.node.session.require_open()
         places = session_of_log(home.node).places
         if "cpu" in places.devices(home.place.node):
             home = places.residence(places.place(home.place.node, "cpu"))
@@ -137,6 +138,7 @@ class RemoteGenerator(Generator):
     ) -> object:
         """Issue a call that draws from it."""
         self._require_unused()
+        self._home.node.session.require_open()
         if place is not self._home:
             raise of_caller(
                 RuntimeError(

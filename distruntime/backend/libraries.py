@@ -44,4 +44,6 @@ def tell_libraries(session: Session) -> None:
 
 
 def _untell() -> None:
-    os.environ.pop(_VARIABLE, None)
+    # The user may have named another one meanwhile.
+    if os.environ.get(_VARIABLE) == "remote":
+        del os.environ[_VARIABLE]

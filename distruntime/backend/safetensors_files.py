@@ -80,16 +80,29 @@ class _Sent:
         return getattr(self._opened, name)
 
 
-def _sending(own: _Open) -> _Open:
-    def safe_open(
-        filename: object, framework: str, device: object = "cpu", *args: object, **kwargs: object
-    ) -> _Opened | _Sent:
-        if is_remote(device):
-            return _Sent(own(filename, framework, "cpu", *args, **kwargs), device)
-        return own(filename, framework, device, *args, **kwargs)
+def meant(device: object) -> object:
+    """Return the device that a caller of safetensors means. Take-over puts another function here."""
+    return device
 
-    safe_open.__doc__ = own.__doc__
-    return safe_open
+
+def _sending(own: _Open) -> _Open:
+    # safetensors' own is a class, and libraries write it in annotations: `safe_open | None`.
+    class _Kind(type):
+        def __call__(
+            cls, filename: object, framework: str, device: object = "cpu", *args: object, **kwargs: object
+        ) -> _Opened | _Sent:
+            where = meant(device)
+            if is_remote(where):
+                return _Sent(own(filename, framework, "cpu", *args, **kwargs), where)
+            return own(filename, framework, where, *args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, (own, _Sent))  # type: ignore[arg-type]
+
+    class safe_open(metaclass=_Kind):
+        __doc__ = own.__doc__
+
+    return safe_open  # type: ignore[return-value]
 
 
 def _patch(module: ModuleType) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ import torch
 from torch.jit import _builtins
 from torch.utils import _device
 
+from ..backend import safetensors_files
 from ..backend.random import get_rng_state, set_rng_state
 from ..errors import ConfigurationError, NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Residence
@@ -207,6 +209,7 @@ def _replace_functions() -> None:
     _replace(torch.nn.Module, "cuda", _module_cuda)
     _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))
     _replace(torch, "load", _by_position(torch.load, 1))
+    _replace(safetensors_files, "meant", _meant)
     _replace(torch.autocast, "__init__", _as_type(torch.autocast.__init__, 1))
     _replace(torch.amp.GradScaler, "__init__", _as_type(torch.amp.GradScaler.__init__, 1))
     for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
@@ -241,13 +244,37 @@ def _refusing(name: str, instead: str) -> _Function:
     return call
 
 
-@contextlib.contextmanager
-def _device_context(device: object) -> Any:  # type: ignore[explicit-any]
-    if device is None or device == -1:
-        yield
-    else:
-        with torch.get_device_module("remote").device(_index(device)):
-            yield
+class _Device(contextlib.ContextDecorator):
+    """Stands for `torch.cuda.device`. It is a class, as torch asks `isinstance` of it."""
+
+    def __init__(self, device: object) -> None:
+        self._asked = device
+        self._entered: list[contextlib.AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        nothing = self._asked is None or self._asked == -1
+        context = (
+            contextlib.nullcontext()
+            if nothing
+            else torch.get_device_module("remote").device(_index(self._asked))
+        )
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+class _DeviceOf(_Device):
+    """Stands for `torch.cuda.device_of`: what it is asked about lives on workers, so it changes nothing."""
+
+    def __init__(self, tensor: object) -> None:
+        super().__init__(None)
 
 
 def _rng_state(device: object = "cuda") -> torch.Tensor:
@@ -329,8 +356,8 @@ def _replace_cuda() -> None:
         "is_bf16_supported": lambda *args, **kwargs: True,
         "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: module.set_device(_index(device)),
-        "device": _device_context,
-        "device_of": lambda tensor: _device_context(None),
+        "device": _Device,
+        "device_of": _DeviceOf,
         "empty_cache": module.empty_cache,
         "manual_seed": module.manual_seed,
         "manual_seed_all": module.manual_seed_all,

@@ -176,13 +176,13 @@ def init_master_worker(
     opened.ending.on_close.append(lambda: _forget(opened))
     try:
         opened.groups.channels.require_choice()
+        taken = take_over(opened, as_cuda) + "\n" if as_cuda else ""
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise
     say(nodes_table(opened) + "\n")
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
-    if as_cuda:
-        say(take_over(opened, as_cuda) + "\n")
+    say(taken)
     if resume and (resume is True or is_older(opened, time.monotonic() - began)):
         say(attached(opened) + "\n")
     elif name is not None:

@@ -130,3 +130,14 @@ def test_it_draws_on_a_gpu_as_torchs_own_does(fresh_session: Callable[..., Any])
     drawn = [torch.rand(3, device=g.device, generator=g).cpu() for g in generators]
     assert torch.equal(*drawn)
     assert torch.equal(drawn[0], torch.rand(3, generator=torch.Generator().manual_seed(4)))
+
+
+def test_it_ends_with_its_session(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1)
+    generator = torch.Generator(REMOTE)
+    dr.shutdown()
+    fresh_session(world_size=1)
+    with pytest.raises(dr.SessionClosed):
+        generator.manual_seed(1)
+    with pytest.raises(dr.SessionClosed):
+        torch.rand(2, device=REMOTE, generator=generator)

@@ -76,6 +76,16 @@ def test_all_tensors_of_a_safetensors_file_are_fetched_together(session: object,
         save_file({"a": torch.ones(2, 3, device=REMOTE).t()}, tmp_path / "x.safetensors")
 
 
+def test_an_open_file_has_a_class_to_be_asked_for(session: object, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "some.safetensors")
+    for device in ("cpu", REMOTE):
+        with safe_open(tmp_path / "some.safetensors", "pt", device) as file:
+            assert isinstance(file, safe_open)
+    assert not isinstance(1, safe_open)
+    # Annotations say so.
+    assert safe_open | None
+
+
 def test_a_model_with_tied_weights_is_saved_and_loaded(session: object, tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
@@ -113,3 +123,14 @@ def test_a_library_is_taught_when_it_is_imported(
     finally:
         for name in ("a_library", "a_library.part"):
             sys.modules.pop(name, None)
+
+
+def test_the_device_that_the_user_names_meanwhile_stays(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dr.shutdown()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    fresh_session(world_size=1)
+    monkeypatch.setenv(VARIABLE, "cpu")
+    dr.shutdown()
+    assert os.environ[VARIABLE] == "cpu"

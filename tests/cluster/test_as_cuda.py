@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 import distruntime as dr
 from distruntime.backend.install import install
+from distruntime.cluster import as_cuda
 from distruntime.cluster.local_workers import worker_environment
 from processes import STARTING
 
@@ -242,6 +244,48 @@ def test_a_training_loop_in_this_process_gives_what_a_cpu_gives() -> None:
         return torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
 
     torch.testing.assert_close(train("cuda"), train("cpu"))
+
+
+def test_files_of_safetensors_go_there_too(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    for device in ("cuda", "cuda:0", 0):
+        found = load_file(tmp_path / "x.safetensors", device=device)["a"]
+        assert found.device.type == "remote" and found.tolist() == [1, 1]
+
+
+def test_a_device_context_is_of_a_class() -> None:
+    again = torch.cuda.device(0)
+    assert isinstance(again, torch.cuda.device) and not isinstance("cuda", torch.cuda.device)
+    with again, again, torch.cuda.device_of(torch.ones(1)), torch.cuda.device(None):
+        assert torch.ones(1, device="cuda").device.type == "remote"
+
+    class Mine(torch.cuda.device):  # type: ignore[misc]
+        pass
+
+    with Mine("cuda:0"):
+        assert torch.ones(1, device="cuda").device.type == "remote"
+
+
+def test_what_fails_half_way_leaves_nothing(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = as_cuda._replace_cuda
+
+    def press() -> None:
+        own()
+        raise KeyboardInterrupt
+
+    fresh_session(world_size=1)
+    dr.shutdown()
+    zeros, synchronize = torch.zeros, torch.cuda.synchronize
+    monkeypatch.setattr(as_cuda, "_replace_cuda", press)
+    with pytest.raises(KeyboardInterrupt):
+        fresh_session(world_size=1, as_cuda=True)
+    assert not dr.is_initialized()
+    assert torch.zeros is zeros and torch.cuda.synchronize is synchronize
+    assert not torch.cuda.is_available()
+    monkeypatch.undo()
+    dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)
 
 
 def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Operators for which rules of torch's DTensor are wrong, equal to serial code: losses, convolutions, more."""
+"""Operators for which rules of torch's DTensor are wrong, equal to serial code: losses and others."""
 
 from __future__ import annotations
 

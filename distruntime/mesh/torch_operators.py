@@ -1,4 +1,5 @@
-"""Operators for which torch's DTensor has wrong rules: losses whose mean it takes of one shard, convolutions.
+"""Operators for which torch's DTensor has wrong rules: means of losses, convolutions,
+dimensions that are counted from behind.
 
 Each is torch's own mistake, also under torchrun. Here an operator on a mesh's DTensors is computed in another
 way. DTensors on other meshes are as torch has them.
@@ -46,6 +47,11 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     ours[_aten.nll_loss_forward.default] = ours[_aten.nll_loss2d_forward.default] = _nll_loss
     ours[_aten.convolution.default] = _convolution
     ours[_aten.convolution_backward.default] = _convolution_backward
+    for op in (_aten.cumsum, _aten.cumprod, _aten.logcumsumexp):
+        ours[op.default] = _scan
+    for op in (_aten.any.default, _aten.any.dim, _aten.any.dims):
+        ours[op] = _any
+    ours[_aten.select_backward.default] = _select_backward
     for op in _OF_THE_WHOLE:
         if op not in decomposition_table:
             raise AttributeError(f"torch._decomp has no formula of {op}")
@@ -112,6 +118,11 @@ def _cut_beside(placements: Sequence[Any], *gathered: int) -> list[Any]:
     ]
 
 
+def _by_image(placements: Sequence[Any]) -> list[Any]:
+    """Return the layout in which the first dimension alone is cut, where it is."""
+    return [p if type(p) is _tensor.Shard and p.dim == 0 else _tensor.Replicate() for p in placements]
+
+
 def _summed_over(layout: Sequence[Any]) -> list[Any]:
     """Return the layout of what each member has computed of its own part, and of which the sum is wanted."""
     return [_tensor.Partial() if p.is_shard() else p for p in layout]
@@ -143,7 +154,7 @@ def _convolution(func: Any, x: Any, weight: Any, bias: Any, *options: Any) -> An
 
     torch's handler convolves the shards as they are, however they are cut.
     """
-    layout = [p if p == _tensor.Shard(0) else _tensor.Replicate() for p in x.placements]
+    layout = _by_image(x.placements)
     whole = [_tensor.Replicate()] * x.device_mesh.ndim
     found = func(_local(x, layout), _local(weight, whole), _local(bias, whole), *options)
     return _as_dtensor(found, x.device_mesh, layout)
@@ -151,7 +162,7 @@ def _convolution(func: Any, x: Any, weight: Any, bias: Any, *options: Any) -> An
 
 def _convolution_backward(func: Any, grad: Any, x: Any, weight: Any, *options: Any) -> Any:
     mesh = x.device_mesh
-    layout = [p if p == _tensor.Shard(0) else _tensor.Replicate() for p in x.placements]
+    layout = _by_image(x.placements)
     whole = [_tensor.Replicate()] * mesh.ndim
     of_x, of_weight, of_bias = func(_local(grad, layout), _local(x, layout), _local(weight, whole), *options)
     of_x = _as_dtensor(of_x, mesh, layout)
@@ -160,3 +171,37 @@ def _convolution_backward(func: Any, grad: Any, x: Any, weight: Any, *options: A
         of_x = of_x.redistribute(mesh, _cut_beside(x.placements))
     summed = _summed_over(layout)
     return of_x, _as_dtensor(of_weight, mesh, summed), _as_dtensor(of_bias, mesh, summed)
+
+
+def _scan(func: Any, x: Any, dim: int, **options: Any) -> Any:
+    """Running sums. torch gathers the dimension only if it is not counted from behind."""
+    layout = _cut_beside(x.placements, dim % max(x.ndim, 1))
+    return _as_dtensor(func(_local(x, layout), dim, **options), x.device_mesh, layout)
+
+
+def _any(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Whether anything is true. torch leaves a sum of bools, and what multiplies it counts each member."""
+    mesh, given = x.device_mesh, [dim] if isinstance(dim, int) else dim
+    over = {d % max(x.ndim, 1) for d in given} if given else set(range(x.ndim))
+    layout = _cut_beside(x.placements)
+    found = func(*(_local(x, layout), *(() if dim is None else (dim, keepdim))))
+    partial = [_tensor.Partial("max") if p.is_shard() and p.dim in over else p for p in layout]
+    if not keepdim:
+        partial = [
+            _tensor.Shard(p.dim - sum(d < p.dim for d in over)) if p.is_shard() else p for p in partial
+        ]
+    whole = [_tensor.Replicate() if p.is_partial() else p for p in partial]
+    # Some data channels cannot reduce bools.
+    counted = _as_dtensor(found.to(torch.uint8), mesh, partial).redistribute(mesh, whole)
+    return counted.to(found.dtype)
+
+
+def _select_backward(func: Any, grad: Any, sizes: Sequence[int], dim: int, index: int) -> Any:
+    """The gradient of one index. torch moves the cut dimensions wrongly if it is counted from behind."""
+    mesh, dim, own = grad.device_mesh, dim % len(sizes), list(sizes)
+    layout = _cut_beside(grad.placements)
+    moved = [_tensor.Shard(p.dim + (p.dim >= dim)) if p.is_shard() else p for p in layout]
+    for along, p in enumerate(moved):
+        if p.is_shard():
+            own[p.dim] //= mesh.size(along)
+    return _as_dtensor(func(_local(grad, layout), own, dim, index), mesh, moved)

@@ -1,4 +1,4 @@
-"""Losses and convolutions of DTensors, for which torch's own rules are wrong: equal to serial code here."""
+"""Operators for which rules of torch's DTensor are wrong, equal to serial code: losses and others."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def agree(
     found, wanted = run(*cut), run(*serial)
     assert isinstance(found, DTensor)
     same(found, wanted)
+    if not with_gradients:
+        return
     found.full_tensor().square().sum().backward()
     wanted.square().sum().backward()
     for t, local in list(zip(cut, serial))[:with_gradients]:
@@ -121,3 +123,33 @@ def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> 
         agree(mesh, run, operands, ([Shard(dim)] * mesh.ndim, whole, whole), with_gradients=3)
     cut: list[Placement] = [Shard(0)] * mesh.ndim
     agree(mesh, run, operands, (whole, cut, cut), with_gradients=3)
+
+
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp"])
+def test_running_sums_along_dimensions_from_behind(mesh: dr.DeviceMesh, name: str) -> None:
+    """Each member had those of its own shard."""
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
+    # torch's gradient of a product makes a tensor that is no DTensor, which it refuses.
+    gradients = 0 if name == "cumprod" else 1
+    for dim, cut in itertools.product((-1, -2, 0, 1), (0, 1)):
+        agree(mesh, lambda t: getattr(t, name)(dim), (x,), ([Shard(cut)] * mesh.ndim,), gradients)  # noqa: B023
+
+
+def test_whether_any_is_a_number_to_multiply(mesh: dr.DeviceMesh) -> None:
+    """It was counted on each member: twice the product for two."""
+    x = torch.arange(32.0).reshape(4, 8) - 8
+    for cut in (0, 1):
+        t = distribute_tensor(x, mesh, [Shard(cut)] * mesh.ndim) > 0
+        for dim, keepdim in itertools.product((-1, 0, 1), (False, True)):
+            same(t.any(dim, keepdim) * t.sum(), (x > 0).any(dim, keepdim) * (x > 0).sum())
+        same(t.any() * t.sum(), (x > 0).any() * (x > 0).sum())
+        same(t.any((0, -1)) * 3.0, (x > 0).any() * 3.0)
+        same((t & False).any(), torch.tensor(False))
+
+
+def test_gradients_of_one_index_from_behind(mesh: dr.DeviceMesh) -> None:
+    """Where each member had one row, its gradient was a column."""
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    for cut, dim in itertools.product((0, 1), (-1, -2)):
+        agree(mesh, lambda t: t.select(dim, -1), (x,), ([Shard(cut)] * mesh.ndim,))  # noqa: B023
+        agree(mesh, lambda t: torch.trapezoid(t, dx=3.0, dim=dim), (x,), ([Shard(cut)] * mesh.ndim,))  # noqa: B023

@@ -281,10 +281,16 @@ def _convert(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Modu
             "a scripted module keeps its parameters in C++ and stays where it is; send the original: "
             "module.to(...)"
         )
+    # Recurrent layers hold such references themselves, drop them before they move, and make them again after.
+    recurrent = [m for m in self.modules() if isinstance(m, torch.nn.RNNBase)]
+    for layer in recurrent:
+        layer._flat_weight_refs = []
     # torch would notice the first such parameter when those before it have moved.
     for name, p in self.named_parameters(recurse=recurse):
         # It is the first of the weak references to an object, or None.
         if p.__weakref__ is not None:  # type: ignore[attr-defined]
+            for layer in recurrent:
+                layer._init_flat_weights()
             raise NotSupportedError(
                 f"parameter {name!r} cannot be moved in place: something holds a weak reference to it "
                 "(torch.export and pipelining leave such references). Nothing has been moved. Send a copy: "

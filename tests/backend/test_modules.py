@@ -359,3 +359,15 @@ def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
     wanted = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5)
     torch.testing.assert_close(out, wanted)
     assert [g.shape for g in replay_backward(tape, torch.ones_like(out))] == [q.shape] * 3
+
+
+def test_recurrent_layers_within_others_move(session: object) -> None:
+    model = nn.Sequential(nn.Sequential(nn.LSTM(2, 3)), nn.GRU(3, 3))
+    held = weakref.ref(model[1].weight_hh_l0)
+    with pytest.raises(dr.NotSupportedError, match=r"1\.weight_hh_l0"):
+        model.to(REMOTE)
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and held() is not None
+    # The layers have their own references again.
+    assert all(ref() is not None for ref in model[1]._flat_weight_refs) and model[1]._flat_weight_refs
+    del held
+    assert {p.device.type for p in model.to(REMOTE).parameters()} == {"remote"}

@@ -24,6 +24,7 @@ from distruntime.wire.messages import (
     PROTOCOL,
     AskDevices,
     AskMemory,
+    AskStatus,
     AskWorker,
     DeviceRow,
     Done,
@@ -47,6 +48,7 @@ _ANSWERS: dict[type, object] = {
     ListenForPeers: "",
     AskDevices: _DEVICES,
     AskMemory: [0, 0, []],
+    AskStatus: [0, None, 0.0],
     AskWorker: _REPORT,
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ LOSSES: dict[str, Function] = {
 }
 
 
+@contextmanager
+def _whole_table() -> Iterator[None]:
+    """Skip what torch before 2.13 has no sharding strategy for; it says so."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "sharding strategy" in str(error) and torch.__version__ < "2.13":
+            pytest.skip(f"torch {torch.__version__}: {error}")
+        raise
+
+
 def agree(
     mesh: dr.DeviceMesh,
     run: Function,
@@ -43,12 +55,15 @@ def agree(
         distribute_tensor(t, mesh, layout).requires_grad_(k < with_gradients)
         for k, (t, layout) in enumerate(zip(operands, layouts))
     ]
-    found, wanted = run(*cut), run(*serial)
+    with _whole_table():
+        found = run(*cut)
+    wanted = run(*serial)
     assert isinstance(found, DTensor)
     same(found, wanted)
     if not with_gradients:
         return
-    found.full_tensor().square().sum().backward()
+    with _whole_table():
+        found.full_tensor().square().sum().backward()
     wanted.square().sum().backward()
     for t, local in list(zip(cut, serial))[:with_gradients]:
         assert t.grad is not None and local.grad is not None

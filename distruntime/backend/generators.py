@@ -29,6 +29,7 @@ from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
+from ..wire.shield import shield
 
 _Own = torch._C.Generator
 # torch seeds a new generator so.
@@ -147,7 +148,8 @@ class RemoteGenerator(Generator):
                 )
             )
         # Another thread that draws comes before or after.
-        with place.node.lock:
+        # Ctrl-C waits until the place draws from its own state again.
+        with shield, place.node.lock:
             own = self._exchange(self._state)
             try:
                 return func(*args, **kwargs)

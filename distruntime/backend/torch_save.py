@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import without_our_frames
+from ..errors import NotSupportedError, without_our_frames
 from ..session.session import active
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor, saving
@@ -84,11 +84,17 @@ def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
     """
     if not active or active[0].closed is not None:
         return _save(obj, f, *args, **kwargs)
-    remote = _remote_tensors(obj)
+    # Those of meshes are refused when their turn comes.
+    remote = [t for t in _remote_tensors(obj) if not t._handle.place.node.members]
     values = dict(zip(map(id, remote), fetch(remote)))
 
     def fetched(proxy: torch.Tensor) -> torch.Tensor:
         assert isinstance(proxy, DistributedTensor)
+        if proxy._handle.place.node.members:
+            raise NotSupportedError(
+                f"a tensor on {proxy.place} has a part on each member, and a file would hold one of them: "
+                "save the parts, [x.member(k) for k in range(mesh.size())], or one member's, dr.fetch(x)"
+            )
         value = values.get(id(proxy))
         return _local(proxy, fetch(proxy) if value is None else value)
 

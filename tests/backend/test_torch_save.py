@@ -97,6 +97,14 @@ def test_a_tensor_that_is_poisoned_is_not_saved(session: object) -> None:
         saved({"bad": bad})
 
 
+def test_a_part_of_a_mesh_is_not_saved_for_the_whole(session: object) -> None:
+    mesh = dr.init_device_mesh("cpu", (2,))
+    x = dr.from_shards([torch.zeros(2, device="remote:0"), torch.ones(2, device="remote:1")], mesh)
+    with pytest.raises(dr.NotSupportedError, match=r"has a part on each member.*x\.member\(k\)"):
+        saved({"x": x})
+    assert [t.tolist() for t in saved([x.member(k) for k in range(2)])] == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_other_pickles_refuse_even_while_a_file_is_saved(session: object) -> None:
     """A queue between processes pickles in another thread, and must not fetch."""
     x = torch.ones(1, device=REMOTE)

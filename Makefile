@@ -18,9 +18,9 @@ BIN := .venv/bin
 ARGS ?=
 # The tests of a file stay together as long as both processes have work, and then each takes from the other's rest.
 DIST := worksteal
-# Tests wait a quarter of their time, for workers and for what must not happen. So there is one process more than
+# Tests wait a third of their time, for workers and for what must not happen. So there are twice as many as
 # the two cores that the suite is made for.
-PROCESSES := 3
+PROCESSES := 4
 
 demo: .venv/.demo
 	$(BIN)/python examples/02_digits.py

@@ -110,6 +110,7 @@ class Uploads:
     def together(self) -> Iterator[None]:
         """Stand around several uploads, which are shown as one transfer."""
         with self._lock:
+            self._begin_anew()
             self._together += 1
         try:
             yield
@@ -125,11 +126,15 @@ class Uploads:
     def begin(self, move: Move) -> None:
         """Note that an upload begins."""
         with self._lock:
-            now = time.monotonic()
-            if not self._under_way and now > self._last + _GAP:
-                self._started, self._total, self._done, self._moves = now, 0, 0, 0
+            self._begin_anew()
             self._under_way.append(move)
             self._moves, self._total = self._moves + 1, self._total + move.nbytes
+
+    def _begin_anew(self) -> None:
+        """Begin another transfer, unless one is under way or has just ended."""
+        now = time.monotonic()
+        if not self and now > self._last + _GAP:
+            self._started, self._total, self._done, self._moves = now, 0, 0, 0
 
     def end(self, move: Move) -> None:
         """Note that an upload has ended."""
@@ -154,7 +159,7 @@ class Uploads:
         if not self:
             return None
         with self._lock:
-            if now < self._started + _LONG or (not self._under_way and now > self._last + _GAP):
+            if now < self._started + _LONG:
                 return None
             done = self._done + sum(move.done() for move in self._under_way)
             # How many more are to come only the program knows.

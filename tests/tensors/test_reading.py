@@ -526,7 +526,8 @@ def test_argument_checks_of_distributions_have_their_own_advice(session: object)
     x = torch.ones(3, device=REMOTE)
     dr.stalls(reset=True)
     for _ in range(25):
-        torch.distributions.Normal(x, x)
+        # torch.compile, once used, switches these checks off for a process.
+        torch.distributions.Normal(x, x, validate_args=True)
     (row,) = [row for row in dr.stalls() if "test_reading" in row.line]
     assert row.why == "an argument check" and row.count >= 25
     (advice,) = dr.stalls().advice()

@@ -302,6 +302,7 @@ print("all right")
 """
 
 
+@pytest.mark.slow(reason="two processes import torch and run all checks: 10.4 s")
 @pytest.mark.timeout(180)
 def test_before_and_after_the_import_and_the_session() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

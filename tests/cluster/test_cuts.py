@@ -525,6 +525,7 @@ def test_an_old_join_that_comes_late_costs_nothing(
     counted()
 
 
+@pytest.mark.slow(reason="a worker's place comes free only after its grace: 10.0 s")
 def test_a_place_that_comes_free_while_a_session_begins_is_given_to_who_waits(
     fresh_session: Start, tmp_path: Path
 ) -> None:

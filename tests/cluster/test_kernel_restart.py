@@ -95,6 +95,7 @@ def at_a_prompt(lines: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow(reason="three prompts start as programs, one after the other: 11.9 s")
 def test_a_killed_prompt_costs_nothing_that_was_published() -> None:
     ended, first, complaints = at_a_prompt(FIRST)
     assert ended == -signal.SIGKILL, complaints

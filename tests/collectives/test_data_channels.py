@@ -50,7 +50,10 @@ def no_session() -> Iterator[None]:
 # The suite
 
 
-@pytest.mark.parametrize("channel", ["gloo", "tcp", "tcp+tls"])
+_GLOO = pytest.param("gloo", marks=pytest.mark.slow(reason="each group of gloo takes a while: 12.7 s in all"))
+
+
+@pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls"])
 def test_a_shipped_channel_passes_the_suite(no_session: None, channel: str) -> None:
     check_data_channel(channel)
 

@@ -26,9 +26,8 @@ demo: .venv/.demo
 	$(BIN)/python examples/02_digits.py
 
 # The tests start hundreds of processes. Each would compile our modules anew where the environment forbids
-# that they are kept, which took a third of the time to collect the tests. And no thread of theirs is to spin
-# while it waits for work.
-KEPT := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE
+# that they are kept, which took a third of the time to collect the tests.
+KEPT := PYTHONDONTWRITEBYTECODE=
 
 test: .venv/.tests
 	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) -m "not slow" $(ARGS)

@@ -139,6 +139,7 @@ def test_workers_at_a_port_get_the_key(shells: ShellLauncher, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow(reason="workers are waited for before the launcher starts them: 15.8 s")
 def test_auto_starts_the_workers_that_have_died_since(
     shells: ShellLauncher, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,7 +206,8 @@ def make_wrapper(cls: type[T], *args: object, device: object = None, **kwargs: o
 
     With the other one, autograd would look for a device of this process.
     """
-    if is_remote(device):
+    # A lazy device is a lazy device: a proxy has it already, and so has torch's own lazy backend.
+    if is_remote(device) and torch.device(device).type == "remote":
         if cls.device is torch.Tensor.device:
             cls.device = property(_place_of)  # type: ignore[assignment]
         device = active_session().places.meant(torch.device(device)).lazy

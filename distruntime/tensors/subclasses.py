@@ -23,7 +23,6 @@ from ..operators.dispatch import dispatch
 from ..operators.propagate import Operator
 from ..operators.proxies import reshape_wrapper, wrap, wrap_view
 from ..session.session import active_session
-from ..session.spelling import is_remote
 from .tensor import DistributedTensor
 
 # Whatever torch's functions take.
@@ -201,20 +200,19 @@ def make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[ex
         return found.requires_grad_(bool(kwargs.get("require_grad", args[2] if len(args) > 2 else False)))
 
 
-def make_wrapper(cls: type[T], *args: object, device: object = None, **kwargs: object) -> T:
+def make_wrapper(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
     """Make a wrapper subclass as torch does; one that says "remote" has the device that proxies have in C++.
 
-    With the other one, autograd would look for a device of this process.
+    With the other one, autograd would look for a device of this process. DTensor makes its wrappers here, so
+    what is not remote takes the shortest way.
     """
-    # A lazy device is a lazy device: a proxy has it already, and so has torch's own lazy backend.
-    if is_remote(device) and torch.device(device).type == "remote":
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "remote":
+        cls = args[0]
         if cls.device is torch.Tensor.device:
-            cls.device = property(_place_of)  # type: ignore[assignment]
-        device = active_session().places.meant(torch.device(device)).lazy
-    if device is not None:
-        kwargs["device"] = device
-    found: T = _make_wrapper(cls, *args, **kwargs)
-    return found
+            cls.device = property(_place_of)
+        kwargs["device"] = active_session().places.meant(torch.device(device)).lazy
+    return _make_wrapper(*args, **kwargs)
 
 
 def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:

@@ -245,11 +245,6 @@ def _node(k: int) -> torch.Tensor:
         return torch.ones(4, 4)
 
 
-def _into_a_file(device: str) -> object:
-    with tempfile.TemporaryFile() as file:
-        return torch.save(x(device), file)
-
-
 # These need workers. Each has what its text must have: what to do, or what there is.
 OURS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "x + local": (lambda d: x(d) + x("cpu"), ("`other` (4, 4) is a local tensor", ".to(")),
@@ -266,10 +261,7 @@ OURS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "x + an array": (lambda d: x(d) + np.ones((4, 4)), ("can't convert|unsupported operand|numpy|local",)),
     "x.numpy()": (lambda d: x(d).numpy(), ("x.detach().cpu().numpy()",)),
     "np.array(x)": (lambda d: np.array(x(d)), ("x.detach().cpu().numpy()",)),
-    "torch.save": (_into_a_file, ("torch.save(dr.fetch(",)),
     "pickle": (lambda d: pickle.dumps(x(d)), ("dr.fetch(",)),
-    "address": (lambda d: x(d).data_ptr(), ("x.cpu().data_ptr()",)),
-    "storage": (lambda d: x(d).untyped_storage(), ("dr.fetch(x)",)),
     "share_memory_": (lambda d: x(d).share_memory_(), ("x.cpu().share_memory_()",)),
     "dlpack": (lambda d: torch.from_dlpack(x(d)), ("x.cpu()",)),
     "a generator": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import types
+from contextlib import suppress
 from pickle import Pickler
 from typing import Any, Protocol
 
@@ -56,12 +57,10 @@ class _Finder(Pickler):
 
 def _remote_tensors(value: object) -> list[DistributedTensor]:
     finder = _Finder()
-    try:
+    # If something in it cannot be pickled, torch's own walk says so. If that has a way to pickle it all the
+    # same, what is missing here is fetched there.
+    with suppress(Exception):
         finder.dump(value)
-    except Exception:
-        # Something in it cannot be pickled, and then torch's own walk says so. If that has a way to pickle it
-        # all the same, what is missing here is fetched there.
-        return list(finder.found.values())
     return list(finder.found.values())
 
 

@@ -94,8 +94,8 @@ LIARS = {
 }
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-# These meta kernels do not know in which dtype the CPU kernel keeps its statistics, where an operand has one
-# of these dtypes.
+# These meta kernels do not know in which dtype the CPU kernel keeps its statistics. It matters where an
+# operand has a dtype that is named here.
 LIARS_OF_DTYPES = {
     "aten::native_layer_norm": _LOW_PRECISION,
     "aten::_batch_norm_with_update": _LOW_PRECISION,

@@ -23,6 +23,7 @@ from ..session.session import active_session
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
+from .member_views import names_member
 from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
@@ -55,7 +56,8 @@ def _flat(results: list[Result]) -> list[Result]:
 def _vary(values: Sequence[Any]) -> bool:
     """Whether numbers among the arguments differ from member to member."""
     return any(
-        type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a))
+        (type(a) is torch.SymInt and not names_member(a))
+        or (type(a) is list and any(type(item) is torch.SymInt for item in a))
         for a in values
     )
 

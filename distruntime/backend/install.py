@@ -29,6 +29,7 @@ from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
+from ..tensors.parameters import install_parameters, keeping
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator
@@ -118,6 +119,7 @@ def install() -> None:
     install_storages()
     install_generators()
     install_subclasses()
+    install_parameters()
     install_no_memory()
     install_libraries()
     install_default_dtype()
@@ -299,7 +301,8 @@ def _convert(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Modu
     future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
     try:
-        return _apply(self, fn, recurse)
+        with keeping(self.parameters(recurse)):
+            return _apply(self, fn, recurse)
     finally:
         future.set_swap_module_params_on_conversion(False)
 

@@ -132,7 +132,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         key = id(handle.storage), handle.spec
         if key not in replies:
             replies[key] = request(handle, "tensor")
-        param = leaf.requires_grad if getattr(leaf, "_is_param", False) else None
+        param = leaf.requires_grad if isinstance(leaf, torch.nn.Parameter) else None
         wanted.append(_Wanted(key, id(leaf), param, getattr(leaf, "origin", torch.Tensor)))
     rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
     future._pending = list(replies.values())
@@ -154,12 +154,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
             if want is not None and want.leaf not in same:
-                alias = data[want.key].detach()
-                if want.kind is not torch.Tensor:
-                    alias = alias.as_subclass(want.kind)
-                same[want.leaf] = (
-                    alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
-                )
+                same[want.leaf] = want.made_of(data[want.key].detach())
         future.set_outcome(
             tree_unflatten(
                 [leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape
@@ -189,6 +184,13 @@ class _Wanted:
     leaf: int
     param: bool | None
     kind: type[torch.Tensor]
+
+    def made_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the value as what is wanted."""
+        if self.param is not None and issubclass(self.kind, torch.nn.Parameter):
+            return self.kind(value, self.param)
+        own = value if self.kind is torch.Tensor else value.as_subclass(self.kind)
+        return own if self.param is None else torch.nn.Parameter(own, requires_grad=self.param)
 
 
 @overload

@@ -20,6 +20,7 @@ from ..log.current import DeviceLike, current_gpu, device_name
 from ..log.handle import Handle, Place, Residence
 from ..operators.dispatch import dispatch
 from ..operators.member_views import view_of_member
+from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
 from ..session.spelling import DeviceIndex, named, require_alone, twin_on
@@ -55,8 +56,12 @@ class DistributedTensor(torch.Tensor):
     __module__ = "torch"
 
     # `type(parameter)(data, requires_grad=...)` makes another parameter: accelerate's hooks copy so.
+    # `type(x)(data)` makes another tensor of a user's class, as torch does.
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> torch.nn.Parameter:  # type: ignore[misc]
-        return torch.nn.Parameter(data, requires_grad)
+        origin = getattr(cls, "origin", None)
+        return (
+            torch.nn.Parameter(data, requires_grad) if origin is None else data.detach().as_subclass(origin)
+        )
 
     # torch documents both of these ways, and its stubs know neither.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -249,8 +254,10 @@ class DistributedTensor(torch.Tensor):
         """The same value without history; assigning makes this tensor the other one's value."""
         # This runs below autograd, as torch's own does: what is written through it does not count in this
         # tensor's version.
-        found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
-        return found
+        cls = type(self)
+        found: DistributedTensor = dispatch(cls, torch.ops.aten.detach.default, (), (self,))
+        # A parameter's class is not that of its value.
+        return wrap(DistributedTensor, found._handle) if issubclass(cls, torch.nn.Parameter) else found
 
     @data.setter
     @without_our_frames
@@ -292,7 +299,15 @@ class DistributedTensor(torch.Tensor):
         return twin
 
     def __copy__(self) -> torch.Tensor:
-        return self.detach().requires_grad_(self.requires_grad)
+        twin: torch.Tensor
+        if isinstance(self, torch.nn.Parameter):
+            twin = torch.nn.Parameter(self.data, self.requires_grad)
+        else:
+            twin = self.detach().requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            if name != "_handle":
+                setattr(twin, name, value)
+        return twin
 
     @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:

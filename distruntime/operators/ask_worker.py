@@ -160,8 +160,9 @@ def _joined(
         target = whole.get(id(found[0]))
         if target is None:
             return wrap(cls, mesh_of(mesh_log, home, [t._handle for t in found]))
-        # It was written, and resized on the way.
+        # It was written, and resized on the way: the mesh's tensor gets its members' sizes.
         if target._handle.spec is not found[0]._handle.spec:
+            mesh_of(mesh_log, home, [t._handle for t in found], target._handle)
             reshape_wrapper(target, found[0]._handle.spec)
         return target
     # Tensors are equal where all members' are; of any other number that is read, the first member's counts.

@@ -665,3 +665,12 @@ def test_a_member_has_sizes_and_strides_of_its_own(mesh: Mesh) -> None:
         assert torch.equal(dr.fetch(first + 0), parts[0])
     w.t_()
     assert torch.equal(dr.fetch(first + 0), parts[0]) and torch.equal(dr.fetch(w.member(0) + 0), parts[0].T)  # type: ignore[attr-defined]
+
+
+def test_out_takes_the_sizes_that_only_the_members_know(mesh: Mesh) -> None:
+    x, out = torch.tensor([0.0, 1.0, 2.0]).to(mesh.device), torch.empty(0, device=mesh.device)
+    view = out.view(-1)
+    assert torch.masked_select(x, x > 0, out=out) is out
+    same(out + 1, torch.tensor([2.0, 3.0]))
+    same(out, torch.tensor([1.0, 2.0]))
+    assert view.shape == (0,)

@@ -25,7 +25,8 @@ _lock = threading.Lock()
 _next_address = [_FIRST_ADDRESS]
 
 
-def _size(storage: Storage) -> int:
+def nbytes(storage: Storage) -> int:
+    """Return how large a memory is; on a mesh, what each member has."""
     return int(storage.spec.extent if storage.resized is None else storage.resized)
 
 
@@ -34,7 +35,7 @@ def address(storage: Storage) -> int:
 
     It is no address. An empty memory has 0, as in torch.
     """
-    if _size(storage) == 0:
+    if nbytes(storage) == 0:
         return 0
     with _lock:
         if not hasattr(storage, "address"):
@@ -57,17 +58,18 @@ class RemoteStorage:
     """
 
     def __init__(self, tensor: HasHandle) -> None:
-        self._tensor = tensor
+        # It is one of the tensors that have this memory.
+        self.tensor = tensor
         self._storage = tensor._handle.storage
 
     @property
     def device(self) -> torch.device:
         """The place of the memory."""
-        return self._tensor._handle.place.device
+        return self.tensor._handle.place.device
 
     def size(self) -> int:
         """Return the bytes; on a mesh, those that each member has."""
-        return _size(self._storage)
+        return nbytes(self._storage)
 
     nbytes = size
     __len__ = size
@@ -87,7 +89,7 @@ class RemoteStorage:
 
         Return at once.
         """
-        handle = self._tensor._handle
+        handle = self.tensor._handle
         node = handle.place.node
         if not node.members:
             raise NotSupportedError(
@@ -98,8 +100,8 @@ class RemoteStorage:
         with node.lock:
             number, words = template(
                 None,
-                type(self._tensor),
-                [self._tensor, int(size)],
+                type(self.tensor),
+                [self.tensor, int(size)],
                 {},
                 0,
                 node,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
+from processes import slots, until
 
 
 def saved(value: object, **options: Any) -> Any:
@@ -152,3 +157,112 @@ def test_a_module_is_exported(session: object) -> None:
     module, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(REMOTE), torch.ones(2, 3, device=REMOTE)
     program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x).cpu(), module(x).cpu())
+
+
+class Saved:
+    """Says how often it was asked, and writes when it is."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.times = x, 0
+
+    def __getstate__(self) -> dict[str, object]:
+        self.times += 1
+        self.x.add_(1)
+        return dict(self.__dict__)
+
+
+def of_everything(device: str) -> list[object]:
+    """Views, tied parameters, lazy bits, and local tensors among them."""
+    x = torch.arange(12.0).to(device)
+    z = torch.tensor([1 + 2j, 3 - 1j]).to(device)
+    here, tied = torch.arange(3), nn.Parameter(x[:4])
+    labelled = x[2:6].view(2, 2)
+    labelled.label = ["kept"]  # type: ignore[attr-defined]
+    state = Saved(torch.zeros(2, device=device))
+    negative = z.clone().conj().imag
+    return [
+        x,
+        x[:2],
+        x[3::4],
+        here,
+        here[1:],
+        z,
+        z.conj(),
+        negative,
+        tied,
+        [tied],
+        labelled,
+        state,
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"_use_new_zipfile_serialization": False}, {"pickle_module": cloudpickle}]
+)
+def test_a_file_is_what_torch_would_have_written(session: object, options: Any, tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for device in ("cpu", REMOTE):
+        path = tmp_path / device / "file.pt"
+        path.parent.mkdir()
+        value = of_everything(device)
+        torch.save(value, path, **options)
+        assert value[11].times == 1  # type: ignore[attr-defined]
+        sizes[device], found[device] = path.stat().st_size, torch.load(path, weights_only=False)
+    assert sizes[REMOTE] == sizes["cpu"]
+    for ours, theirs in zip(found[REMOTE][:11], found["cpu"][:11]):
+        if isinstance(ours, torch.Tensor):
+            assert type(ours) is type(theirs) and torch.equal(ours, theirs)
+            assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
+            assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+    x, view, *_, tied, listed, labelled, state = found[REMOTE]
+    x[0], labelled[0, 0] = 50, 60
+    assert view[0] == 50 and x[2] == 60 and tied[0] == 50 and listed[0] is tied and labelled.label == ["kept"]
+    assert state.x.tolist() == [1.0, 1.0]
+
+
+def test_a_save_that_fails_leaves_the_older_file(session: object, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    torch.save({"x": torch.ones(1, device=REMOTE)}, path)
+    older = path.read_bytes()
+    with pytest.raises(RuntimeError, match="singular"):
+        torch.save({"x": torch.linalg.inv(torch.zeros(2, 2, device=REMOTE))}, path)
+    assert path.read_bytes() == older
+
+
+def test_nothing_stays_behind_a_save(session: object) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = slots(0)
+        local = torch.ones(3)
+        held = weakref.ref(local.untyped_storage())
+        x = torch.ones(40, device=REMOTE)
+        saved([x, x[1:], local])
+        del x, local
+        assert held() is None
+        until(lambda: slots(0) == before)
+    finally:
+        gc.enable()
+
+
+class PicklesInside:
+    """It is pickled as the bytes that somebody else's pickle makes of a tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return pickle.loads, (pickle.dumps(self.x),)
+
+
+def test_a_pickle_within_the_pickle_has_the_values(session: object) -> None:
+    x = torch.arange(3.0).to(REMOTE)
+    assert [t.tolist() for t in saved([PicklesInside(x), x])] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_storage_is_saved_with_what_it_has(session: object) -> None:
+    x = torch.arange(4, dtype=torch.uint8).to(REMOTE)
+    loaded, memory = saved([x[2:], x.untyped_storage()])
+    loaded[1] = 9
+    assert loaded.tolist() == [2, 9] and bytes(memory._untyped_storage) == bytes([0, 1, 2, 9])

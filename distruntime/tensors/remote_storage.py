@@ -33,15 +33,17 @@ def nbytes(storage: Storage) -> int:
 def address(storage: Storage) -> int:
     """Return a number for the first byte of a memory; the ranges of two memories do not overlap.
 
-    It is no address. An empty memory has 0, as in torch.
+    It is no address. An empty memory has 0, as in torch, and one that has grown has other numbers.
     """
-    if nbytes(storage) == 0:
+    size = nbytes(storage)
+    if size == 0:
         return 0
     with _lock:
-        if not hasattr(storage, "address"):
-            storage.address = _next_address[0]
-            _next_address[0] += (int(storage.spec.extent) // _ALIGNMENT + 1) * _ALIGNMENT
-    return storage.address
+        if not hasattr(storage, "addresses") or len(storage.addresses) < size:
+            begin = _next_address[0]
+            _next_address[0] += (size // _ALIGNMENT + 1) * _ALIGNMENT
+            storage.addresses = range(begin, _next_address[0])
+    return storage.addresses.start
 
 
 class HasHandle(Protocol):

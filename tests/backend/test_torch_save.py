@@ -266,3 +266,19 @@ def test_a_storage_is_saved_with_what_it_has(session: object) -> None:
     loaded, memory = saved([x[2:], x.untyped_storage()])
     loaded[1] = 9
     assert loaded.tolist() == [2, 9] and bytes(memory._untyped_storage) == bytes([0, 1, 2, 9])
+
+
+def test_a_memory_that_has_grown_has_numbers_of_its_own(session: object) -> None:
+    x, y = torch.ones(2, device=REMOTE), torch.ones(2, device=REMOTE)
+    memory = x.untyped_storage()
+    before = x.data_ptr(), y.data_ptr()
+    x.resize_(5000).fill_(3)
+    assert memory.nbytes() == 20000 and x[4999:].data_ptr() - x.data_ptr() == 4999 * 4
+    taken = range(x.data_ptr(), x.data_ptr() + 20000)
+    assert y.data_ptr() == before[1] and y.data_ptr() not in taken and before[0] not in taken
+    view = x[:2]
+    del x
+    assert view.untyped_storage().nbytes() == 20000 and view.data_ptr() == taken.start
+    assert saved(view).untyped_storage().nbytes() == 20000
+    view.resize_(1)
+    assert view.untyped_storage().nbytes() == 20000

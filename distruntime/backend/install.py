@@ -45,7 +45,7 @@ from .no_dynamo import hide
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
-from .torch_load import load
+from .torch_load import install_load
 from .torch_save import save
 
 _aten = torch.ops.aten
@@ -112,7 +112,7 @@ def install() -> None:
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
-    torch.load = load
+    install_load()
     torch.save = save
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()

@@ -282,3 +282,81 @@ def test_a_memory_that_has_grown_has_numbers_of_its_own(session: object) -> None
     assert saved(view).untyped_storage().nbytes() == 20000
     view.resize_(1)
     assert view.untyped_storage().nbytes() == 20000
+
+
+class Held:
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+def moved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    return storage.to(device="remote:1") if location == "cpu" else None
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["remote:1", "device", {"cpu": "remote:1"}, moved],
+    ids=["text", "device", "dict", "call"],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_goes_to_a_place_in_each_form_that_torch_knows(
+    session: object, where: Any, zipped: bool
+) -> None:
+    where = torch.device("remote:1") if where == "device" else where
+    x, z = torch.arange(6.0), torch.tensor([1 + 2j, 3 - 1j])
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    given = Held(x, x[2:].view(2, 2), z.conj(), x.clone().requires_grad_()), model, optimizer, {"x": x[:]}
+    torch.save(given, file, _use_new_zipfile_serialization=zipped)
+    file.seek(0)
+    held, net, opt, named = torch.load(file, map_location=where, weights_only=False)
+    every = [
+        *held.tensors,
+        *net.parameters(),
+        *net.buffers(),
+        named["x"],
+        *opt.state[net.last.weight].values(),
+    ]
+    local = [
+        *given[0].tensors,
+        *model.parameters(),
+        *model.buffers(),
+        x,
+        *optimizer.state[model.last.weight].values(),
+    ]
+    assert all(t.place == dr.place(1, "cpu") for t in every)
+    torch.testing.assert_close(
+        dr.fetch([t.detach() for t in every]), [t.detach() for t in local], rtol=0, atol=0
+    )
+    assert [t.requires_grad for t in every] == [t.requires_grad for t in local]
+    assert all(t.is_leaf and not t._is_view() for t in every) and net.first.weight is net.last.weight
+    assert type(net.first.bias.data) is type(named["x"]) and isinstance(net.first.bias, nn.Parameter)
+    held.tensors[0].add_(1)
+    assert held.tensors[1].tolist() == [[3.0, 4.0], [5.0, 6.0]] and named["x"] is not held.tensors[0]
+    assert named["x"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_what_a_dict_or_a_function_does_not_name_stays(session: object) -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    for where in (
+        {"cuda:0": "remote:1"},
+        lambda storage, location: storage,
+        lambda storage, location: None,
+        None,
+    ):
+        file.seek(0)
+        assert torch.load(file, map_location=where).device.type == "cpu"
+    with pytest.raises(dr.PlacementError, match="remote:77"):
+        file.seek(0)
+        torch.load(file, map_location={"cpu": "remote:77"})
+
+
+def test_a_mapped_file_goes_to_a_place(session: object, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(4)}, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location=REMOTE, mmap=True)
+    assert loaded["a"].tolist() == [0.0, 1.0, 2.0] and loaded["b"].tolist() == [1.0] * 4
+    assert {t.device.type for t in loaded.values()} == {"remote"}

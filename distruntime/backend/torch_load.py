@@ -1,7 +1,7 @@
 """`torch.load(..., map_location="remote")`: tensors of a file at a place of the session.
 
-torch asks for each storage of a file where it is to go, whatever form `map_location` has. One that is to go to
-a place stays here, with a note of that. When torch makes a tensor of it, the memory is sent, once, and the
+torch asks for each storage of a file where it is to go, whatever form `map_location` has. One that is to go
+to a place stays here, with a note of that. When torch makes a tensor of it, the memory is sent, once, and the
 tensor becomes a view of it there. So it does not matter what the tensor stands in.
 """
 
@@ -109,7 +109,7 @@ def _make(tensor: torch.Tensor) -> torch.Tensor:
 
 @without_our_frames
 def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
-    """Load as `torch.load` does, where `map_location` may also name places of the session, in each of its forms.
+    """Load as `torch.load` does, where `map_location` may also name places, in each of its forms.
 
     The file is read here and its tensors are sent there, tied ones tied, and views with one memory.
     """

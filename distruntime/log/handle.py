@@ -233,9 +233,9 @@ class Residence:
 class Storage:
     """The memory that a tensor and its views share.
 
-    `spec` is the largest that it was made for; it tells how large the memory is when only a view is left. `written` is
-    the position in the log of the last instruction that changes it. `order` says which streams used it, once
-    there are several: see order.py.
+    `spec` is the largest that it was made for; it tells how large the memory is when only a view is left.
+    `written` is the position in the log of the last instruction that changes it. `order` says which streams
+    used it, once there are several: see order.py.
     """
 
     __slots__ = (

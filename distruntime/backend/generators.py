@@ -15,6 +15,7 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -32,6 +33,7 @@ from ..session.spelling import indexed, is_remote
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.shield import shield
+from .on_import import when_imported
 
 _Own = torch._C.Generator
 # torch seeds a new generator so.
@@ -253,7 +255,22 @@ def _draw(
     return found.draw(func, given, named, place())
 
 
+def _break_graphs(module: ModuleType) -> None:
+    """Have `torch.compile` break its graph where a remote generator is used, as it does at torch's own.
+
+    It would hand the C++ of a draw an empty generator.
+    """
+    variable = module.TorchScriptObjectVariable
+    own = variable.is_matching_cls
+
+    def is_matching_cls(cls: type) -> bool:
+        return not issubclass(cls, RemoteGenerator) and own(cls)
+
+    variable.is_matching_cls = staticmethod(is_matching_cls)
+
+
 def install_generators() -> None:
     """Let `torch.Generator` make generators for places, from now on."""
     torch.Generator = Generator  # type: ignore[misc]
     draws.append(_draw)
+    when_imported("torch._dynamo.variables.script_object", _break_graphs)

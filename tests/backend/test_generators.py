@@ -192,3 +192,12 @@ def test_a_draw_waits_for_room_before_it_takes_the_lock(
     finally:
         node.busy = False
     assert waited and waited[0] is False
+
+
+def test_a_compiled_function_takes_it(session: object) -> None:
+    def noisy(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return x * 2 + torch.rand(3, generator=generator, device=x.device)
+
+    remote, local = (torch.Generator(device=device).manual_seed(5) for device in (REMOTE, "cpu"))
+    found = torch.compile(noisy, backend="eager")(torch.ones(3, device=REMOTE), remote)
+    assert torch.equal(found.cpu(), noisy(torch.ones(3), local))

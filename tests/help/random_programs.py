@@ -455,18 +455,20 @@ class Elementwise(Base):
             for generator in self.generators[place]:
                 generator.manual_seed(seed)
         there, here = self.generators[place]
+        over = self.any(place, healthy=True) if self.chance(0.4) else None
         with self.where(place):
             if self.chance(0.3):
                 # This draws from the place's own generator, and nobody looks at it.
                 torch.rand(3, device=self.device(place))
             with torch.set_grad_enabled(self.chance(0.5)):
-                if self.chance(0.4):
-                    a = self.any(place, healthy=True)
-                    self.say("over", a)
-                    a.remote.random_(-99, 99, generator=there)
-                    a.local.random_(-99, 99, generator=here)
-                    return
-                remote = torch.randint(-99, 99, (LENGTH,), generator=there, device=self.device(place))
+                if over is not None:
+                    over.remote.random_(-99, 99, generator=there)
+                else:
+                    remote = torch.randint(-99, 99, (LENGTH,), generator=there, device=self.device(place))
+        if over is not None:
+            self.say("over", over)
+            over.local.random_(-99, 99, generator=here)
+            return
         local = torch.randint(-99, 99, (LENGTH,), generator=here)
         # torch's C++ refuses `out=` where there is a default device.
         if self.chance(0.2):

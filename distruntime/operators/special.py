@@ -16,6 +16,7 @@ from ..errors import NotSupportedError, of_caller
 from ..log.handle import Residence
 from ..log.line import user_line
 from .ask_worker import ask
+from .member_views import member, member_backward
 from .proxies import wrap
 from .signatures import Call
 from .transfer import item, upload
@@ -108,6 +109,8 @@ SPECIAL: dict[str, Special] = {
     # `nn.TransformerEncoder` asks whether it may make a nested tensor, and pads if it may not.
     "aten::_nested_tensor_from_mask_left_aligned": _no,
     "aten::detach_": _detached,
+    "aten::select": member,
+    "aten::select_backward": member_backward,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
         _refuse(

@@ -18,6 +18,8 @@ def test_a_local_tensor_is_pinned_and_sent(session: object) -> None:
     """nanoGPT's `get_batch` does this. There is no GPU here that would copy from pinned memory."""
     x = torch.arange(6.0).view(2, 3)
     sent = x.pin_memory().to(REMOTE, non_blocking=True)
+    for device in (REMOTE, torch.device("remote:1"), dr.place(1, "cpu")):
+        assert x.pin_memory(device) is x
     assert torch.equal(sent.cpu(), x) and sent.device.type == "remote"
 
 

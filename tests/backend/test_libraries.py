@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +137,27 @@ def test_the_device_that_the_user_names_meanwhile_stays(
     monkeypatch.setenv(VARIABLE, "cpu")
     dr.shutdown()
     assert os.environ[VARIABLE] == "cpu"
+
+
+def test_a_library_that_cannot_be_taught_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "__init__.py").write_text("__version__ = '9.1'\n")
+    (tmp_path / "newer" / "__main__.py").write_text("import newer\nprint('ran', newer.__version__)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("newer", "newer.__main__"):
+        when_imported(name, lambda module: module.renamed)
+    try:
+        # Whoever looks at the library without importing it finds what its own loader says.
+        spec = importlib.util.find_spec("newer")
+        assert spec is not None and "9.1" in spec.loader.get_source("newer")  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match=r"teach newer 9\.1 about remote.*AttributeError: .*'renamed'"):
+            newer = importlib.import_module("newer")
+        runpy.run_module("newer", run_name="__main__", alter_sys=True)
+        assert capsys.readouterr().out == "ran 9.1\n"
+        with pytest.warns(UserWarning, match="AttributeError"):
+            when_imported("newer", lambda module: module.renamed)
+        assert inspect.getsource(newer) == "__version__ = '9.1'\n"
+    finally:
+        sys.modules.pop("newer", None)

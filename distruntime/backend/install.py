@@ -40,7 +40,7 @@ from .fused import KERNELS, Kernel
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
-from .no_dynamo import hide
+from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
@@ -122,6 +122,7 @@ def install() -> None:
     install_libraries()
     install_default_dtype()
     install_determinism()
+    install_op_by_op()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

@@ -76,3 +76,47 @@ def test_what_stays_here_says_so(session: object) -> None:
     assert torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged).is_nested
     capsule = torch.utils.dlpack.to_dlpack(torch.ones(2))
     assert torch.utils.dlpack.from_dlpack(capsule).tolist() == [1.0, 1.0]
+
+
+def test_what_is_compiled_runs_op_by_op_where_it_gets_remote_tensors(session: object) -> None:
+    """With `fullgraph=True` torch would raise at the first operator. Local tensors are compiled as before."""
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=count)
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.T, -1)
+
+    layer = nn.Linear(4, 2).to(REMOTE)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    step = torch.compile(optimizer.step, fullgraph=True, backend=count)
+    called = torch.compile(lambda: layer(torch.ones(4, device=REMOTE)), fullgraph=True, backend=count)
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+
+    x = torch.arange(12.0).view(3, 4)
+    torch.testing.assert_close(scores(x.to(REMOTE)).cpu(), torch.softmax(x @ x.T, -1))
+    compiled(x.to(REMOTE)).sum().backward()
+    before = dr.fetch(layer.weight)
+    step()
+    assert not torch.equal(dr.fetch(layer.weight), before) and called().device == layer.weight.device
+    assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+    assert not graphs
+    torch.testing.assert_close(scores(x), torch.softmax(x @ x.T, -1))
+    assert len(graphs) == 1
+
+
+def test_inductor_leaves_a_graph_with_remote_tensors_alone(session: object) -> None:
+    """nanoGPT's positions are made in such a graph: its inputs are numbers.
+
+    The compiler is one without options, because the import of Inductor's options takes seconds.
+    """
+    inductor = object.__new__(torch._TorchCompileInductorWrapper)
+
+    @torch.compile(backend=inductor)
+    def positions(n: int) -> torch.Tensor:
+        return torch.arange(n, device=REMOTE) * 2
+
+    assert positions(3).tolist() == [0, 2, 4] and positions(5).tolist() == [0, 2, 4, 6, 8]

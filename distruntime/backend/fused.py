@@ -27,6 +27,7 @@ from ..operators.new_calls import common_place
 from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
+from ..operators.special import ctc_loss
 from ..operators.transfer import upload
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
@@ -401,6 +402,7 @@ def _specs(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> l
 
 KERNELS: dict[Operator, Kernel] = {
     _aten.scaled_dot_product_attention.default: attention,
+    _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{
         op: recurrent(op)
         for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)

@@ -120,3 +120,18 @@ def test_inductor_leaves_a_graph_with_remote_tensors_alone(session: object) -> N
         return torch.arange(n, device=REMOTE) * 2
 
     assert positions(3).tolist() == [0, 2, 4] and positions(5).tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_ctc_takes_the_lengths_of_sequences_from_here(session: object, mode: Any) -> None:
+    """A loader makes them, and a GPU takes them from any device."""
+    log_probs = torch.randn(6, 3, 5).log_softmax(-1)
+    targets, lengths = torch.randint(1, 5, (3, 2)), (torch.full((3,), 6), torch.tensor([2, 1, 2]))
+    losses = []
+    for device in ("cpu", REMOTE):
+        leaf = log_probs.clone().to(device).requires_grad_()
+        with mode():
+            loss = nn.functional.ctc_loss(leaf, targets.to(device), *lengths)
+        gradient = torch.autograd.grad(loss, leaf)[0].cpu() if loss.requires_grad else None
+        losses.append((loss.detach().cpu(), gradient))
+    torch.testing.assert_close(*losses)

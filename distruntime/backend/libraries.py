@@ -1,18 +1,24 @@
 """Libraries that ask which device there is: what they are told while a session is open.
 
 accelerate asks a variable of the environment before it looks for GPUs, and with it transformers' `Trainer`,
-trl and diffusers' scripts do. Others take a device by name, or have a registry.
+trl and diffusers' scripts do. Others take a device by name, have a registry, or have a function that chooses.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from ..session.session import Session, active
 from ..session.spelling import is_remote
 from .lightning_accelerator import install_lightning
-from .on_import import when_imported
+from .on_import import Hook, when_imported
 from .safetensors_files import install_safetensors
 
 _VARIABLE = "ACCELERATE_TORCH_DEVICE"
@@ -22,7 +28,39 @@ def install_libraries() -> None:
     """Teach libraries what a place is, from now on or from their import on."""
     install_safetensors()
     install_lightning()
-    when_imported("transformers.training_args", _lower)
+    for module, hook in HOOKS.items():
+        when_imported(module, hook)
+
+
+def _lead_fastai(module: ModuleType) -> None:
+    # A user says False here, or in the call, to stay on this process's CPU.
+    _lead(module, "default_device", lambda use=-1: module.defaults.use_cuda is None)
+
+
+def _lead_baselines(module: ModuleType) -> None:
+    _lead(module, "get_device", lambda device="auto": device == "auto")
+
+
+def _lead(module: ModuleType, name: str, left: Callable[..., bool]) -> None:  # type: ignore[explicit-any]
+    """Let a function that chooses a device choose the current place where it finds no GPU here.
+
+    `left` says of a call's arguments whether the choice was left to it. Otherwise it would choose this
+    process's CPU, and nothing would tell the user.
+    """
+    own = getattr(module, name)
+
+    @functools.wraps(own)
+    def choose(*args: Any, **kwargs: Any) -> torch.device:  # type: ignore[explicit-any]
+        found: torch.device = own(*args, **kwargs)
+        if active and found.type == "cpu" and left(*args, **kwargs):
+            return torch.device("remote")
+        return found
+
+    package = module.__name__.partition(".")[0]
+    for other in [m for k, m in sys.modules.items() if k == package or k.startswith(package + ".")]:
+        # Where the library was imported first, its modules have the function by name.
+        if vars(other).get(name) is own:
+            setattr(other, name, choose)
 
 
 def _lower(module: ModuleType) -> None:
@@ -33,6 +71,13 @@ def _lower(module: ModuleType) -> None:
         return bool(own()) or (bool(active) and is_remote(os.environ.get(_VARIABLE)))
 
     module.is_torch_bf16_gpu_available = available  # type: ignore[attr-defined]
+
+
+HOOKS: dict[str, Hook] = {
+    "transformers.training_args": _lower,
+    "fastai.torch_core": _lead_fastai,
+    "stable_baselines3.common.utils": _lead_baselines,
+}
 
 
 def tell_libraries(session: Session) -> None:

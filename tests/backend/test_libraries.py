@@ -19,6 +19,7 @@ from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.backend import libraries
 from distruntime.backend.on_import import when_imported
 
 VARIABLE = "ACCELERATE_TORCH_DEVICE"
@@ -134,3 +135,48 @@ def test_the_device_that_the_user_names_meanwhile_stays(
     monkeypatch.setenv(VARIABLE, "cpu")
     dr.shutdown()
     assert os.environ[VARIABLE] == "cpu"
+
+
+@pytest.mark.parametrize("first", ["library", "session"])
+def test_a_library_that_chooses_a_device_chooses_the_current_place(
+    fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """The two functions are written as those of stable-baselines3 and fastai are."""
+    common, fastai = tmp_path / "stable_baselines3" / "common", tmp_path / "fastai"
+    common.mkdir(parents=True)
+    fastai.mkdir()
+    (common / "utils.py").write_text(
+        "import torch\ndef get_device(device='auto'):\n"
+        "    return torch.device('cpu' if device in ('auto', 'cuda') else device)\n"
+    )
+    (common / "policies.py").write_text("from stable_baselines3.common.utils import get_device\n")
+    (fastai / "torch_core.py").write_text(
+        "import torch, types\ndefaults = types.SimpleNamespace(use_cuda=None)\n"
+        "def default_device(use=-1):\n    if use != -1:\n        defaults.use_cuda = use\n"
+        "    return torch.device('cpu')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("stable_baselines3.common.policies", "fastai.torch_core")
+    hooks = {name: libraries.HOOKS[name] for name in ("stable_baselines3.common.utils", names[1])}
+    # Another session of this process may have watched for them already.
+    monkeypatch.setattr("distruntime.backend.on_import._hooks", {})
+    try:
+        if first == "library":
+            policies, core = map(importlib.import_module, names)
+            assert policies.get_device() == core.default_device() == torch.device("cpu")
+        fresh_session(world_size=1)
+        for name, hook in hooks.items():
+            when_imported(name, hook)
+        policies, core = map(importlib.import_module, names)
+        assert policies.get_device() == policies.get_device(device="auto") == torch.device("remote")
+        assert policies.get_device("cpu") == policies.get_device("cuda") == torch.device("cpu")
+        assert core.default_device() == torch.device("remote")
+        assert core.default_device(False) == core.default_device() == torch.device("cpu")
+        core.default_device(None)
+        dr.shutdown()
+        assert policies.get_device() == core.default_device() == torch.device("cpu")
+    finally:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("stable_baselines3", "fastai")
+        ]:
+            del sys.modules[name]

@@ -36,7 +36,7 @@ from .autocast import install_autocast
 from .default_dtype import install_default_dtype
 from .determinism import install_determinism
 from .device_module import RemoteModule
-from .fused import KERNELS, Kernel
+from .fused import KERNELS, Kernel, install_flex_attention
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
@@ -123,6 +123,7 @@ def install() -> None:
     install_default_dtype()
     install_determinism()
     install_op_by_op()
+    install_flex_attention()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

@@ -135,3 +135,30 @@ def test_ctc_takes_the_lengths_of_sequences_from_here(session: object, mode: Any
         gradient = torch.autograd.grad(loss, leaf)[0].cpu() if loss.requires_grad else None
         losses.append((loss.detach().cpu(), gradient))
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_flex_attention_is_computed_by_its_formula(session: object, mode: Any) -> None:
+    """torch allows some devices by name, and takes no gradients on CPUs. So the formula is written here."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    inputs = [torch.randn(2, 2, 8, 4) for _ in range(3)]
+    here, there = ([x.clone().to(d).requires_grad_() for x in inputs] for d in ("cpu", REMOTE))
+    query, key, value = here
+    later = torch.arange(8)[:, None] < torch.arange(8)
+    slope = torch.tensor(0.1, device=REMOTE)
+    with mode():
+        scores = query @ key.mT / 2 + 0.1 * torch.arange(8)
+        expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        causal = flex.create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, 8, 8, device=REMOTE, BLOCK_SIZE=8
+        )
+        found = [
+            attend(*there, score_mod=lambda s, b, h, i, j: s + slope * j, block_mask=causal)
+            for attend in (flex.flex_attention, torch.compile(flex.flex_attention, fullgraph=True))
+        ]
+    for one in found:
+        torch.testing.assert_close(one.detach().cpu(), expected.detach())
+    if expected.requires_grad:
+        gradients = torch.autograd.grad(found[0].pow(2).sum(), there)
+        torch.testing.assert_close(dr.fetch(gradients), torch.autograd.grad(expected.pow(2).sum(), here))

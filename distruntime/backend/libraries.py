@@ -21,6 +21,8 @@ from .lightning_accelerator import install_lightning
 from .on_import import Hook, when_imported
 from .safetensors_files import install_safetensors
 
+_Function = Callable[..., Any]  # type: ignore[explicit-any]
+
 _VARIABLE = "ACCELERATE_TORCH_DEVICE"
 
 
@@ -41,7 +43,7 @@ def _lead_baselines(module: ModuleType) -> None:
     _lead(module, "get_device", lambda device="auto": device == "auto")
 
 
-def _lead(module: ModuleType, name: str, left: Callable[..., bool]) -> None:  # type: ignore[explicit-any]
+def _lead(module: ModuleType, name: str, left: _Function) -> None:
     """Let a function that chooses a device choose the current place where it finds no GPU here.
 
     `left` says of a call's arguments whether the choice was left to it. Otherwise it would choose this
@@ -56,11 +58,34 @@ def _lead(module: ModuleType, name: str, left: Callable[..., bool]) -> None:  # 
             return torch.device("remote")
         return found
 
-    package = module.__name__.partition(".")[0]
-    for other in [m for k, m in sys.modules.items() if k == package or k.startswith(package + ".")]:
-        # Where the library was imported first, its modules have the function by name.
-        if vars(other).get(name) is own:
-            setattr(other, name, choose)
+    _replace(own, choose)
+
+
+def _offer_memory(module: ModuleType) -> None:
+    """Let `device_map="auto"` of transformers, diffusers and accelerate fill the current place.
+
+    Without a GPU here it would fill this process's memory, and the model would stay here.
+    """
+    own, size = module.get_max_memory, module.convert_file_size_to_int
+
+    @functools.wraps(own)
+    def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict[int | str, int | str]:
+        given = {k: v for k, v in (max_memory or {}).items() if is_remote(k) and isinstance(k, str)}
+        # It knows the names of some devices. What it returned is handed to it again.
+        theirs = None if max_memory is None else {k: v for k, v in max_memory.items() if k not in given}
+        found: dict[int | str, int | str] = own(theirs)
+        if active and max_memory is None and set(found) <= {"cpu"}:
+            return {"remote": torch.get_device_module("remote").mem_get_info()[0], **found}
+        return {**{k: size(v) if isinstance(v, str) else v for k, v in given.items()}, **found}
+
+    _replace(own, get_max_memory)
+
+
+def _replace(own: _Function, ours: _Function) -> None:
+    """Put a function in the place of a library's, also where a module has imported that by some name."""
+    for module in list(sys.modules.values()):
+        for name in [name for name, value in vars(module).items() if value is own]:
+            setattr(module, name, ours)
 
 
 def _lower(module: ModuleType) -> None:
@@ -75,6 +100,7 @@ def _lower(module: ModuleType) -> None:
 
 HOOKS: dict[str, Hook] = {
     "transformers.training_args": _lower,
+    "accelerate.utils.modeling": _offer_memory,
     "fastai.torch_core": _lead_fastai,
     "stable_baselines3.common.utils": _lead_baselines,
 }

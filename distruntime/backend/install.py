@@ -37,11 +37,11 @@ from .autocast import install_autocast
 from .default_dtype import install_default_dtype
 from .determinism import install_determinism
 from .device_module import RemoteModule
-from .fused import KERNELS, Kernel
+from .fused import KERNELS, Kernel, install_flex_attention
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
-from .no_dynamo import hide
+from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
@@ -124,6 +124,8 @@ def install() -> None:
     install_libraries()
     install_default_dtype()
     install_determinism()
+    install_op_by_op()
+    install_flex_attention()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

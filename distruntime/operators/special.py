@@ -94,7 +94,20 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
+def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss with the lengths as numbers where they are local: a GPU takes them from any device.
+
+    With lengths that are tensors, the formula mixes them with remote results.
+    """
+    log_probs, targets, *lengths = args[:4]
+    if func._overloadname != "Tensor" or any(type(t) is cls for t in lengths):
+        return func.decompose(*args, **kwargs)
+    numbers = [t.tolist() for t in lengths]
+    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:], **kwargs)
+
+
 SPECIAL: dict[str, Special] = {
+    "aten::ctc_loss": ctc_loss,
     **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
     **dict.fromkeys(

@@ -25,7 +25,7 @@ from ..operators.transfer import download, item
 from ..session.session import active_session
 from ..session.spelling import DeviceIndex, named, require_alone, twin_on
 from .printing import render, suffixes_of
-from .remote_storage import RemoteStorage, address
+from .remote_storage import RemoteStorage, address, nbytes
 
 Numbers = list["Number | Numbers"]
 # numpy's own `generic` takes a parameter, which is `Any` where nobody gives it.
@@ -286,8 +286,13 @@ class DistributedTensor(torch.Tensor):
                     "https://github.com/pytorch/pytorch/pull/103001"
                 )
             )
-        with torch.no_grad():
-            twin = self.clone()
+        if isinstance(self, torch.nn.Parameter):
+            # As torch's own: without attributes and gradient.
+            with torch.no_grad():
+                found = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = found
+            return found
+        twin = self._copied_with_its_memory(memo)
         if self.requires_grad:
             twin.requires_grad_()
         memo[id(self)] = twin
@@ -297,6 +302,35 @@ class DistributedTensor(torch.Tensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
+
+    def _copied_with_its_memory(self, memo: dict[int, object]) -> torch.Tensor:
+        """Return a copy that shares its memory with the other copies of one `deepcopy`, as the tensors do."""
+        storage, spec = self._handle.storage, self._handle.spec
+        with torch.no_grad():
+            if spec.bits or not spec.extent:
+                return self.clone()
+            whole = memo.get(id(storage))
+            if whole is None:
+                memo[id(storage)] = whole = self._stretched(nbytes(storage)).clone()
+                # It keeps its id as long as the memo.
+                memo[id(whole)] = storage
+            assert isinstance(whole, DistributedTensor)
+            typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+            view = typed.as_strided(spec.size, spec.stride, spec.offset)
+            assert isinstance(view, DistributedTensor)
+            # It is a tensor of its own, and no view to autograd.
+            plain: DistributedTensor = wrap(DistributedTensor, view._handle)
+            return plain if type(self) is DistributedTensor else plain.as_subclass(type(self))
+
+    def _stretched(self, size: int) -> torch.Tensor:
+        """Return so many bytes of the memory, from its begin, as elements in a row. Return at once."""
+        with torch.no_grad():
+            plain: torch.Tensor = wrap(DistributedTensor, self._handle)
+            if plain.is_conj():
+                plain = plain.conj()
+            if plain.is_neg():
+                plain = torch._neg_view(plain)
+            return plain.as_strided((size // plain.element_size(),), (1,), 0)
 
     def __copy__(self) -> torch.Tensor:
         twin: torch.Tensor

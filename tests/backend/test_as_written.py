@@ -115,14 +115,20 @@ def test_what_is_compiled_runs_op_by_op_where_it_gets_remote_tensors(session: ob
     assert len(graphs) == 1
 
 
+class Unconfigured(torch._TorchCompileInductorWrapper):
+    """Inductor without options: their import takes seconds."""
+
+    def __init__(self) -> None:
+        """Import nothing."""
+
+    def reset(self) -> None:
+        """Forget nothing; `torch._dynamo.reset` asks each compiler that was used."""
+
+
 def test_inductor_leaves_a_graph_with_remote_tensors_alone(session: object) -> None:
-    """nanoGPT's positions are made in such a graph: its inputs are numbers.
+    """nanoGPT's positions are made in such a graph: its inputs are numbers."""
 
-    The compiler is one without options, because the import of Inductor's options takes seconds.
-    """
-    inductor = object.__new__(torch._TorchCompileInductorWrapper)
-
-    @torch.compile(backend=inductor)
+    @torch.compile(backend=Unconfigured())
     def positions(n: int) -> torch.Tensor:
         return torch.arange(n, device=REMOTE) * 2
 

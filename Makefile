@@ -53,7 +53,7 @@ bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: .venv/.tests
-	$(BIN)/python -m pytest tests/gpu
+	DISTRUNTIME_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks gpu
 
 long: .venv/.tests

@@ -19,7 +19,7 @@ import torch.distributed.device_mesh
 
 from ..collectives.group import homes_of
 from ..errors import NotSupportedError, PlacementError, UsageError, without_our_frames
-from ..log.current import MeshContext
+from ..log.current import ACCELERATOR, MeshContext, is_of_kind
 from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -340,7 +340,8 @@ def init_device_mesh(
     """Make a mesh of the session's devices of one type, node by node, or of places.
 
     Args:
-        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves,
+        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), "accelerator" (those of any
+            kind), or the members themselves,
             node numbers or places.
         mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)];
             the last is innermost. Of a `Layout` the mesh also has its other groups:
@@ -370,19 +371,19 @@ def init_device_mesh(
         have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
         if len(have) != need:
             raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
-    elif device_type not in ("cpu", "cuda"):
-        raise UsageError(
-            'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
-            f"list; got {device_type!r}"
-        )
     else:
-        have = [
+        every = [
             session.places.place(node.index, name)
             for node in session.nodes
             if node.failed is None
             for name in session.places.devices(node.index)
-            if name.partition(":")[0] == device_type
         ]
+        have = [place for place in every if is_of_kind(place.local_device, device_type)]
+        if not have and device_type not in ("cpu", "cuda", ACCELERATOR):
+            raise UsageError(
+                'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
+                f"list; got {device_type!r}"
+            )
     if need > len(have):
         alive = sum(node.failed is None for node in session.nodes)
         raise PlacementError(

@@ -85,7 +85,7 @@ ecosystem: .venv-ecosystem/.libraries
 
 # PyTorch's test files are downloaded (33 MB), or TORCH_TESTS=/path/to/pytorch/test names them.
 # ARGS="--all" runs all of them, ARGS="test_linalg" those with it in their names.
-torch-tests: .venv/.tests
+torch-tests: .venv/.torch-tests
 	$(KEPT) $(BIN)/python tests/torch_tests/run.py $(ARGS)
 
 .venv/bin/pip:

@@ -273,7 +273,9 @@ def test_a_replica_is_cut_along_flattened_dimensions(two_workers: None) -> None:
     assert cut.grad is not None
     same(cut.grad, x)
     assert [s.item() for s in dr.shards(flat.coordinate("both"))] == list(range(4))
-    assert [s.item() for s in dr.shards(dr.lines.all_reduce(flat.lines("both"), flat.coordinate()))] == [6] * 4
+    assert [s.item() for s in dr.shards(dr.lines.all_reduce(flat.lines("both"), flat.coordinate()))] == [
+        6
+    ] * 4
 
 
 def test_a_rank_is_no_one_number(two_workers: None) -> None:

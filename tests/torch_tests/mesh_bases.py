@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import unittest
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal import common_distributed, common_fsdp, common_utils
@@ -56,11 +58,46 @@ def _places(ranks: Sequence[int]) -> list[Any]:
     return [dr.place(0, f"cuda:{k}") for k in ranks]
 
 
+def _to_its_device(value: Any, *args: Any, **named: Any) -> Any:
+    """Answer for `.cuda(self.rank)`, which sends a rank's tensors to the rank's own GPU."""
+    return value.to(_tested[-1].device if _tested else REMOTE)
+
+
+def _of_the_tested(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of a process group take that of the test's mesh, unless it is told another."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        given = signature.bind_partial(*args, **named).arguments
+        if _tested and given.get("group") is None:
+            named["group"] = _tested[-1].get_group()
+        return function(*args, **named)
+
+    return call
+
+
 @contextlib.contextmanager
 def around() -> Generator[None]:
-    """Give every test the same seed. The group is the session's, and no test destroys it."""
+    """Give every test the same seed, and make of a process for each rank what one controller has.
+
+    No test begins or destroys the default group: the session has made it. It has a rank for each device of
+    the session, so what leaves out the group takes that of the test's mesh.
+    """
     _manual_seed(0)
-    with mesh_of(range(RANKS)), mock.patch.object(dist, "destroy_process_group"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mesh_of(range(RANKS)))
+        for owner, name, value in (
+            (dist, "init_process_group", lambda *args, **named: None),
+            (dist, "destroy_process_group", lambda *args, **named: None),
+            (torch.cuda, "device_count", lambda: RANKS),
+            (torch.nn.Module, "cuda", _to_its_device),
+            (torch.Tensor, "cuda", _to_its_device),
+            (dr.DistributedTensor, "cuda", _to_its_device),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for name in ("get_world_size", "all_reduce", "broadcast", "all_gather", "all_gather_object"):
+            stack.enter_context(mock.patch.object(dist, name, _of_the_tested(getattr(dist, name))))
         yield
 
 
@@ -88,9 +125,20 @@ class DeviceMesh(metaclass=_AnyMesh):
 
 @functools.wraps(fully_shard)
 def fully_shard_on_the_mesh(module: Any, *args: Any, **named: Any) -> Any:
+    """Shard a module that is on the mesh, and say which mesh."""
     if not args and named.get("mesh") is None:
         named["mesh"] = _tested[-1]
+    for one in module if isinstance(module, list | tuple) else [module]:
+        if any(p.device.type == "cpu" for p in (*one.parameters(), *one.buffers())):
+            one.to(named["mesh"].device)
     return fully_shard(module, *args, **named)
+
+
+@functools.wraps(replicate)
+def replicate_on_the_mesh(module: Any, *args: Any, **named: Any) -> Any:
+    named.setdefault("process_group", _tested[-1].get_group())
+    named.pop("device_ids", None)
+    return replicate(module, *args, **named)
 
 
 def manual_seed(seed: Any) -> Any:
@@ -107,6 +155,7 @@ class OneController(common_dtensor.DTensorTestMixin, common_fsdp.FSDPTestMixin, 
     device_type = REMOTE
     backend = "distruntime"
     is_local_tensor_enabled = False
+    file_name = init_method = ""
 
     @property
     def world_size(self) -> int:
@@ -178,6 +227,7 @@ def speak_of_meshes(module: ModuleType) -> None:
         "init_device_mesh": init_device_mesh,
         "fully_shard": fully_shard_on_the_mesh,
         "device_module": torch.remote,
+        "replicate": replicate_on_the_mesh,
     }.items():
         if hasattr(module, name):
             setattr(module, name, value)

@@ -39,6 +39,8 @@ class Plan:
     rows: str
     # The tests that earlier children have run.
     done: list[str]
+    # Patterns of tests that are not run.
+    without: list[str]
     # Parts of names; a test must have one of them. An empty list takes all tests.
     only: list[str]
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import sources
-from expected import KINDS, Cause, cause_of, read
+from expected import KINDS, NOT_RUN, Cause, cause_of, read
 from rows import DEFAULT, DEVICE, LOCAL, MESH, Plan, Row
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +87,7 @@ class Found:
             self.rows.append(Row(begun, "failed", error=f"the process {ending}"))
 
 
-def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str]) -> Found:
+def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str], without: list[str]) -> Found:
     """Run files in as many children as it takes."""
     found = Found(mode)
     while True:
@@ -95,7 +95,7 @@ def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str]) ->
         with tempfile.TemporaryDirectory() as scratch:
             rows, log = Path(scratch) / "rows", Path(scratch) / "log"
             rows.touch()
-            plan = Plan(mode, most, str(rows), [row.test for row in found.rows], only)
+            plan = Plan(mode, most, str(rows), [row.test for row in found.rows], without, only)
             ending = _child(plan, folder, log)
             found.take(rows, ending)
             if not ending:
@@ -234,6 +234,9 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     causes = read(HERE / "expected.txt")
+    without = [test for cause in causes if cause.kind == NOT_RUN for test in cause.tests]
+    if options.all or options.only:
+        without = []
     begun = time.monotonic()
 
     def run(group: tuple[str, dict[str, int]]) -> Found:
@@ -242,7 +245,7 @@ def main() -> int:
         if options.only and all("::" in part for part in options.only):
             wanted = {part.partition("::")[0] for part in options.only}
             files = {file: number for file, number in files.items() if file in wanted}
-        found = run_group(mode, files, folder, options.only) if files else Found(mode)
+        found = run_group(mode, files, folder, options.only, without) if files else Found(mode)
         for row in found.rows:
             if row.outcome == "failed" and cause_of(row, causes) is None:
                 error = " ".join(row.error.split())

@@ -61,6 +61,7 @@ def _unpack(path: Path) -> None:
         wanted = [member for member in archive if member.name.startswith(inside)]
         archive.extractall(new, wanted, filter="data")
     (new / f"pytorch-v{VERSION}").rename(KEPT / f"pytorch-v{VERSION}")
+    new.rmdir()
 
 
 def version(folder: Path) -> str:

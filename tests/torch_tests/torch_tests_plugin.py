@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from rows import DEFAULT, DEVICE, LOCAL, MESH, Plan, Row, append
 
 # What such an error misses may have been raised too late. Another error would only come again.
 TOO_LATE = re.compile(r"not raised|does not match|[Ww]arning|not found in|is not true|DID NOT RAISE")
+# The time of a test ends with this, also while its operations are waited for.
+LATE_ALARM = (pytest.fail.Exception,)
 # What waits longer has lost its answer.
 PATIENCE = 120.0
 
@@ -42,11 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class InStep(TorchDispatchMode):
-    """Waits after each operator. A test that fails without it only, is told of a mistake too late."""
+    """Reads the results of each operator. A test that fails without it only, is told of a mistake too late.
+
+    A value that could not be computed raises each time it is read. `dr.synchronize` raises only once.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         dr.synchronize()
+        dr.fetch(result)
         return result
 
 
@@ -127,11 +134,6 @@ class Runner:
         return name.endswith("REMOTE") == (self.plan.mode == DEVICE)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.plan.mode == MESH:
-            import mesh_bases
-
-            for module in {item.module for item in items}:
-                mesh_bases.speak_of_meshes(module)
         wanted = [item for item in items if self._wanted(item)]
         by_file: dict[str, list[str]] = {}
         for item in wanted:
@@ -140,13 +142,25 @@ class Runner:
         if self.plan.only:
             chosen = {item.nodeid for item in wanted if any(part in item.nodeid for part in self.plan.only)}
         chosen -= set(self.plan.done)
+        chosen = {name for name in chosen if not any(fnmatchcase(name, slow) for slow in self.plan.without)}
         items[:] = [item for item in wanted if item.nodeid in chosen]
         append(self.plan.rows, {"of": {file: len(names) for file, names in by_file.items()}})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that cannot be imported as a test that has failed."""
+        if report.failed and report.nodeid:
+            row = Row(f"{report.nodeid}::import", "failed", str(report.longrepr)[-600:])
+            append(self.plan.rows, {"of": {report.nodeid: 0}})
+            append(self.plan.rows, asdict(row))
 
     # -- one test ----------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        if self.plan.mode == MESH:
+            import mesh_bases
+
+            mesh_bases.speak_of_meshes(item.module)
         with self.around():
             return (yield)
 
@@ -207,12 +221,12 @@ class Runner:
 
     def _settle(self, row: Row) -> None:
         """Let no failure of this test reach the next one. A lost session is a failure, and another begins."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, *LATE_ALARM):
             dr.synchronize()
         try:
             with self.around():
                 usable = torch.ones(2, device="remote").sum().item() == 2.0
-        except Exception as error:
+        except (Exception, *LATE_ALARM) as error:
             usable, row.outcome = False, "failed"
             row.error = f"the session was lost: {words(error)}; {row.error}"
         if not usable:

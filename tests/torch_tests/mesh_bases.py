@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
+import sys
 import unittest
 from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
@@ -19,6 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._composable.fsdp
+from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +37,7 @@ REMOTE = "remote"
 _meshes: dict[tuple[int, ...], dr.DeviceMesh] = {}
 _tested: list[dr.DeviceMesh] = []
 _manual_seed = torch.manual_seed
+_get_default_group = distributed_c10d._get_default_group
 
 
 def open_session() -> None:
@@ -56,6 +60,14 @@ def mesh_of(ranks: Sequence[int]) -> dr.DeviceMesh:
 
 def _places(ranks: Sequence[int]) -> list[Any]:
     return [dr.place(0, f"cuda:{k}") for k in ranks]
+
+
+def _default_group_of_a_test() -> Any:
+    """Return the group of the test's mesh to a test, and torch's default group to everybody else."""
+    asks = sys._getframe(1).f_globals["__name__"]
+    if _tested and ("test_" in asks or asks.startswith("torch.testing.")):
+        return _tested[-1].get_group()
+    return _get_default_group()
 
 
 def _to_its_device(value: Any, *args: Any, **named: Any) -> Any:
@@ -90,6 +102,9 @@ def around() -> Generator[None]:
         for owner, name, value in (
             (dist, "init_process_group", lambda *args, **named: None),
             (dist, "destroy_process_group", lambda *args, **named: None),
+            (distributed_c10d, "_get_default_group", _default_group_of_a_test),
+            (torch.distributed.fsdp, "fully_shard", fully_shard_on_the_mesh),
+            (torch.distributed._composable.fsdp, "fully_shard", fully_shard_on_the_mesh),
             (torch.cuda, "device_count", lambda: RANKS),
             (torch.nn.Module, "cuda", _to_its_device),
             (torch.Tensor, "cuda", _to_its_device),

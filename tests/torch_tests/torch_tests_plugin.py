@@ -45,15 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class InStep(TorchDispatchMode):
-    """Reads the results of each operator. A test that fails without it only, is told of a mistake too late.
+    """Waits after each operator. A test that fails without it only, is told of a mistake too late.
 
-    A value that could not be computed raises each time it is read. `dr.synchronize` raises only once.
+    A write that has failed leaves a tensor that cannot be read. `dr.synchronize` raises only once, so it
+    says nothing of the next mistake with this tensor. With `reads`, each use of it raises.
     """
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         dr.synchronize()
-        dr.fetch(result)
+        if self.reads:
+            dr.fetch(result)
         return result
 
 
@@ -194,6 +200,18 @@ class Runner:
         finally:
             self.around = kept
 
+    def _in_step(self, item: pytest.Item, reads: bool) -> str:
+        around = self.around
+
+        @contextlib.contextmanager
+        def waiting() -> Generator[None]:
+            with around(), InStep(reads):
+                yield
+
+        outcome = self._again(item, waiting)
+        self._settle(Row(item.nodeid, "failed"))
+        return outcome
+
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         begun = time.monotonic()
         append(self.plan.rows, {"begun": item.nodeid})
@@ -202,15 +220,9 @@ class Runner:
         self._settle(row)
         if row.outcome == "failed":
             if self.plan.mode in (DEVICE, DEFAULT) and TOO_LATE.search(error):
-                around = self.around
-
-                @contextlib.contextmanager
-                def waiting() -> Generator[None]:
-                    with around(), InStep():
-                        yield
-
-                row.in_step = self._again(item, waiting)
-                self._settle(Row(item.nodeid, "failed"))
+                row.in_step = self._in_step(item, reads=False)
+                if row.in_step == "failed":
+                    row.in_step = self._in_step(item, reads=True)
             mate = item if self.plan.mode == DEFAULT else self.twins.get(twin(item.nodeid))
             if mate is not None and self.plan.mode != LOCAL:
                 row.here = self._again(mate, contextlib.nullcontext)

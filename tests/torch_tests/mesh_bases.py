@@ -241,10 +241,11 @@ def speak_of_meshes(module: ModuleType) -> None:
         "DeviceMesh": DeviceMesh,
         "init_device_mesh": init_device_mesh,
         "fully_shard": fully_shard_on_the_mesh,
-        "device_module": torch.remote,
         "replicate": replicate_on_the_mesh,
     }.items():
-        if hasattr(module, name):
+        if callable(getattr(module, name, None)):
             setattr(module, name, value)
+    if hasattr(module, "device_module"):
+        module.device_module = torch.remote
     if hasattr(module, "device_type") and not callable(module.device_type):
         module.device_type = torch.device(REMOTE)

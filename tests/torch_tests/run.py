@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import sources
@@ -224,13 +224,55 @@ def now_passing(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
                 yield f"now passes: {row.test} ({named[row.test].why})"
 
 
+def tell(group: Found, causes: list[Cause]) -> None:
+    """Print the tests that fail for no known reason, and the children that have died."""
+    for row in group.rows:
+        if row.outcome == "failed" and cause_of(row, causes) is None:
+            error, where = " ".join(row.error.split())[:500], " ".join(row.where)
+            print(f"unexplained [{group.mode}]: {row.test}\n    {error}\n    {where}", flush=True)
+    for death in group.deaths:
+        print(f"a child [{group.mode}] {death}", flush=True)
+
+
+def keep(path: Path, found: Sequence[Found], seconds: float) -> None:
+    path.write_text(json.dumps({"seconds": seconds, "found": [asdict(group) for group in found]}))
+
+
+def kept(path: Path) -> tuple[list[Found], float]:
+    """Return what `keep` has written."""
+    said = json.loads(path.read_text())
+    groups = [Found(**{**group, "rows": [Row(**row) for row in group["rows"]]}) for group in said["found"]]
+    return groups, said["seconds"]
+
+
+def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -> list[Found]:
+    without = [test for cause in causes if cause.kind == NOT_RUN for test in cause.tests]
+    if options.all or options.only:
+        without = []
+
+    def run(group: tuple[str, dict[str, int]]) -> Found:
+        mode, most = group
+        files = {file: 0 if options.all else number for file, number in most.items()}
+        if options.only and all("::" in part for part in options.only):
+            named = {part.partition("::")[0] for part in options.only}
+            files = {file: number for file, number in files.items() if file in named}
+        found = run_group(mode, files, folder, options.only, without) if files else Found(mode)
+        tell(found, causes)
+        return found
+
+    wanted = [group for group in groups(HERE / "files.txt") if options.mode in (None, group[0])]
+    with ThreadPoolExecutor(options.processes) as pool:
+        return list(pool.map(run, wanted))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("only", nargs="*", help="parts of names of tests; a sample without")
     parser.add_argument("--all", action="store_true", help="all tests of the files, in all dtypes: hours")
     parser.add_argument("--mode", choices=MODES, help="one mode only")
     parser.add_argument("--processes", type=int, default=2, help="children at a time (2)")
-    parser.add_argument("--rows", type=Path, help="keep what became of each test in this file")
+    parser.add_argument("--keep", type=Path, help="keep what became of each test in this file")
+    parser.add_argument("--judge", type=Path, help="run nothing, but judge what is kept in this file")
     parser.add_argument("--page", type=Path, help="the page whose table is written anew")
     options = parser.parse_args()
     try:
@@ -239,43 +281,22 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     causes = read(HERE / "expected.txt")
-    without = [test for cause in causes if cause.kind == NOT_RUN for test in cause.tests]
-    if options.all or options.only:
-        without = []
     begun = time.monotonic()
-
-    def run(group: tuple[str, dict[str, int]]) -> Found:
-        mode, most = group
-        files = {file: 0 if options.all else number for file, number in most.items()}
-        if options.only and all("::" in part for part in options.only):
-            wanted = {part.partition("::")[0] for part in options.only}
-            files = {file: number for file, number in files.items() if file in wanted}
-        found = run_group(mode, files, folder, options.only, without) if files else Found(mode)
-        for row in found.rows:
-            if row.outcome == "failed" and cause_of(row, causes) is None:
-                error = " ".join(row.error.split())
-                print(
-                    f"unexplained [{mode}]: {row.test}\n    {error[:500]}\n    {' '.join(row.where)}",
-                    flush=True,
-                )
-        for death in found.deaths:
-            print(f"a child [{mode}] {death}", flush=True)
-        return found
-
-    wanted = [group for group in groups(HERE / "files.txt") if options.mode in (None, group[0])]
-    with ThreadPoolExecutor(options.processes) as pool:
-        found = list(pool.map(run, wanted))
-    if options.rows:
-        with options.rows.open("w") as file:
-            for group in found:
-                file.writelines(json.dumps({"mode": group.mode, **vars(row)}) + "\n" for row in group.rows)
+    if options.judge:
+        found, seconds = kept(options.judge)
+        for group in found:
+            tell(group, causes)
+    else:
+        found = run_groups(options, folder, causes)
+        seconds = time.monotonic() - begun
+    if options.keep:
+        keep(options.keep, found, seconds)
     each = list(lines(found, causes))
-    minutes = (time.monotonic() - begun) / 60
     whole = total(each)
     words = [
         f"{time.strftime('%Y-%m-%d')}, torch {importlib.metadata.version('torch')}, the tests of PyTorch "
         f"{sources.version(folder)}, {os.cpu_count()} cores, Python {platform.python_version()}: "
-        f"{sum(whole.counts.values())} tests in {minutes:.0f} minutes.",
+        f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes.",
         "",
         *table([line.cells() for line in [*each, whole]]),
         "",

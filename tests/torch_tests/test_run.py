@@ -92,6 +92,8 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
     ]
     (line,) = lane("run").lines([found], [])
     assert line.cells()[:5] == ["f.py", "device", "7", "2", "1"] and line.cells()[-1] == "1"
+    lane("run").keep(path, [found], 60.0)
+    assert lane("run").kept(path) == ([found], 60.0)
 
 
 def test_a_folder_without_tests_is_refused(

@@ -40,7 +40,7 @@ from .fused import KERNELS, Kernel
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
-from .no_dynamo import hide
+from .no_dynamo import hide, install_flex_attention
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
@@ -120,6 +120,7 @@ def install() -> None:
     install_subclasses()
     install_no_memory()
     install_libraries()
+    install_flex_attention()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)

@@ -1,16 +1,25 @@
 """Keeping `torch.compile` out of this package, so that code which touches proxies compiles to graph breaks.
 
+torch's `flex_attention` compiles itself. For proxies it runs torch's own formula instead, op by op.
+
 `torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
 costs a second. Marking the functions and their code objects costs neither.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
 
+import torch
 from torch._C._dynamo import eval_frame
+
+from ..tensors.tensor import DistributedTensor
+from .on_import import when_imported
+
+_Function = Callable[..., object]  # type: ignore[explicit-any]
 
 
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
@@ -49,3 +58,37 @@ def hide(package: str) -> None:
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]
                 function._torchdynamo_disable_msg = "remote tensors run on their workers"  # type: ignore[attr-defined]
                 _skip(function.__code__, strategy)
+
+
+def install_flex_attention() -> None:
+    """Let `flex_attention` take proxies, from now on or from its import on."""
+    when_imported("torch.nn.attention.flex_attention", _patch_flex_attention)
+
+
+def _patch_flex_attention(module: ModuleType) -> None:
+    check, operator = module._validate_device, module.flex_attention_hop
+    formula = sys.modules["torch._higher_order_ops.flex_attention"].math_attention
+    own_flag = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+
+    @functools.wraps(check)
+    def validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        # torch reads the flag after this check, in the same call.
+        remote = isinstance(query, DistributedTensor)
+        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = own_flag or remote  # type: ignore[attr-defined]
+        if not remote:
+            check(query, key, value)
+
+    def differentiated(own: _Function) -> _Function:
+        # autograd differentiates the formula. torch would trace it first.
+        @functools.wraps(own)
+        def run(query: torch.Tensor, *args: object, **kwargs: object) -> object:
+            chosen = formula if isinstance(query, DistributedTensor) else own
+            return chosen(query, *args, **kwargs)
+
+        return run
+
+    module._validate_device = validate  # type: ignore[attr-defined]
+    operator.py_impl(DistributedTensor)(formula)
+    autograd = torch._C.DispatchKey.Autograd
+    operator.py_kernels[autograd] = differentiated(operator.py_kernels[autograd])
+    operator._dispatch_cache.clear()

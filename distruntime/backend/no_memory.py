@@ -16,6 +16,11 @@ _pin = torch.Tensor.pin_memory
 _dlpack = torch._C._to_dlpack
 
 
+def copied_by_a_gpu() -> bool:
+    """Whether a GPU of this process copies local memory. Take-over puts another function here."""
+    return torch.cuda.is_available()
+
+
 @functools.wraps(_pin)
 def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Pin as torch does where a GPU of this process is to copy from it.
@@ -23,8 +28,10 @@ def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> 
     Otherwise return the tensor as it is: an upload does not need pinned memory. torch would look for memory
     of the device "remote", and raise.
     """
-    if device is None and active and not isinstance(self, DistributedTensor):
-        return _pin(self, "cuda") if torch.cuda.is_available() else self
+    if active and not isinstance(self, DistributedTensor):
+        if not copied_by_a_gpu():
+            return self
+        device = "cuda" if device is None else device
     return _pin(self) if device is None else _pin(self, device)
 
 

@@ -90,8 +90,8 @@ def _launch(module: ModuleType) -> None:
             if isinstance(operand, DistributedTensor):
                 raise NotSupportedError(
                     f"the Triton kernel {getattr(self, '__name__', '?')!r} reads memory of a GPU of this "
-                    f"process, and its operand lives on {operand.place}. Let the worker launch it: make it an "
-                    "operator (torch.library.custom_op) in a package that is installed there, and call that "
+                    f"process, and its operand lives on {operand.place}. Let the worker launch it: make it "
+                    "an operator (torch.library.custom_op) in a package that is installed there, and call that "
                     "operator"
                 )
         return own(self, *args, **kwargs)

@@ -524,7 +524,7 @@ class _NoGenerators(tuple[torch.Generator, ...]):
     def __getitem__(self, index: object) -> NoReturn:
         raise _refusal(
             "torch.cuda.default_generators",
-            "torch.cuda.get_rng_state(k) and set_rng_state are about their states, and manual_seed seeds them",
+            "torch.cuda.get_rng_state(k) and set_rng_state have their states, and manual_seed seeds them",
         )
 
 

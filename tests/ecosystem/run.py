@@ -305,7 +305,8 @@ def taken(program: programs.Program) -> Taken:
 
 def taken_summary(rows: Sequence[Taken]) -> str:
     right = sum(not row.wrong for row in rows)
-    return f"{len(rows)} scripts that say cuda: {right} give the same numbers on a worker, {len(rows) - right} do not."
+    wrong = len(rows) - right
+    return f"{len(rows)} scripts that say cuda: {right} give the same numbers on a worker, {wrong} do not."
 
 
 def rewrite(page: Path, lines: Sequence[str], words: str, mark: str = "table") -> None:

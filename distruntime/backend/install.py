@@ -118,7 +118,7 @@ def install() -> None:
     install_storages()
     install_generators()
     install_subclasses()
-    install_no_memory()
+    install_no_memory(_library[0])
     install_libraries()
     install_flex_attention()
     install_default_dtype()

@@ -55,8 +55,18 @@ def _local_only(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
-def install_no_memory() -> None:
+@without_our_frames
+def _refuse_nested(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    raise NotSupportedError(
+        "a nested tensor lives here only; remote tensors are strided. Pad it first: "
+        'torch.nested.to_padded_tensor(x, 0.0).to("remote")'
+    )
+
+
+def install_no_memory(library: torch.library.Library) -> None:
     """Put these in torch's place."""
+    # For "remote" without an index, C++ takes a type whose key has no name here (see `_Guard` in install.py).
+    library.impl("_to_copy", _refuse_nested, "NestedTensorPrivateUse1")
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
     torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[attr-defined, assignment]
     for name in ("nested_tensor", "as_nested_tensor"):

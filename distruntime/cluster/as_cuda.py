@@ -29,6 +29,7 @@ from ..backend.random import get_rng_state, set_rng_state
 from ..backend.torch_load import Sending
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, of_caller, without_our_frames
 from ..log.handle import Residence, next_ref
+from ..mesh import data_parallel
 from ..session.session import Session, active_session
 from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
 from ..streams.stream import Event, Stream, stream
@@ -321,6 +322,7 @@ def _load(own: _Function) -> _Function:
     return call
 
 
+@without_our_frames
 def _storage_cuda(self: torch.UntypedStorage, device: object = None, non_blocking: bool = False) -> object:
     sending = Sending.current()
     if sending is None:
@@ -382,6 +384,7 @@ def _replace_functions() -> None:
     # With a type, nn.DataParallel would look for the module's parameters on "cuda:0". Without one it calls
     # the module itself, which `mesh/data_parallel.py` refuses where there are several devices.
     _replace(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None)
+    _replace(data_parallel, "shown", lambda: [home.place for home in _places()])
     _replace(profiler.profile, "__init__", _without_cuda(profiler.profile.__init__))
     _replace(safetensors_files, "meant", _meant)
     _replace(torch.autocast, "__init__", _as_type(torch.autocast.__init__, 1))
@@ -430,6 +433,7 @@ class _Device(contextlib.ContextDecorator):
         self._asked = device
         self._entered: list[contextlib.AbstractContextManager[object]] = []
 
+    @without_our_frames
     def __enter__(self) -> None:
         nothing = self._asked is None or self._asked == -1
         context = (
@@ -493,11 +497,6 @@ class _CudaStream(metaclass=_StreamKind):
     """Stands for `torch.cuda.Stream`. It is a class, as annotations name it and torch asks `isinstance`."""
 
 
-def _set_stream(given: Stream) -> None:
-    # As in torch, it stays current.
-    stream(given).__enter__()
-
-
 def _device_memory_used(device: object = None) -> int:
     free, total = torch.cuda.mem_get_info(device)  # type: ignore[arg-type]
     return total - free
@@ -543,6 +542,7 @@ _BUSY = "dr.nodes() shows how busy each worker is"
 _ALLOCATOR = "the workers' allocators are torch's own"
 _WHO = "dr.memory() tells who holds memory"
 _REFUSED = {
+    "set_stream": "with torch.cuda.stream(s): makes it the current one of a block",
     "cudart": "dr.nodes() and torch.cuda.mem_get_info() tell what it is mostly asked for",
     "check_error": "errors of the workers' GPUs are raised where a value is read",
     "make_graphed_callables": "call the module itself",
@@ -639,7 +639,6 @@ def _replace_cuda() -> None:
         "stream": stream,
         "current_stream": _place_stream(module.current_stream),
         "default_stream": _place_stream(module.default_stream),
-        "set_stream": _set_stream,
         "memory_stats": _memory_stats,
         "memory_stats_as_nested_dict": _nested_memory_stats,
         "device_memory_used": _device_memory_used,
@@ -662,6 +661,8 @@ def _replace_cuda() -> None:
             _answer(name, _pretending(f"torch.cuda.{name}"))
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
+    for name in ("start", "stop"):
+        _replace(cuda.profiler, name, _pretending(f"torch.cuda.profiler.{name}"))
     _replace(cuda.memory, "_record_memory_history", _pretending("torch.cuda.memory._record_memory_history"))
     for name in ("_dump_snapshot", "_snapshot"):
         _replace(cuda.memory, name, _refusing(f"torch.cuda.memory.{name}", _WHO))

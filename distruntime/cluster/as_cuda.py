@@ -107,23 +107,33 @@ def _number(index: int) -> torch.device:
 
 def _meant(device: object) -> Any:  # type: ignore[explicit-any]
     """Return the place that "cuda" means; any other device as it is."""
+    # Without a number it is the current place, which "remote" means too. To find it here costs a microsecond.
     if isinstance(device, str):
         if device == "cuda":
-            return _number(_current_device())
+            return _current() if _all[0] else "remote"
         if not device.startswith("cuda:"):
             return device
         device = torch.device(device)
     if isinstance(device, torch.device) and device.type == "cuda":
-        return _number(_current_device() if device.index is None else device.index)
+        if device.index is None:
+            return _current() if _all[0] else torch.device("remote")
+        return _number(device.index)
+    return device
+
+
+def _current() -> torch.device:
+    """Return the place that "cuda" without a number means."""
+    device: torch.device
+    device = _number(_current_device()) if _all[0] else active_session().places.current().device
     return device
 
 
 def _index(device: object) -> torch.device:
     """Return the place that a function of `torch.cuda` is asked about: an index, "cuda:1", None."""
-    if device is None:
-        return _number(_current_device())
+    if device is None or device == -1:
+        return _current()
     if isinstance(device, int):
-        return _number(_current_device() if device < 0 else device)
+        return _number(device)
     meant: torch.device = torch.device(_meant(device))
     return meant
 
@@ -244,7 +254,7 @@ class _Type(type):
 
     @without_our_frames
     def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[explicit-any]
-        place = _number(_current_device())
+        place = _current()
         if all(isinstance(size, int) for size in args):
             return torch.empty(args, dtype=cls.dtype, device=place)
         if isinstance(args[0], DistributedTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -76,3 +77,51 @@ def test_what_stays_here_says_so(session: object) -> None:
     assert torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged).is_nested
     capsule = torch.utils.dlpack.to_dlpack(torch.ones(2))
     assert torch.utils.dlpack.from_dlpack(capsule).tolist() == [1.0, 1.0]
+
+
+def test_flex_attention_runs_its_formula_there(session: object) -> None:
+    """torch compiles it for the devices that it lists, and takes its formula apart by `vmap` for others."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b: object, h: object, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return i >= j
+
+    here = [torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2)]
+    there = [x.detach().to(REMOTE).requires_grad_() for x in here]
+    bias = torch.randn(4)
+    mask = create_block_mask(causal, 1, 1, 16, 16, device=REMOTE)
+    moved = bias.to(REMOTE)
+    found = flex_attention(
+        *there, score_mod=lambda s, b, h, i, j: s * 2 + moved[h], block_mask=mask, enable_gqa=True
+    )
+    q, k, v = here[0], *(x.repeat_interleave(2, dim=1) for x in here[1:])
+    scores = (q @ k.mT) * 8**-0.5 * 2 + bias[:, None, None]
+    expected = scores.masked_fill(~torch.ones(16, 16).tril().bool(), -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(found.detach().cpu(), expected.detach())
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for x, y in zip(there, here):
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.cpu(), y.grad)
+    with torch.no_grad():
+        assert flex_attention(*(x.detach() for x in there), enable_gqa=True).device.type == "remote"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_says_that_it_lives_here(session: object) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert nested.to(torch.float64).dtype == torch.float64
+    with pytest.raises(dr.NotSupportedError, match="Pad it first"):
+        nested.to(torch.ones(1, device=REMOTE).device)
+
+
+def test_a_state_that_is_loaded_there_keeps_its_versions(session: object) -> None:
+    file = io.BytesIO()
+    torch.save(nn.BatchNorm1d(2).state_dict(), file)
+    file.seek(0)
+    found = torch.load(file, map_location=REMOTE)
+    assert found._metadata[""]["version"] == 2 and found["weight"].device.type == "remote"
+
+
+def test_the_device_module_without_a_device_is_the_sessions(session: object) -> None:
+    assert torch.get_device_module() is torch.get_device_module("remote")

@@ -53,8 +53,8 @@ def operator(name: str) -> Operator:
     why = (
         ""
         if namespace in ("aten", "prims", "distruntime")
-        else f": the package {namespace!r} is installed here, and its import fails with {broken}. Its compiled "
-        "part may be made for another torch: install the build for this one on the worker"
+        else f": the package {namespace!r} is installed here, and its import fails with {broken}. Its "
+        "compiled part may be made for another torch: install the build for this one on the worker"
         if broken
         else f", and no package {namespace!r} that is installed here has it. If it is one of a "
         "package, install that on the worker; if this process defined it, put it into a package "

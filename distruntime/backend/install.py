@@ -40,7 +40,7 @@ from .fused import KERNELS, Kernel
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
-from .no_dynamo import hide, install_flex_attention
+from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
@@ -120,7 +120,7 @@ def install() -> None:
     install_subclasses()
     install_no_memory(_library[0])
     install_libraries()
-    install_flex_attention()
+    install_op_by_op()
     install_default_dtype()
     install_determinism()
     SPECIAL.update(COPIES)

@@ -105,6 +105,22 @@ def test_flex_attention_runs_its_formula_there(session: object) -> None:
         torch.testing.assert_close(x.grad.cpu(), y.grad)
     with torch.no_grad():
         assert flex_attention(*(x.detach() for x in there), enable_gqa=True).device.type == "remote"
+    # torch's advice is to compile it.
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, enable_gqa=True))
+    q, k, v = here[0], *(x.repeat_interleave(2, dim=1) for x in here[1:])
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(compiled(*there).detach().cpu(), expected.detach())
+
+
+def test_a_compiled_function_may_make_tensors_there(session: object) -> None:
+    """Such a call has no proxy among its operands, so Dynamo captures it."""
+
+    def positions(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3, device=x.device)
+
+    x = torch.ones(3, device=REMOTE)
+    assert torch.compile(positions)(x).tolist() == [1.0, 1.0, 1.0]
+    assert torch.compile(lambda: torch.arange(3, device=REMOTE))().tolist() == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,6 +1,9 @@
-"""Keeping `torch.compile` out of this package, so that code which touches proxies compiles to graph breaks.
+"""Keeping `torch.compile` away from remote tensors: what it has compiled runs op by op where it gets one.
 
-torch's `flex_attention` compiles itself. For proxies it runs torch's own formula instead, op by op.
+A proxy has nothing to compile, so Dynamo would break the graph at each operator, and would raise where
+`fullgraph=True` forbids that. A compiled function looks at what it is called with, and runs as it was written
+if that is remote. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
+compiles this package nor looks into it.
 
 `torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
 costs a second. Marking the functions and their code objects costs neither.
@@ -8,19 +11,22 @@ costs a second. Marking the functions and their code objects costs neither.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
 
+from ..session.session import active
 from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
-_Function = Callable[..., object]  # type: ignore[explicit-any]
+_Function = Callable[..., Any]  # type: ignore[explicit-any]
 
 
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
@@ -41,15 +47,11 @@ def _skip(code: CodeType, strategy: eval_frame._FrameExecStrategy) -> None:
             _skip(constant, strategy)
 
 
-def _strategy(*, skip: bool) -> eval_frame._FrameExecStrategy:
-    action = eval_frame._FrameAction.SKIP if skip else eval_frame._FrameAction.DEFAULT
-    # The first is for this frame, and the second for what it calls.
-    return eval_frame._FrameExecStrategy(action, action)
-
-
 def hide(package: str) -> None:
     """Mark every function of a package as one that Dynamo neither compiles nor looks into."""
-    strategy = _strategy(skip=True)
+    skip = eval_frame._FrameAction.SKIP
+    # The first is for this frame, and the second for what it calls.
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
     for name, module in list(sys.modules.items()):
         if name != package and not name.startswith(package + "."):
             continue
@@ -66,64 +68,70 @@ def hide(package: str) -> None:
 
 
 def install_op_by_op() -> None:
-    """Have what touches proxies run op by op, from now on or from the import of torch's compilers on."""
-    when_imported("torch.nn.attention.flex_attention", _patch_flex_attention)
-    when_imported("torch._dynamo.output_graph", _patch_graphs)
+    """Let compiled functions run as they were written where they are called with remote tensors."""
+    when_imported("torch._dynamo.eval_frame", _watch_calls)
+    inductor = torch._TorchCompileInductorWrapper
+    inductor.__call__ = _compiling(inductor.__call__)  # type: ignore[method-assign]
 
 
-def _patch_graphs(module: ModuleType) -> None:
-    """Run a graph as it is that makes tensors on a place or sends them there.
-
-    Dynamo captures such calls, which have no proxy among their operands, and a compiler would compile them
-    for a device of this process.
-    """
-    graphs = module.OutputGraph
-    own = graphs._call_user_compiler
+def _watch_calls(module: ModuleType) -> None:
+    context = module._TorchDynamoContext
+    own = context.__call__
 
     @functools.wraps(own)
-    def compile_it(self: object, gm: torch.fx.GraphModule, *args: object, **kwargs: object) -> object:
-        if any(is_remote(getattr(node.meta.get("example_value"), "device", None)) for node in gm.graph.nodes):
-            return gm.forward
-        return own(self, gm, *args, **kwargs)
+    def __call__(self: Any, fn: Any) -> Any:  # type: ignore[explicit-any]
+        made = own(self, fn)
+        # torch.export looks into the function itself.
+        if not isinstance(self, module.OptimizeContext) or self.export or not isinstance(made, FunctionType):
+            return made
+        original = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
-    graphs._call_user_compiler = compile_it
+        @functools.wraps(made)
+        def call(*args: object, **kwargs: object) -> object:
+            if active and (_remote(original) or _remote(args) or _remote(kwargs)):
+                return original(*args, **kwargs)
+            return made(*args, **kwargs)
+
+        # Dynamo tells by it that this is the wrapper, and no function that a user wrapped around it.
+        call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+        return call
+
+    context.__call__ = __call__
 
 
-def _patch_flex_attention(module: ModuleType) -> None:
-    check, operator = module._validate_device, module.flex_attention_hop
-    formula = sys.modules["torch._higher_order_ops.flex_attention"].math_attention
-    constants = module.flex_attention.__code__.co_consts
-    wrapper = next(c for c in constants if getattr(c, "co_name", "") == "_flex_attention_hop_wrapper")
-    own_flag = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+def _remote(value: object) -> bool:
+    """Whether a remote tensor is in what a function is called with, or in what it is bound to."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, DistributedTensor) or is_remote(value.device)
+    if isinstance(value, (list, tuple)):
+        return any(map(_remote, value))
+    if isinstance(value, dict):
+        return any(map(_remote, value.values()))
+    if isinstance(value, torch.nn.Module):
+        # Modules are in one place, but for those that pass their tensors on.
+        return _remote(next(value.parameters(), None))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(_remote(group["params"][:1]) for group in value.param_groups)
+    if isinstance(value, MethodType):
+        return _remote(value.__self__)
+    if isinstance(value, FunctionType):
+        return any(_remote(variable) for variable in _closure(value))
+    return False
 
-    def compiled(yes: bool) -> None:
-        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = own_flag or not yes  # type: ignore[attr-defined]
-        # Where the caller is compiled, Dynamo would look into the function that calls the operator.
-        eval_frame.set_code_exec_strategy(wrapper, _strategy(skip=not yes))
 
-    @functools.wraps(check)
-    def validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if not isinstance(query, DistributedTensor):
-            check(query, key, value)
-            return
-        # torch reads the flag after this check and before it calls the operator.
-        compiled(False)
+def _closure(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        # It raises where the variable has no value yet.
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
 
-    def computed(query: torch.Tensor, *args: object, **kwargs: object) -> object:
-        compiled(True)
-        return formula(query, *args, **kwargs)
 
-    def differentiated(own: _Function) -> _Function:
-        # autograd differentiates the formula. torch would trace it first.
-        @functools.wraps(own)
-        def run(query: torch.Tensor, *args: object, **kwargs: object) -> object:
-            chosen = computed if isinstance(query, DistributedTensor) else own
-            return chosen(query, *args, **kwargs)
+def _compiling(own: _Function) -> _Function:
+    @functools.wraps(own)
+    def choose(self: object, graph: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
+        """Hand the graph back if a remote tensor is made in it: Inductor writes kernels for this process."""
+        if any(_remote(node.meta.get("example_value")) for node in graph.graph.nodes):
+            return graph.forward
+        return own(self, graph, inputs, **kwargs)
 
-        return run
-
-    module._validate_device = validate  # type: ignore[attr-defined]
-    operator.py_impl(DistributedTensor)(computed)
-    autograd = torch._C.DispatchKey.Autograd
-    operator.py_kernels[autograd] = differentiated(operator.py_kernels[autograd])
-    operator._dispatch_cache.clear()
+    return choose

@@ -14,24 +14,22 @@ from ..tensors.tensor import DistributedTensor
 
 _pin = torch.Tensor.pin_memory
 _dlpack = torch._C._to_dlpack
-
-
-def copied_by_a_gpu() -> bool:
-    """Whether a GPU of this process copies local memory. Take-over puts another function here."""
-    return torch.cuda.is_available()
+# It tells of this process's GPUs. Take-over puts another function here, since none is to be reached then.
+has_gpu = torch.cuda.is_available
 
 
 @functools.wraps(_pin)
 def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Pin as torch does where a GPU of this process is to copy from it.
 
-    Otherwise return the tensor as it is: an upload does not need pinned memory. torch would look for memory
-    of the device "remote", and raise.
+    Otherwise return the tensor as it is, also for a place: an upload does not need pinned memory. torch would
+    look for memory of the device "remote", and raise.
     """
     if active and not isinstance(self, DistributedTensor):
-        if not copied_by_a_gpu():
+        if not has_gpu():
             return self
-        device = "cuda" if device is None else device
+        if device is None or is_remote(device):
+            device = "cuda"
     return _pin(self) if device is None else _pin(self, device)
 
 

@@ -24,9 +24,8 @@ from torch.autograd import profiler
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ..backend import no_memory, safetensors_files
+from ..backend import no_memory, safetensors_files, torch_load
 from ..backend.random import get_rng_state, set_rng_state
-from ..backend.torch_load import Sending
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, of_caller, without_our_frames
 from ..log.handle import Residence, next_ref
 from ..mesh import data_parallel
@@ -118,7 +117,8 @@ def _meant(device: object) -> Any:  # type: ignore[explicit-any]
         if device.index is None:
             return _current() if _all[0] else torch.device("remote")
         return _number(device.index)
-    return device
+    # To torch, a number is a GPU.
+    return _number(device) if type(device) is int else device
 
 
 def _current() -> torch.device:
@@ -197,7 +197,7 @@ def _by_position(own: _Function, at: int) -> _Function:
                 if meant is not device:
                     args = (*args[:at], meant, *args[at + 1 :])
             if kwargs:
-                for name in ("device", "device_type"):
+                for name in ("device", "device_type", "map_location"):
                     if name in kwargs:
                         kwargs[name] = _meant(kwargs[name])
             return own(*args, **kwargs)
@@ -314,38 +314,18 @@ def _default_type(own: _Function) -> _Function:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _load(own: _Function) -> _Function:
-    """Take "cuda" wherever `torch.load` takes it: as a name, in a dict, from a function, and in the file.
-
-    A storage that it means is loaded here, and its tensors are sent when all are read.
-    """
-
-    @functools.wraps(own)
-    @without_our_frames
-    def call(f: object, map_location: object = None, *args: Any, **kwargs: Any) -> object:  # type: ignore[explicit-any]
-        meant = _meant(map_location)
-        if meant is not map_location:
-            return own(f, meant, *args, **kwargs)
-        with Sending() as sending:
-            return sending.sent(own(f, map_location, *args, **kwargs))
-
-    return call
-
-
 @without_our_frames
 def _storage_cuda(self: torch.UntypedStorage, device: object = None, non_blocking: bool = False) -> object:
-    sending = Sending.current()
-    if sending is None:
+    # A function that is given to `torch.load` says so where a storage goes.
+    found = torch_load.restore(self, _index(device))
+    if found is None:
         raise _refusal("storage.cuda()", "send the tensor, x.cuda(); torch.load takes functions that call it")
-    return sending.mark(self, _index(device))
+    return found
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> object:
-    sending = Sending.current()
-    if sending is None or not location.startswith("cuda"):
-        return None
-    # A file of another machine may name a GPU that is not here, as torch.load says of real ones.
-    return sending.mark(storage, _index(location))
+    """Send what a file, or a dict of places, says of "cuda"."""
+    return torch_load.restore(storage, _meant(location)) if location.startswith("cuda") else None
 
 
 # -- what is left of this process's CUDA ---------------------------------------------------------------------
@@ -381,12 +361,13 @@ def _replace_functions() -> None:
         _replace(kind, "cuda", _cuda)
         _replace(kind, "type", _typed(kind.type))
     _replace(torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type))
-    _replace(no_memory, "copied_by_a_gpu", lambda: False)
+    _replace(no_memory, "has_gpu", lambda: False)
     _replace(torch.nn.Module, "to", _by_position(torch.nn.Module.to, 1))
     _replace(torch.nn.Module, "cuda", _module_cuda)
     _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))
-    _replace(torch, "load", _load(torch.load))
+    _replace(torch, "load", _by_position(torch.load, 1))
     _replace(torch.UntypedStorage, "cuda", _storage_cuda)
+    _replace(torch.UntypedStorage, "to", _by_position(torch.UntypedStorage.to, 1))
     registry = torch.serialization._package_registry
     _replace(torch.serialization, "_package_registry", [(0, lambda storage: None, _restored), *registry])
     for name in ("nested_tensor", "as_nested_tensor"):

@@ -106,7 +106,8 @@ def read(status: int, printed: str, said: str) -> Run:
     if summary is None:
         return Run(numbers, where)
     values, waits, pretended = summary.groups()
-    return Run(numbers, where, int(values), int(waits), pretended.removeprefix("Only pretended: "))
+    names = pretended.removeprefix("Only pretended: ") if pretended.startswith("Only") else ""
+    return Run(numbers, where, int(values), int(waits), names)
 
 
 def run(program: Program, environment: dict[str, str], patience: float, *, as_cuda: bool) -> Run:

@@ -344,6 +344,20 @@ def _without_cuda(own: _Function) -> _Function:
     return init
 
 
+@without_our_frames
+def _in_one(  # type: ignore[explicit-any]
+    module: torch.nn.Module,
+    inputs: object,
+    device_ids: object = None,
+    output_device: object = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> object:
+    """Stand for the function `torch.nn.parallel.data_parallel`, as the class `nn.DataParallel` does."""
+    made = torch.nn.DataParallel(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+    return made(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
+
+
 def _replace_functions() -> None:
     # torch keeps the result, and it must have torch's own functions in it.
     _device._device_constructors()
@@ -375,6 +389,7 @@ def _replace_functions() -> None:
     # With a type, nn.DataParallel would look for the module's parameters on "cuda:0". Without one it calls
     # the module itself, which `mesh/data_parallel.py` refuses where there are several devices.
     _replace(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None)
+    _replace(torch.nn.parallel, "data_parallel", _in_one)
     _replace(data_parallel, "shown", lambda: [home.place for home in _places()])
     _replace(profiler.profile, "__init__", _without_cuda(profiler.profile.__init__))
     _replace(safetensors_files, "meant", _meant)

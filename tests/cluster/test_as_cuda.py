@@ -133,6 +133,8 @@ SPELLINGS: dict[str, Callable[[], Any]] = {
     "a type with sizes": lambda: torch.cuda.FloatTensor(2, 3).fill_(1.0),
     "a type with data": lambda: torch.cuda.LongTensor([1, 2]),
     "nn.DataParallel": lambda: nn.DataParallel(nn.Linear(2, 2)).cuda()(torch.ones(1, 2).cuda()),
+    "data_parallel": lambda: nn.parallel.data_parallel(nn.Linear(2, 2).cuda(), torch.ones(1, 2).cuda(), [0]),
+    "a number": lambda: torch.ones(2, device=0).to(0),
     "a thread": in_a_thread,
     "a generator": lambda: torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
     "the current device": lambda: torch.ones(2).to(f"cuda:{torch.cuda.current_device()}"),

@@ -25,6 +25,7 @@ from . import (
     strangers,
     streams,
     survival,
+    takeover,
     training_step,
 )
 from .harness import Figure
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "distance": distance.measure,
     "survival": survival.measure,
     "strangers": strangers.measure,
+    "takeover": takeover.measure,
     "gpu": gpu.measure,
 }
 

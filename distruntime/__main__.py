@@ -222,10 +222,15 @@ def _run(options: argparse.Namespace) -> int:
         else:
             runpy.run_path(options.script, run_name="__main__")
     finally:
-        if options.session:
-            session.detach()
-        else:
-            session.shutdown(raise_unread=sys.exc_info()[0] is None)
+        found = importlib.import_module(".cluster.as_cuda", __package__).summary()
+        try:
+            if options.session:
+                session.detach()
+            else:
+                session.shutdown(raise_unread=sys.exc_info()[0] is None)
+        finally:
+            if found:
+                importlib.import_module(".session.screen", __package__).voice(None)(found + "\n")
     return 0
 
 

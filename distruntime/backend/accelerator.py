@@ -63,6 +63,16 @@ def _memory_stats(module: RemoteModule, device: Where = None) -> OrderedDict[str
     )
 
 
+def _module_of(own: _Function, remote: RemoteModule) -> _Function:
+    """Return torch's `get_device_module`, which without a device asks C++ for this process's accelerator."""
+
+    @functools.wraps(own)
+    def get_device_module(device: torch.device | str | None = None) -> object:
+        return remote if device is None and _remote() else own(device)
+
+    return get_device_module
+
+
 def install_accelerator(module: RemoteModule) -> None:
     """Put these in torch's place."""
     theirs = torch.accelerator
@@ -71,6 +81,7 @@ def install_accelerator(module: RemoteModule) -> None:
     theirs.memory_stats = _answering(  # type: ignore[assignment]
         theirs.memory_stats, functools.partial(_memory_stats, module)
     )
+    torch.get_device_module = _module_of(torch.get_device_module, module)  # type: ignore[assignment]
     own = theirs.device_index
 
     def device_index(device: int | None, /) -> AbstractContextManager[None]:

@@ -120,7 +120,7 @@ def install() -> None:
     install_generators()
     install_subclasses()
     install_parameters()
-    install_no_memory()
+    install_no_memory(_library[0])
     install_libraries()
     install_default_dtype()
     install_determinism()

@@ -1,7 +1,9 @@
 """Libraries that ask which device there is: what they are told while a session is open.
 
-accelerate asks a variable of the environment before it looks for GPUs, and with it transformers' `Trainer`,
-trl and diffusers' scripts do. Others take a device by name, have a registry, or have a function that chooses.
+accelerate chooses a device for a process, and with it transformers' `Trainer`, trl and diffusers' scripts do.
+Where it would choose the CPU, it is told "remote". It has a variable of the environment for that, which a
+session does not set: processes that this one starts would inherit it, and have no session. Others take a
+device by name, have a registry, or have a function that chooses.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from typing import Any
 
 import torch
 
-from ..session.session import Session, active
+from ..errors import NotSupportedError, without_our_frames
+from ..session.session import active
 from ..session.spelling import is_remote
+from ..tensors.tensor import DistributedTensor
 from .lightning_accelerator import install_lightning
 from .on_import import Hook, when_imported
 from .safetensors_files import install_safetensors
 
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 
+# Who sets it has chosen.
 _VARIABLE = "ACCELERATE_TORCH_DEVICE"
 
 
@@ -83,38 +88,80 @@ def _offer_memory(module: ModuleType) -> None:
 
 def _replace(own: _Function, ours: _Function) -> None:
     """Put a function in the place of a library's, also where a module has imported that by some name."""
-    for module in list(sys.modules.values()):
-        for name in [name for name, value in vars(module).items() if value is own]:
+    # There may be None among them, and other threads may import meanwhile.
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for name in [name for name, value in list(vars(module).items()) if value is own]:
             setattr(module, name, ours)
 
 
-def _lower(module: ModuleType) -> None:
-    """Let transformers' `bf16=True` pass where accelerate's device is a place: all places have it."""
-    own = module.is_torch_bf16_gpu_available
+def _ours() -> bool:
+    """Whether there is a session here, and the user has chosen no device for accelerate."""
+    return bool(active) and not active[0].foreign and _VARIABLE not in os.environ
+
+
+def _choose(module: ModuleType) -> None:
+    """Let accelerate's device be the session's where it would be the CPU."""
+    state = module.PartialState
+    own = state.default_device.fget
+
+    @functools.wraps(own)
+    def default_device(self: object) -> torch.device:
+        device: torch.device = own(self)
+        return torch.device("remote") if device.type == "cpu" and _ours() else device
+
+    state.default_device = property(default_device)
+
+
+def _train(module: ModuleType) -> None:
+    """Let transformers' arguments have the session's device where they would have the CPU, and `bf16=True`.
+
+    All places have bfloat16.
+    """
+    bf16 = module.is_torch_bf16_gpu_available
 
     def available() -> bool:
-        return bool(own()) or (bool(active) and is_remote(os.environ.get(_VARIABLE)))
+        return bool(bf16()) or _ours() or (bool(active) and is_remote(os.environ.get(_VARIABLE)))
 
     module.is_torch_bf16_gpu_available = available  # type: ignore[attr-defined]
+    arguments = module.TrainingArguments
+    own = arguments._setup_devices.func
+
+    @functools.wraps(own)
+    def set_up(self: Any) -> torch.device:  # type: ignore[explicit-any]
+        device: torch.device = own(self)
+        return torch.device("remote") if device.type == "cpu" and not self.use_cpu and _ours() else device
+
+    arguments._setup_devices = type(arguments.__dict__["_setup_devices"])(set_up)
+    # A cached property is told its name where a class body has it.
+    arguments._setup_devices.__set_name__(arguments, "_setup_devices")
+
+
+def _launch(module: ModuleType) -> None:
+    """Have Triton refuse a proxy by name: it would launch the kernel on a GPU of this process."""
+    kernel = module.JITFunction
+    own = kernel.run
+
+    @functools.wraps(own)
+    @without_our_frames
+    def run(self: Any, *args: object, **kwargs: object) -> object:  # type: ignore[explicit-any]
+        for operand in (*args, *kwargs.values()):
+            if isinstance(operand, DistributedTensor):
+                raise NotSupportedError(
+                    f"the Triton kernel {getattr(self, '__name__', '?')!r} reads memory of a GPU of this "
+                    f"process, and its operand lives on {operand.place}. Let the worker launch it: make it "
+                    "an operator (torch.library.custom_op) in a package that is installed there, and call "
+                    "that operator"
+                )
+        return own(self, *args, **kwargs)
+
+    kernel.run = run
 
 
 HOOKS: dict[str, Hook] = {
-    "transformers.training_args": _lower,
+    "accelerate.state": _choose,
+    "transformers.training_args": _train,
+    "triton.runtime.jit": _launch,
     "accelerate.utils.modeling": _offer_memory,
     "fastai.torch_core": _lead_fastai,
     "stable_baselines3.common.utils": _lead_baselines,
 }
-
-
-def tell_libraries(session: Session) -> None:
-    """Name "remote" as accelerate's device until the session ends, unless the user has named one."""
-    if _VARIABLE in os.environ:
-        return
-    os.environ[_VARIABLE] = "remote"
-    session.ending.on_close.append(_untell)
-
-
-def _untell() -> None:
-    # The user may have named another one meanwhile.
-    if os.environ.get(_VARIABLE) == "remote":
-        del os.environ[_VARIABLE]

@@ -14,8 +14,8 @@ from ..tensors.tensor import DistributedTensor
 
 _pin = torch.Tensor.pin_memory
 _dlpack = torch._C._to_dlpack
-# Take-over puts another function there, which tells of the workers' GPUs.
-_has_gpu = torch.cuda.is_available
+# It tells of this process's GPUs. Take-over puts another function here, since none is to be reached then.
+has_gpu = torch.cuda.is_available
 
 
 @functools.wraps(_pin)
@@ -25,8 +25,11 @@ def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> 
     Otherwise return the tensor as it is, also for a place: an upload does not need pinned memory. torch would
     look for memory of the device "remote", and raise.
     """
-    if active and not isinstance(self, DistributedTensor) and (device is None or is_remote(device)):
-        return _pin(self, "cuda") if _has_gpu() else self
+    if active and not isinstance(self, DistributedTensor):
+        if not has_gpu():
+            return self
+        if device is None or is_remote(device):
+            device = "cuda"
     return _pin(self) if device is None else _pin(self, device)
 
 
@@ -50,8 +53,18 @@ def _local_only(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
-def install_no_memory() -> None:
+@without_our_frames
+def _refuse_nested(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    raise NotSupportedError(
+        "a nested tensor lives here only; remote tensors are strided. Pad it first: "
+        'torch.nested.to_padded_tensor(x, 0.0).to("remote")'
+    )
+
+
+def install_no_memory(library: torch.library.Library) -> None:
     """Put these in torch's place."""
+    # For "remote" without an index, C++ takes a type whose key has no name here (see `_Guard` in install.py).
+    library.impl("_to_copy", _refuse_nested, "NestedTensorPrivateUse1")
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
     torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[attr-defined, assignment]
     for name in ("nested_tensor", "as_nested_tensor"):

@@ -78,7 +78,7 @@ class _Noted(Protocol):
     _distruntime_memory: _Memory
 
 
-def _restore(storage: torch.UntypedStorage, location: object) -> torch.UntypedStorage | None:
+def restore(storage: torch.UntypedStorage, location: object) -> torch.UntypedStorage | None:
     """Note that a storage goes to a place, if its location names one; torch asks for each storage."""
     memories = _loading.get()
     if memories is None or not is_remote(location):
@@ -95,7 +95,7 @@ def _to_place(
     self: torch.UntypedStorage, *, device: torch.device | str, non_blocking: bool = False
 ) -> torch.UntypedStorage:
     # A function that is given as `map_location` says so where a storage goes.
-    noted = _restore(self, device)
+    noted = restore(self, device)
     return _to(self, device=device, non_blocking=non_blocking) if noted is None else noted
 
 
@@ -137,4 +137,4 @@ def install_load() -> None:
     torch.load = load
     torch._utils._restore_device_fake_mode = _make
     torch.UntypedStorage.to = _to_place  # type: ignore[method-assign, assignment]
-    torch.serialization.register_package(_PRIORITY, lambda storage: None, _restore)  # type: ignore[arg-type]
+    torch.serialization.register_package(_PRIORITY, lambda storage: None, restore)  # type: ignore[arg-type]

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import profiler
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ..backend import safetensors_files
+from ..backend import no_memory, safetensors_files, torch_load
 from ..backend.random import get_rng_state, set_rng_state
-from ..errors import ConfigurationError, NotSupportedError, of_caller, without_our_frames
-from ..log.handle import Residence
+from ..errors import ConfigurationError, NotSupportedError, drop_frames, of_caller, without_our_frames
+from ..log.handle import Residence, next_ref
+from ..mesh import data_parallel
 from ..session.session import Session, active_session
+from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
 from ..streams.stream import Event, Stream, stream
 from ..tensors.tensor import DistributedTensor
 
@@ -39,6 +43,8 @@ _replaced: list[tuple[object, str, object]] = []
 _scripted: list[_Function] = []
 # How often each function was called that only pretends.
 _pretended: Counter[str] = Counter()
+# This ref was the last one when the take-over began.
+_first = [0]
 # It says whether each GPU of the session is a device. Otherwise there is one, the current place.
 _all = [False]
 
@@ -53,6 +59,19 @@ def takeover() -> dict[str, int]:
             "no take-over is on: dr.takeover() is for sessions of init_master_worker(as_cuda=True)"
         )
     return dict(_pretended)
+
+
+def summary() -> str:
+    """Return a line that says what the take-over has come to so far; nothing where none is on."""
+    if not _replaced:
+        return ""
+    waits = sum(stall.count for stall in stalls())
+    names = ", ".join(f"{name} ({count})" for name, count in sorted(_pretended.items()))
+    return (
+        f'"cuda" meant the workers: {next_ref() - _first[0] - 1} values were made there, and this process '
+        f"waited for them {waits} times. "
+        + (f"Only pretended: {names}" if names else "Nothing only pretended")
+    )
 
 
 # -- what "cuda" means ---------------------------------------------------------------------------------------
@@ -74,7 +93,11 @@ def _number(index: int) -> torch.device:
             RuntimeError(
                 f"CUDA error: invalid device ordinal: cuda:{index} was asked for, and the take-over shows "
                 f"{len(places)} ({seen}). "
-                + ("" if _all[0] else 'init_master_worker(as_cuda="all") shows every GPU of the session')
+                + (
+                    "These are all GPUs of the session's workers; dr.nodes() lists them"
+                    if _all[0]
+                    else 'init_master_worker(as_cuda="all"), or --all, shows every GPU of the session'
+                )
             )
         )
     device: torch.device = places[index].device
@@ -83,23 +106,34 @@ def _number(index: int) -> torch.device:
 
 def _meant(device: object) -> Any:  # type: ignore[explicit-any]
     """Return the place that "cuda" means; any other device as it is."""
+    # Without a number it is the current place, which "remote" means too. To find it here costs a microsecond.
     if isinstance(device, str):
         if device == "cuda":
-            return _number(_current_device())
+            return _current() if _all[0] else "remote"
         if not device.startswith("cuda:"):
             return device
         device = torch.device(device)
     if isinstance(device, torch.device) and device.type == "cuda":
-        return _number(_current_device() if device.index is None else device.index)
+        if device.index is None:
+            return _current() if _all[0] else torch.device("remote")
+        return _number(device.index)
+    # To torch, a number is a GPU.
+    return _number(device) if type(device) is int else device
+
+
+def _current() -> torch.device:
+    """Return the place that "cuda" without a number means."""
+    device: torch.device
+    device = _number(_current_device()) if _all[0] else active_session().places.current().device
     return device
 
 
 def _index(device: object) -> torch.device:
     """Return the place that a function of `torch.cuda` is asked about: an index, "cuda:1", None."""
-    if device is None:
-        return _number(_current_device())
+    if device is None or device == -1:
+        return _current()
     if isinstance(device, int):
-        return _number(_current_device() if device < 0 else device)
+        return _number(device)
     meant: torch.device = torch.device(_meant(device))
     return meant
 
@@ -129,10 +163,19 @@ def _replace(owner: object, name: str, new: object) -> None:
 def _by_keyword(own: _Function) -> _Function:
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
-        device = kwargs.get("device")
-        if device is not None:
-            kwargs["device"] = _meant(device)
-        return own(*args, **kwargs)
+        # Most calls of local code name nothing.
+        if not kwargs:
+            return own(*args)
+        try:
+            device = kwargs.get("device")
+            if device is not None:
+                kwargs["device"] = _meant(device)
+            if "pin_memory" in kwargs:
+                kwargs["pin_memory"] = False
+            return own(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     # TorchScript knows torch's functions by their ids, so this one keeps its id for good.
     builtin = _builtins._find_builtin(own)
@@ -147,15 +190,20 @@ def _by_position(own: _Function, at: int) -> _Function:
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
-        if len(args) > at:
-            device = args[at]
-            meant = _meant(device)
-            if meant is not device:
-                args = (*args[:at], meant, *args[at + 1 :])
-        for name in ("device", "device_type", "map_location"):
-            if name in kwargs:
-                kwargs[name] = _meant(kwargs[name])
-        return own(*args, **kwargs)
+        try:
+            if len(args) > at:
+                device = args[at]
+                meant = _meant(device)
+                if meant is not device:
+                    args = (*args[:at], meant, *args[at + 1 :])
+            if kwargs:
+                for name in ("device", "device_type", "map_location"):
+                    if name in kwargs:
+                        kwargs[name] = _meant(kwargs[name])
+            return own(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
 
     return call
 
@@ -179,14 +227,135 @@ def _as_type(own: _Function, at: int) -> _Function:
     return call
 
 
+@without_our_frames
 def _cuda(
     self: torch.Tensor, device: object = None, non_blocking: bool = False, **options: torch.memory_format
 ) -> torch.Tensor:
     return self.to(_index(device), non_blocking=non_blocking, **options)  # type: ignore[call-overload, no-any-return]
 
 
+@without_our_frames
 def _module_cuda(self: torch.nn.Module, device: object = None) -> torch.nn.Module:
     return self.to(_index(device))
+
+
+# -- the old names of types ----------------------------------------------------------------------------------
+
+_TYPES = (
+    *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "ByteTensor", "CharTensor"),
+    *("ShortTensor", "IntTensor", "LongTensor", "BoolTensor"),
+)
+
+
+class _Type(type):
+    """The kind of `torch.cuda.FloatTensor` and the like, with which old scripts make tensors."""
+
+    dtype: torch.dtype
+
+    @without_our_frames
+    def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[explicit-any]
+        place = _current()
+        if all(isinstance(size, int) for size in args):
+            return torch.empty(args, dtype=cls.dtype, device=place)
+        if isinstance(args[0], DistributedTensor):
+            return args[0].to(place, dtype=cls.dtype)
+        local: torch.Tensor = getattr(torch, cls.__name__)(*args)
+        return local.to(place)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, DistributedTensor) and instance.dtype is cls.dtype
+
+
+def _type_named(name: str) -> _Type:
+    made = _Type(name, (), {"__module__": "torch.cuda"})
+    made.dtype = getattr(torch, name).dtype
+    return made
+
+
+def _dtype_there(kind: object) -> torch.dtype | None:
+    """Return the dtype of a type of tensors on "cuda", by its class or its name; None for any other."""
+    if isinstance(kind, str) and kind.startswith(("torch.cuda.", "torch.remote.")):
+        local = getattr(torch, kind.rpartition(".")[2], None)
+        dtype: torch.dtype | None = getattr(local, "dtype", None)
+        return dtype
+    return kind.dtype if isinstance(kind, _Type) else None
+
+
+def _typed(own: _Function) -> _Function:
+    @functools.wraps(own)
+    @without_our_frames
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
+        dtype = _dtype_there(args[0] if args else kwargs.get("dtype"))
+        if dtype is None:
+            return own(self, *args, **kwargs)
+        return self.to(self.device if isinstance(self, DistributedTensor) else _index(None), dtype=dtype)
+
+    return call
+
+
+def _default_type(own: _Function) -> _Function:
+    there = [False]
+
+    @functools.wraps(own)
+    def call(kind: object, /) -> None:
+        dtype = _dtype_there(kind)
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("cuda")
+        else:
+            own(kind)
+            if there[0]:
+                torch.set_default_device(None)
+        there[0] = dtype is not None
+
+    return call
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+@without_our_frames
+def _storage_cuda(self: torch.UntypedStorage, device: object = None, non_blocking: bool = False) -> object:
+    # A function that is given to `torch.load` says so where a storage goes.
+    found = torch_load.restore(self, _index(device))
+    if found is None:
+        raise _refusal("storage.cuda()", "send the tensor, x.cuda(); torch.load takes functions that call it")
+    return found
+
+
+def _restored(storage: torch.UntypedStorage, location: str) -> object:
+    """Send what a file, or a dict of places, says of "cuda"."""
+    return torch_load.restore(storage, _meant(location)) if location.startswith("cuda") else None
+
+
+# -- what is left of this process's CUDA ---------------------------------------------------------------------
+
+
+def _without_cuda(own: _Function) -> _Function:
+    """Profile the CPU alone: this process has no CUDA to profile, and torch would warn at each operator."""
+
+    @functools.wraps(own)
+    def init(self: object, *args: Any, use_device: object = None, **kwargs: Any) -> None:  # type: ignore[explicit-any]
+        if use_device == "cuda":
+            _pretended["ProfilerActivity.CUDA"] += 1
+            use_device = None
+        own(self, *args, use_device=use_device, **kwargs)
+
+    return init
+
+
+@without_our_frames
+def _in_one(  # type: ignore[explicit-any]
+    module: torch.nn.Module,
+    inputs: object,
+    device_ids: object = None,
+    output_device: object = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> object:
+    """Stand for the function `torch.nn.parallel.data_parallel`, as the class `nn.DataParallel` does."""
+    made = torch.nn.DataParallel(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+    return made(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
 
 
 def _replace_functions() -> None:
@@ -204,11 +373,25 @@ def _replace_functions() -> None:
     for kind in (torch.Tensor, DistributedTensor):
         _replace(kind, "to", _by_position(kind.to, 1))
         _replace(kind, "cuda", _cuda)
-    _replace(torch.Tensor, "pin_memory", lambda self, device=None: self)
+        _replace(kind, "type", _typed(kind.type))
+    _replace(torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type))
+    _replace(no_memory, "has_gpu", lambda: False)
     _replace(torch.nn.Module, "to", _by_position(torch.nn.Module.to, 1))
     _replace(torch.nn.Module, "cuda", _module_cuda)
     _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))
     _replace(torch, "load", _by_position(torch.load, 1))
+    _replace(torch.UntypedStorage, "cuda", _storage_cuda)
+    _replace(torch.UntypedStorage, "to", _by_position(torch.UntypedStorage.to, 1))
+    registry = torch.serialization._package_registry
+    _replace(torch.serialization, "_package_registry", [(0, lambda storage: None, _restored), *registry])
+    for name in ("nested_tensor", "as_nested_tensor"):
+        _replace(torch.nested, name, _by_keyword(getattr(torch.nested, name)))
+    # With a type, nn.DataParallel would look for the module's parameters on "cuda:0". Without one it calls
+    # the module itself, which `mesh/data_parallel.py` refuses where there are several devices.
+    _replace(sys.modules["torch.nn.parallel.data_parallel"], "_get_available_device_type", lambda: None)
+    _replace(torch.nn.parallel, "data_parallel", _in_one)
+    _replace(data_parallel, "shown", lambda: [home.place for home in _places()])
+    _replace(profiler.profile, "__init__", _without_cuda(profiler.profile.__init__))
     _replace(safetensors_files, "meant", _meant)
     _replace(torch.autocast, "__init__", _as_type(torch.autocast.__init__, 1))
     _replace(torch.amp.GradScaler, "__init__", _as_type(torch.amp.GradScaler.__init__, 1))
@@ -244,6 +427,11 @@ def _refusing(name: str, instead: str) -> _Function:
     return call
 
 
+def _no_class(name: str, instead: str) -> type:
+    """Return what stands for a class of `torch.cuda` that cannot be made; annotations go on naming it."""
+    return type(name, (), {"__new__": _refusing(f"torch.cuda.{name}", instead), "__module__": "torch.cuda"})
+
+
 class _Device(contextlib.ContextDecorator):
     """Stands for `torch.cuda.device`. It is a class, as torch asks `isinstance` of it."""
 
@@ -251,6 +439,7 @@ class _Device(contextlib.ContextDecorator):
         self._asked = device
         self._entered: list[contextlib.AbstractContextManager[object]] = []
 
+    @without_our_frames
     def __enter__(self) -> None:
         nothing = self._asked is None or self._asked == -1
         context = (
@@ -299,29 +488,95 @@ def _place_stream(own: _Function) -> _Function:
     return call
 
 
-class _NoGraph:
-    """Stands for `torch.cuda.CUDAGraph`, which stays a class for annotations."""
+class _StreamKind(type):
+    """The kind of what stands for `torch.cuda.Stream`: its arguments are those of CUDA's."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+    @without_our_frames
+    def __call__(cls, device: object = None, priority: int = 0, **ids: int) -> Stream:
+        return Stream(active_session().places.meant(_index(device)).place, priority=priority)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Stream)
+
+
+class _CudaStream(metaclass=_StreamKind):
+    """Stands for `torch.cuda.Stream`. It is a class, as annotations name it and torch asks `isinstance`."""
+
+
+def _device_memory_used(device: object = None) -> int:
+    free, total = torch.cuda.mem_get_info(device)  # type: ignore[arg-type]
+    return total - free
+
+
+def _memory_stats(device: object = None) -> dict[str, int]:
+    return dict(torch.accelerator.memory_stats(_index(device)))
+
+
+def _nested_memory_stats(device: object = None) -> dict[str, object]:
+    nested: dict[str, Any] = {}  # type: ignore[explicit-any]
+    for name, value in _memory_stats(device).items():
+        first, second, last = name.split(".")
+        nested.setdefault(first, {}).setdefault(second, {})[last] = value
+    return nested
+
+
+class _NoGenerators(tuple[torch.Generator, ...]):
+    """Stands for `torch.cuda.default_generators`, which are in the workers."""
+
+    __slots__ = ()
+
+    @without_our_frames
+    def __getitem__(self, index: object) -> NoReturn:
         raise _refusal(
-            "torch.cuda.CUDAGraph", "run the step without it; the master issues ahead of the worker"
+            "torch.cuda.default_generators",
+            "torch.cuda.get_rng_state(k) and set_rng_state have their states, and manual_seed seeds them",
         )
 
 
 # These do nothing on workers, and whoever calls them asks for nothing.
 _IDLE = (
-    "init",
-    "_lazy_init",
-    "ipc_collect",
-    "set_per_process_memory_fraction",
-    "reset_accumulated_memory_stats",
+    *("init", "_lazy_init", "ipc_collect", "_sleep", "caching_allocator_enable"),
+    *("set_per_process_memory_fraction", "reset_accumulated_memory_stats"),
+    *("reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats"),
 )
+_KERNELS = (
+    "a kernel that this process launches reads memory of this process. Let the worker run it: make it an "
+    "operator (torch.library.custom_op) in a package that is installed there"
+)
+_WITHOUT = "run the step without it; the master issues ahead of the worker, which hides the cost of launching"
+_BUSY = "dr.nodes() shows how busy each worker is"
+_ALLOCATOR = "the workers' allocators are torch's own"
+_WHO = "dr.memory() tells who holds memory"
 _REFUSED = {
+    "set_stream": "with torch.cuda.stream(s): makes it the current one of a block",
     "cudart": "dr.nodes() and torch.cuda.mem_get_info() tell what it is mostly asked for",
+    "check_error": "errors of the workers' GPUs are raised where a value is read",
     "make_graphed_callables": "call the module itself",
-    "graph": "run the step without it",
+    "graph": _WITHOUT,
+    "graph_pool_handle": _WITHOUT,
     "caching_allocator_alloc": "make a tensor",
+    "caching_allocator_delete": "let go of the tensor",
+    "caching_allocator_disabled": _ALLOCATOR,
+    "change_current_allocator": _ALLOCATOR,
+    "use_mem_pool": _ALLOCATOR,
+    "memory_snapshot": _WHO,
     "list_gpu_processes": "dr.nodes() shows the sessions of each worker",
+    "clock_rate": _BUSY,
+    "memory_usage": _BUSY,
+    "power_draw": _BUSY,
+    "temperature": _BUSY,
+    "utilization": _BUSY,
+    "current_blas_handle": _KERNELS,
+    "current_solver_handle": _KERNELS,
+    "get_stream_from_external": _KERNELS,
+    "_compile_kernel": _KERNELS,
+}
+_NO_CLASSES = {
+    "CUDAGraph": _WITHOUT,
+    "CUDAPluggableAllocator": _ALLOCATOR,
+    "MemPool": _ALLOCATOR,
+    "GreenContext": "dr.Stream shares a device",
+    "ExternalStream": _KERNELS,
 }
 _PLACES = (
     *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info"),
@@ -330,10 +585,24 @@ _PLACES = (
 )
 
 
+@without_our_frames
+def _set_device(device: object) -> None:
+    torch.get_device_module("remote").set_device(_index(device))
+
+
 def _answer(name: str, new: object) -> None:
     """Replace a function of `torch.cuda`, also in the module there that it comes from."""
     own = getattr(torch.cuda, name, _ABSENT)
-    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda):
+    for module in (
+        *(
+            torch.cuda.random,
+            torch.cuda.memory,
+            torch.cuda.streams,
+            torch.cuda.graphs,
+            torch.cuda.green_contexts,
+        ),
+        torch.cuda,
+    ):
         if getattr(module, name, _ABSENT) is own:
             _replace(module, name, new)
 
@@ -345,7 +614,9 @@ def _replace_cuda() -> None:
         _answer(name, _asked(answer))
     for old, name in (
         ("memory_cached", "memory_reserved"),
+        ("max_memory_cached", "max_memory_reserved"),
         ("reset_max_memory_allocated", "reset_peak_memory_stats"),
+        ("reset_max_memory_cached", "reset_peak_memory_stats"),
     ):
         _answer(old, _asked(getattr(module, name)))
     answers: dict[str, object] = {
@@ -355,7 +626,7 @@ def _replace_cuda() -> None:
         "current_device": _current_device,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "is_current_stream_capturing": lambda: False,
-        "set_device": lambda device: module.set_device(_index(device)),
+        "set_device": _set_device,
         "device": _Device,
         "device_of": _DeviceOf,
         "empty_cache": module.empty_cache,
@@ -368,13 +639,24 @@ def _replace_cuda() -> None:
         "set_rng_state": _set_rng_state,
         "get_rng_state_all": lambda: [_rng_state(k) for k in range(_device_count())],
         "set_rng_state_all": _set_rng_states,
-        "Stream": Stream,
+        "default_generators": _NoGenerators(),
+        "Stream": _CudaStream,
         "Event": Event,
         "stream": stream,
         "current_stream": _place_stream(module.current_stream),
         "default_stream": _place_stream(module.default_stream),
-        "CUDAGraph": _NoGraph,
-        "memory_stats": lambda device=None: dict(torch.accelerator.memory_stats(_index(device))),
+        "memory_stats": _memory_stats,
+        "memory_stats_as_nested_dict": _nested_memory_stats,
+        "device_memory_used": _device_memory_used,
+        "host_memory_stats": dict,
+        "host_memory_stats_as_nested_dict": dict,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "get_allocator_backend": lambda: "native",
+        "can_device_access_peer": lambda device, peer_device: False,
+        "is_tf32_supported": lambda: bool(torch.cuda.get_device_capability()[0] >= 8),
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "get_sync_debug_mode": get_sync_debug_mode,
+        "get_gencode_flags": lambda: "",
         "memory_summary": lambda device=None, abbreviated=False: "the workers' memory: see dr.memory()",
         "get_arch_list": lambda: [],
     }
@@ -383,11 +665,24 @@ def _replace_cuda() -> None:
     for name in _IDLE:
         if hasattr(cuda, name):
             _answer(name, _pretending(f"torch.cuda.{name}"))
-    for name in ("range_push", "range_pop", "mark"):
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
+    for name in ("start", "stop"):
+        _replace(cuda.profiler, name, _pretending(f"torch.cuda.profiler.{name}"))
+    _replace(cuda.memory, "_record_memory_history", _pretending("torch.cuda.memory._record_memory_history"))
+    for name in ("_dump_snapshot", "_snapshot"):
+        _replace(cuda.memory, name, _refusing(f"torch.cuda.memory.{name}", _WHO))
     for name, instead in _REFUSED.items():
         if hasattr(cuda, name):
             _answer(name, _refusing(f"torch.cuda.{name}", instead))
+    for name, instead in _NO_CLASSES.items():
+        if hasattr(cuda, name):
+            _answer(name, _no_class(name, instead))
+    for name in _TYPES:
+        _replace(cuda, name, _type_named(name))
+    # Libraries that launch kernels import the first, and ask a stream for the second.
+    _replace(torch._C, "_cuda_getCurrentRawStream", _refusing("torch._C._cuda_getCurrentRawStream", _KERNELS))
+    _replace(Stream, "cuda_stream", property(_refusing("stream.cuda_stream", _KERNELS)))
     for owner in (torch.accelerator, type(module)):
         _replace(owner, "is_available", lambda *args: True)
     _replace(torch.accelerator, "device_count", _device_count)
@@ -395,6 +690,7 @@ def _replace_cuda() -> None:
 
 def _asked(answer: _Function) -> _Function:
     @functools.wraps(answer)
+    @without_our_frames
     def call(device: object = None) -> object:
         return answer(_index(device))
 
@@ -420,6 +716,7 @@ def take_over(session: Session, as_cuda: bool | str) -> str:
     """Let "cuda" mean the session until it ends; return a line that says so."""
     _all[0] = as_cuda == "all"
     _pretended.clear()
+    _first[0] = next_ref()
     session.ending.on_close.append(give_back)
     _replace_functions()
     _replace_cuda()

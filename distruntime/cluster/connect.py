@@ -13,7 +13,6 @@ from typing import Literal
 
 from ..backend.determinism import follow_determinism
 from ..backend.install import install
-from ..backend.libraries import tell_libraries
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
@@ -166,7 +165,6 @@ def init_master_worker(
     opened.groups.meeting.start()
     active[:] = [opened]
     follow_determinism(opened)
-    tell_libraries(opened)
     held = Session(opened)
     _begun[:] = [_Begun(held, arguments)]
     # Registering once is enough, as it stays as long as the process.

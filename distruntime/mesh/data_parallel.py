@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import NotSupportedError, without_our_frames
+from ..log.handle import Place
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
 
@@ -50,6 +51,11 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
+def shown() -> Sequence[Place]:
+    """Return the places that the script can name. Take-over puts another function here."""
+    return active_session().places.own
+
+
 def _require_one_device(module: torch.nn.Module) -> None:
     """Raise `NotSupportedError` for a remote module that has more than one device of its kind."""
     first = next((p for p in module.parameters() if isinstance(p, DistributedTensor)), None)
@@ -57,7 +63,7 @@ def _require_one_device(module: torch.nn.Module) -> None:
         return
     place = first.place
     kinds = [one.local_device.partition(":")[0] for one in (place.members or (place,))]
-    alike = [one for one in active_session().places.own if one.local_device.partition(":")[0] == kinds[0]]
+    alike = [one for one in shown() if one.local_device.partition(":")[0] == kinds[0]]
     if not place.members and len(alike) < 2:
         return
     raise NotSupportedError(

@@ -123,6 +123,8 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
         text,
         f"  {failure.op} on {node}" + (f", operands: {failure.operands}" if failure.operands else ""),
     ]
+    if failure.kind == "NotImplementedError" and "does not exist in torch" in failure.text:
+        lines.append(f"  torch {torch.__version__} is here")
     lines += [f"  {line}" for line in callers_text(cause.call)]
     if cause.line:
         lines.append(f"  issued at {cause.line}")

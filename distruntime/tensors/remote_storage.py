@@ -18,8 +18,9 @@ from ..log.line import user_line
 from ..operators.signatures import template
 
 # No address has more than 64 bits. So whoever hands one of these numbers to C code gets an OverflowError, and
-# no C code follows it.
-_FIRST_ADDRESS = 1 << 64
+# no C code follows it. `ctypes.c_void_p` alone cuts the upper bits off without a word. Then bit 63 is left,
+# and no processor maps such an address for a program.
+_FIRST_ADDRESS = 3 << 63
 _ALIGNMENT = 512
 _lock = threading.Lock()
 _next_address = [_FIRST_ADDRESS]

@@ -16,7 +16,7 @@ import torch
 from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
-from ..log.current import DeviceLike, current_gpu, device_name
+from ..log.current import ACCELERATOR, DeviceLike, device_name
 from ..log.handle import Handle, Place, Residence
 from ..operators.dispatch import dispatch
 from ..operators.member_views import view_of_member
@@ -42,6 +42,11 @@ _to: _Convert = torch.Tensor.to  # type: ignore[assignment]
 
 # While `torch.save` runs in this thread, this returns the local copy of a proxy: see `backend/torch_save.py`.
 saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
+
+
+def _numbered(device: object) -> bool:
+    """Whether a device is an accelerator of a node by its number alone."""
+    return isinstance(device, int) or (isinstance(device, str) and device.partition(":")[0] == ACCELERATOR)
 
 
 class DistributedTensor(torch.Tensor):
@@ -102,7 +107,7 @@ class DistributedTensor(torch.Tensor):
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
         kind, _, index = self.place.local_device.partition(":")
-        number = DeviceIndex(index if kind == "cuda" else -1)
+        number = DeviceIndex(-1 if kind == "cpu" else index)
         number.place = self.place
         return number
 
@@ -152,10 +157,10 @@ class DistributedTensor(torch.Tensor):
             return places.residence(twin_on(places, node, target, self.place))
         assert target is not None
         try:
-            device = target if isinstance(target, int) else torch.device(target)
+            device = target if _numbered(target) else torch.device(target)
         except RuntimeError as error:
             raise of_caller(error) from None
-        if isinstance(device, int) or device.type == "cuda":
+        if not isinstance(device, torch.device) or device.type not in ("cpu", "meta"):
             if self._handle.place.node.members:
                 raise PlacementError(
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
@@ -181,7 +186,7 @@ class DistributedTensor(torch.Tensor):
         Return at once.
         """
         return self.to(
-            current_gpu() if device is None else device_name(device),
+            ACCELERATOR if device is None else device_name(device),
             non_blocking=non_blocking,
             memory_format=memory_format,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -83,6 +84,26 @@ def test_what_stays_here_says_so(session: object) -> None:
         embedding(torch.tensor([1, 2], device=REMOTE)).sum().backward()
     capsule = torch.utils.dlpack.to_dlpack(torch.ones(2))
     assert torch.utils.dlpack.from_dlpack(capsule).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_says_that_it_lives_here(session: object) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert nested.to(torch.float64).dtype == torch.float64
+    with pytest.raises(dr.NotSupportedError, match="Pad it first"):
+        nested.to(torch.ones(1, device=REMOTE).device)
+
+
+def test_a_state_that_is_loaded_there_keeps_its_versions(session: object) -> None:
+    file = io.BytesIO()
+    torch.save(nn.BatchNorm1d(2).state_dict(), file)
+    file.seek(0)
+    found = torch.load(file, map_location=REMOTE)
+    assert found._metadata[""]["version"] == 2 and found["weight"].device.type == "remote"
+
+
+def test_the_device_module_without_a_device_is_the_sessions(session: object) -> None:
+    assert torch.get_device_module() is torch.get_device_module("remote")
 
 
 def test_what_is_compiled_runs_op_by_op_where_it_gets_remote_tensors(session: object) -> None:

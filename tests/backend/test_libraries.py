@@ -9,9 +9,11 @@ import importlib.util
 import inspect
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,28 +30,95 @@ from distruntime.backend.on_import import when_imported
 VARIABLE = "ACCELERATE_TORCH_DEVICE"
 
 
-def test_accelerate_is_told_the_device_while_a_session_is_open(
-    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+# The parts of accelerate and Triton that a session teaches.
+STATE = """
+import torch
+
+class PartialState:
+    @property
+    def default_device(self):
+        return torch.device(DEVICE)
+
+DEVICE = "cpu"
+"""
+JIT = """
+class JITFunction:
+    def __init__(self, function):
+        self.function, self.__name__ = function, function.__name__
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
+
+    def run(self, *args, grid, **kwargs):
+        return self.function(*args, **kwargs)
+"""
+
+
+def taught(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> Any:
+    """Import a module of a library that is not installed."""
+    if name in sys.modules or importlib.util.find_spec(name.partition(".")[0]) is not None:
+        pytest.skip(f"{name} is installed")
+    parts = name.split(".")
+    for k in range(1, len(parts) + 1):
+        # What is set here is gone after the test.
+        monkeypatch.setitem(sys.modules, ".".join(parts[:k]), ModuleType("none"))
+        del sys.modules[".".join(parts[:k])]
+        if k < len(parts):
+            folder.joinpath(*parts[:k]).mkdir()
+            folder.joinpath(*parts[:k], "__init__.py").touch()
+    folder.joinpath(*name.split(".")).with_suffix(".py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return importlib.import_module(name)
+
+
+def test_accelerate_has_the_session_where_it_would_have_the_cpu(
+    session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    fresh_session(world_size=1)
-    assert os.environ[VARIABLE] == "remote"
-    dr.shutdown()
-    assert VARIABLE not in os.environ
-    # A user's own word stands.
+    state = taught(tmp_path, monkeypatch, "accelerate.state", STATE)
+    assert state.PartialState().default_device == torch.device(REMOTE)
+    # A process that this one starts has no session, so nothing tells it of one.
+    code = f"import os; print(os.environ.get({VARIABLE!r}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "None\n"
+    # A user's own word stands, and so does another device.
     monkeypatch.setenv(VARIABLE, "cpu")
-    fresh_session(world_size=1)
-    assert os.environ[VARIABLE] == "cpu"
+    assert state.PartialState().default_device == torch.device("cpu")
+    monkeypatch.delenv(VARIABLE)
+    state.DEVICE = "cuda"
+    assert state.PartialState().default_device == torch.device("cuda")
+
+
+def test_without_a_session_accelerate_has_the_cpu(
+    fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dr.shutdown()
-    assert os.environ[VARIABLE] == "cpu"
+    state = taught(tmp_path, monkeypatch, "accelerate.state", STATE)
+    assert state.PartialState().default_device == torch.device("cpu")
 
 
 def test_transformers_arguments_take_bfloat16(session: object, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = importlib.import_module("transformers.training_args")
-    monkeypatch.setenv(VARIABLE, "remote")
+    monkeypatch.delenv(VARIABLE, raising=False)
     assert arguments.is_torch_bf16_gpu_available()
     monkeypatch.setenv(VARIABLE, "cpu")
     assert arguments.is_torch_bf16_gpu_available() == torch.cuda.is_available()
+    monkeypatch.setenv(VARIABLE, "remote")
+    assert arguments.is_torch_bf16_gpu_available()
+
+
+def test_a_triton_kernel_refuses_a_proxy_by_name(
+    session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_one(x: torch.Tensor, size: int) -> int:
+        return size
+
+    kernel = taught(tmp_path, monkeypatch, "triton.runtime.jit", JIT).JITFunction(add_one)
+    assert kernel[1](torch.ones(2), size=2) == 2
+    with pytest.raises(
+        dr.NotSupportedError, match=r"Triton kernel 'add_one' .* node 0 cpu.*custom_op"
+    ) as failed:
+        kernel[1](torch.ones(2, device=REMOTE), size=2)
+    assert failed.traceback[-1].path == tmp_path / "triton" / "runtime" / "jit.py"
 
 
 def test_safetensors_are_loaded_to_a_place(session: object, tmp_path: Path) -> None:
@@ -192,6 +261,8 @@ def test_a_library_that_chooses_a_device_chooses_the_current_place(
     )
     monkeypatch.syspath_prepend(tmp_path)
     names = ("stable_baselines3.common.policies", "fastai.torch_core", "fastai.loading")
+    # Who says None there forbids an import.
+    monkeypatch.setitem(sys.modules, "forbidden", None)
     taught = ("stable_baselines3.common.utils", "fastai.torch_core", "accelerate.utils.modeling")
     # Another session of this process may have watched for them already.
     monkeypatch.setattr("distruntime.backend.on_import._hooks", {})

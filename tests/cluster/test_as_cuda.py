@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from distruntime.cluster import as_cuda
 from distruntime.cluster.local_workers import worker_environment
 from processes import STARTING
 
+# torch.cuda's own, by name.
+before: dict[str, Any] = {}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _taken() -> Iterator[None]:
@@ -30,10 +35,13 @@ def _taken() -> Iterator[None]:
     # What every session changes is there before and after.
     install()
     random = torch.cuda.random.get_rng_state
-    before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+    before.update({name: getattr(torch.cuda, name) for name in dir(torch.cuda)})
     factories = {name: getattr(torch, name) for name in ("zeros", "load", "autocast", "is_autocast_enabled")}
     methods = torch.Tensor.to, torch.Tensor.__dict__.get("new_zeros"), nn.Module.to, torch.autocast.__init__
+    # A session has one function for it, with and without the take-over.
+    pinning = torch.Tensor.pin_memory
     dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)
+    assert torch.Tensor.pin_memory is pinning
     yield
     dr.shutdown()
     # All of it is torch's own again.
@@ -46,6 +54,8 @@ def _taken() -> Iterator[None]:
         torch.autocast.__init__,
     )
     assert not torch.cuda.is_available() and torch.cuda.random.get_rng_state is random
+    assert not hasattr(torch._C, "_cuda_getCurrentRawStream") and not hasattr(dr.Stream, "cuda_stream")
+    assert torch.Tensor.pin_memory is pinning
 
 
 def in_a_thread() -> Any:
@@ -76,6 +86,21 @@ def from_a_file() -> Any:
     return torch.load(file, map_location="cuda")["a"]
 
 
+def saved(*, by_a_gpu: bool = False) -> io.BytesIO:
+    """Return a file with a tensor, as a process with a GPU writes it or one without."""
+    file = io.BytesIO()
+    registry = torch.serialization._package_registry
+    if by_a_gpu:
+        registry.insert(0, (0, lambda storage: "cuda:0", lambda storage, location: None))
+    try:
+        torch.save({"a": torch.ones(2)}, file)
+    finally:
+        if by_a_gpu:
+            registry.pop(0)
+    file.seek(0)
+    return file
+
+
 SPELLINGS: dict[str, Callable[[], Any]] = {
     "a factory": lambda: torch.zeros(2, device="cuda"),
     "with an index": lambda: torch.zeros(2, device="cuda:0"),
@@ -96,6 +121,20 @@ SPELLINGS: dict[str, Callable[[], Any]] = {
     "a context": in_a_context,
     "the default": by_default,
     "a file": from_a_file,
+    "a file, by a function": lambda: torch.load(saved(), map_location=lambda storage, _: storage.cuda(0))[
+        "a"
+    ],
+    "a file, by a dict": lambda: torch.load(saved(), map_location={"cpu": "cuda:0"})["a"],
+    "a file of a GPU": lambda: torch.load(saved(by_a_gpu=True))["a"],
+    "a type by name": lambda: torch.ones(2).type("torch.cuda.FloatTensor"),
+    "a type": lambda: torch.ones(2).type(torch.cuda.LongTensor),
+    "another's type": lambda: torch.ones(2).type(torch.ones(2, device="cuda").type()),
+    "a type of a remote one": lambda: torch.ones(2, device="cuda").type("torch.cuda.HalfTensor"),
+    "a type with sizes": lambda: torch.cuda.FloatTensor(2, 3).fill_(1.0),
+    "a type with data": lambda: torch.cuda.LongTensor([1, 2]),
+    "nn.DataParallel": lambda: nn.DataParallel(nn.Linear(2, 2)).cuda()(torch.ones(1, 2).cuda()),
+    "data_parallel": lambda: nn.parallel.data_parallel(nn.Linear(2, 2).cuda(), torch.ones(1, 2).cuda(), [0]),
+    "a number": lambda: torch.ones(2, device=0).to(0),
     "a thread": in_a_thread,
     "a generator": lambda: torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
     "the current device": lambda: torch.ones(2).to(f"cuda:{torch.cuda.current_device()}"),
@@ -158,6 +197,120 @@ def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
     assert dr.takeover()["torch.cuda.nvtx.range_push"] == 1
 
 
+# torch's own, and they ask nothing of a device: errors, modules, flags, and storages, which cannot be made.
+OWN = re.compile(
+    r".*Storage|CudaError|DeferredCudaCallError|StreamContext|cudaStatus|has_half|has_magma|amp|graphs|jiterator|"
+    r"memory|nccl|nvtx|profiler|random|sparse|streams|tunable"
+)
+
+
+def test_each_name_of_torch_cuda_has_an_answer() -> None:
+    own = [name for name in torch.cuda.__all__ if getattr(torch.cuda, name) is before[name]]
+    assert [name for name in own if not OWN.fullmatch(name)] == []
+
+
+def test_more_of_torch_cuda_answers() -> None:
+    cuda = torch.cuda
+    held = torch.ones(1000, device="cuda")
+    assert cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] >= held.nbytes
+    assert cuda.device_memory_used() > 0 and cuda.get_allocator_backend() == "native"
+    assert torch.get_device_module() is torch.get_device_module("cuda")
+    side = cuda.Stream(device="cuda:0", priority=-1)
+    with cuda.stream(side):
+        assert cuda.current_stream() == side and isinstance(side, cuda.Stream)
+    assert cuda.current_stream() == cuda.default_stream() and isinstance(cuda.Stream(0), cuda.Stream)
+    assert isinstance(held, cuda.FloatTensor) and not isinstance(held, cuda.LongTensor)
+    assert not isinstance(torch.ones(1), cuda.FloatTensor)
+    assert (
+        not torch.empty(2, pin_memory=True).is_pinned()
+        and torch.ones(2).pin_memory("cuda").device.type == "cpu"
+    )
+    cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="blocks until a worker answers"):
+            held.sum().item()
+    finally:
+        cuda.set_sync_debug_mode(0)
+    cuda.memory._record_memory_history()
+    assert dr.takeover()["torch.cuda.memory._record_memory_history"] == 1
+
+
+def test_a_default_type_is_a_dtype_and_a_device() -> None:
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        made = torch.ones(2)
+        assert made.dtype == torch.float64 and made.place == dr.place(0)
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.ones(2).device.type == "cpu" and torch.ones(2).dtype == torch.float32
+
+
+def test_a_file_keeps_its_module_and_the_versions_of_a_state() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    file = io.BytesIO()
+    torch.save({"model": model, "state": model.state_dict(), "local": torch.ones(1)}, file)
+    for where in ("cuda", lambda storage, _: storage.cuda(), torch.device("cuda", 0)):
+        file.seek(0)
+        found = torch.load(file, map_location=where, weights_only=False)
+        assert {p.device.type for p in found["model"].parameters()} == {"remote"}
+        assert found["state"]._metadata == model.state_dict()._metadata
+        assert {t.device.type for t in found["state"].values()} == {"remote"}
+    file.seek(0)
+    found = torch.load(file, map_location=lambda storage, _: storage, weights_only=False)
+    assert found["model"][0].weight.device.type == "cpu"
+
+
+def test_a_profiler_of_cuda_watches_this_process_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as watched:
+        torch.ones(2, device="cuda") + 1
+    assert "aten::add" in {event.key for event in watched.key_averages()}
+    assert dr.takeover()["ProfilerActivity.CUDA"] >= 1
+    assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+
+RAGGED = [torch.ones(2), torch.ones(3)]
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a factory": (lambda: torch.zeros(2, device="cuda:7"), r"cuda:7 was asked for, and .* shows 1 .*--all"),
+    "to": (lambda: torch.ones(2).to("cuda:7"), "cuda:7 was asked for"),
+    "to of a remote one": (lambda: torch.ones(2, device="cuda").to("cuda:7"), "cuda:7 was asked for"),
+    "cuda": (lambda: torch.ones(2).cuda(7), "cuda:7 was asked for"),
+    "a module": (lambda: nn.Linear(2, 2).cuda(7), "cuda:7 was asked for"),
+    "set_device": (lambda: torch.cuda.set_device(9), "cuda:9 was asked for"),
+    "synchronize": (lambda: torch.cuda.synchronize(9), "cuda:9 was asked for"),
+    "a context": (lambda: torch.cuda.device(9).__enter__(), "cuda:9 was asked for"),
+    "a stream": (lambda: torch.cuda.Stream(9), "cuda:9 was asked for"),
+    "a file": (lambda: torch.load(saved(), map_location="cuda:7"), "cuda:7 was asked for"),
+    "a graph": (lambda: torch.cuda.CUDAGraph(), "CUDAGraph.*run the step without it"),
+    "a graph's context": (lambda: torch.cuda.graph(None), "cuda.graph .*run the step without it"),
+    "cudart": (lambda: torch.cuda.cudart(), "cudart.*mem_get_info"),
+    "a kernel's stream": (lambda: torch.cuda.current_stream().cuda_stream, "cuda_stream.*custom_op"),
+    "a raw stream": (lambda: torch._C._cuda_getCurrentRawStream(0), "RawStream.*custom_op"),
+    "a generator": (lambda: torch.cuda.default_generators[0], "get_rng_state"),
+    "a storage": (lambda: torch.ones(2).untyped_storage().cuda(), r"x\.cuda\(\)"),
+    "a pool": (lambda: torch.cuda.MemPool(), "MemPool.*torch's own"),
+    "a stream for good": (
+        lambda: torch.cuda.set_stream(torch.cuda.Stream()),
+        r"with torch\.cuda\.stream\(s\)",
+    ),
+    "how busy": (lambda: torch.cuda.utilization(), r"dr\.nodes\(\)"),
+    "a ragged tensor": (lambda: torch.nested.nested_tensor(RAGGED, device="cuda"), "Pad them"),
+    "a ragged one to": (lambda: torch.nested.nested_tensor(RAGGED).cuda(), "Pad it first"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_says_so_at_the_users_line(name: str) -> None:
+    ask, text = WRONG[name]
+    with pytest.raises((RuntimeError, dr.NotSupportedError), match=text) as failed:
+        ask()
+    frames = [Path(str(entry.path)) for entry in failed.traceback]
+    assert not [path for path in frames if "distruntime" in path.parts and "tests" not in path.parts]
+
+
 def test_local_code_and_torchscript_stay_as_they_are() -> None:
     assert torch.zeros(2).device.type == "cpu" and torch.ones(2).to("cpu").device.type == "cpu"
     with pytest.warns((DeprecationWarning, FutureWarning)):
@@ -208,13 +361,13 @@ def saved_parts(saved: list[Any]) -> list[list[Any]]:
 
 def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
     """Mixed precision, a scaler, pinned loading, a fused optimizer and a checkpoint, as people write them."""
-    printed, saved = [], []
+    printed, saved, said = [], [], []
     for command in ((sys.executable,), (sys.executable, "-m", "distruntime", "run", "--as-cuda")):
         checkpoint = tmp_path / f"{len(command)}.pt"
         (tmp_path / "train.py").write_text(f"CHECKPOINT = {str(checkpoint)!r}\n{TRAINS}")
         done = subprocess.run(
             [*command, str(tmp_path / "train.py")],
-            env=worker_environment(1),
+            env={**worker_environment(1), "DISTRUNTIME_QUIET": ""},
             capture_output=True,
             text=True,
             timeout=STARTING,
@@ -222,9 +375,14 @@ def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines()[-1])
+        said.append(done.stderr.splitlines())
         saved.append(torch.load(checkpoint))
     assert printed[0].split()[-1] == "cpu" and printed[1].split()[-1] == "cuda"
     assert printed[0].split()[1] == printed[1].split()[1]
+    # The end of the run says what was remote.
+    assert said[0] == [] and re.search(
+        r"\d{3} values were made there, .* Nothing only pretended", said[1][-1]
+    )
     for there, here in zip(*saved_parts(saved)):
         torch.testing.assert_close(there, here)
 

@@ -1,6 +1,8 @@
 """Runs one script for each library here and on a worker, compares the numbers, and prints a table.
 
-    python tests/ecosystem/run.py [case or library ...] [--page docs/ecosystem.md]
+Then it runs whole scripts that say "cuda" (programs.py), and prints another table.
+
+    python tests/ecosystem/run.py [case, script or library ...] [--page docs/ecosystem.md]
 
 `make ecosystem` installs the libraries first. Nothing is downloaded but packages: models are built from
 configs, and data are drawn. Each file of cases runs in a child process for each device. A child that dies
@@ -28,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import programs
 import torchvision_operators
 from cases import CASES, Case, NotRun
 
@@ -246,9 +249,11 @@ def version(library: str) -> str:
         return "not installed"
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+HEADING = ["library", "version", "what was tried", "result", "waits"]
+
+
+def table(rows: Sequence[Row | Taken], heading: Sequence[str] = HEADING) -> Iterator[str]:
     """Yield the lines of a table in Markdown, which reads well on a terminal too."""
-    heading = ["library", "version", "what was tried", "result", "waits"]
     cells = [[cell.replace("|", "\\|") for cell in row.cells()] for row in rows]
     widths = [min(60, max(len(line[k]) for line in [heading, *cells])) for k in range(len(heading))]
     for line in [heading, ["-" * width for width in widths], *cells]:
@@ -265,15 +270,54 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def rewrite(page: Path, rows: Sequence[Row]) -> None:
-    """Put the table into the page, between its two marks."""
-    before, mark, rest = page.read_text().partition("<!-- table -->\n")
-    _, end, after = rest.partition("<!-- end of the table -->\n")
-    if not (mark and end):
-        raise ValueError(f"{page} has no lines `<!-- table -->` and `<!-- end of the table -->`")
+# -- scripts that say "cuda" ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A row of the second table."""
+
+    program: programs.Program
+    there: programs.Run
+    worst: float
+    wrong: str
+
+    def cells(self) -> list[str]:
+        same = "the same numbers" if self.worst == 0 else f"the same to {self.worst:.0e}"
+        script = f"`{self.program.name}`"
+        known = [self.program.library, version(self.program.library), script, self.program.tried]
+        found = [str(self.there.values), str(self.there.waits), self.there.pretended]
+        return [*known, self.wrong or same, *found]
+
+
+TAKEN_HEADING = [
+    *("library", "version", "script", "what it does", "result"),
+    *("values there", "waits", "only pretended"),
+]
+
+
+def taken(program: programs.Program) -> Taken:
+    """Run a script here and on a worker."""
+    here, there = (programs.run(program, ENVIRONMENT, PATIENCE, as_cuda=as_cuda) for as_cuda in (False, True))
+    worst = difference(here.numbers, there.numbers)
+    return Taken(program, there, worst, programs.judge(here, there, worst, program.tolerance))
+
+
+def taken_summary(rows: Sequence[Taken]) -> str:
+    right = sum(not row.wrong for row in rows)
+    wrong = len(rows) - right
+    return f"{len(rows)} scripts that say cuda: {right} give the same numbers on a worker, {wrong} do not."
+
+
+def rewrite(page: Path, lines: Sequence[str], words: str, mark: str = "table") -> None:
+    """Put a table into the page, between its two marks."""
+    before, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    _, end, after = rest.partition(f"<!-- end of the {mark} -->\n")
+    if not (begin and end):
+        raise ValueError(f"{page} has no lines `<!-- {mark} -->` and `<!-- end of the {mark} -->`")
     machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-    words = f"{time.strftime('%Y-%m-%d')}, torch {version('torch')}, {machine}. {summary(rows)}"
-    page.write_text("".join([before, mark, words, "\n\n", "\n".join(table(rows)), "\n", end, after]))
+    head = f"{time.strftime('%Y-%m-%d')}, torch {version('torch')}, {machine}. {words}"
+    page.write_text("".join([before, begin, head, "\n\n", "\n".join(lines), "\n", end, after]))
 
 
 def chosen(kind: str, wanted: Sequence[str]) -> list[str]:
@@ -286,11 +330,12 @@ def chosen(kind: str, wanted: Sequence[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("wanted", nargs="*", help="cases or libraries; all without")
-    parser.add_argument("--page", type=Path, help="the page whose table is written anew")
+    parser.add_argument("wanted", nargs="*", help="cases, scripts or libraries; all without")
+    parser.add_argument("--page", type=Path, help="the page whose tables are written anew")
+    parser.add_argument("--only", choices=["cases", "scripts"], help="one of the two tables")
     options = parser.parse_args()
-    rows = []
-    for kind in KINDS:
+    rows: list[Row] = []
+    for kind in KINDS if options.only != "scripts" else ():
         names = chosen(kind, options.wanted)
         here = {outcome.case: outcome for outcome in outcomes(kind, "cpu", names)}
         for there in outcomes(kind, "remote", names):
@@ -300,16 +345,31 @@ def main() -> int:
             rows.append(row)
             print(f"{case.name} ({case.library}): {result}{': ' if why else ''}{why}", flush=True)
     rows.sort(key=lambda row: (KINDS.index(row.case.script.__module__), row.case.library.lower()))
-    print("", *table(rows), "", summary(rows), sep="\n")
-    if options.page:
-        rewrite(options.page, rows)
+    scripts: list[Taken] = []
+    for program in programs.PROGRAMS if options.only != "cases" else ():
+        if not options.wanted or {program.library, program.name, program.file} & set(options.wanted):
+            scripts.append(taken(program))
+            print(f"{program.name} ({program.library}): {scripts[-1].wrong or 'the same'}", flush=True)
+    if rows:
+        print("", *table(rows), "", summary(rows), sep="\n")
+        if options.page:
+            rewrite(options.page, list(table(rows)), summary(rows))
+    if scripts:
+        print("", *table(scripts, TAKEN_HEADING), "", taken_summary(scripts), sep="\n")
+        if options.page:
+            rewrite(
+                options.page, list(table(scripts, TAKEN_HEADING)), taken_summary(scripts), "table of scripts"
+            )
     worse = [row for row in rows if row.worse]
     for row in worse:
         print(f"worse than expected: {row.case.name} ({row.case.library}) {row.result}: {row.why}")
     for row in rows:
         if row.case.fails and row.result in (WORKS, CHANGED):
             print(f"better than expected: {row.case.name} ({row.case.library}) {row.result}")
-    return 1 if worse else 0
+    wrong = [row for row in scripts if row.wrong]
+    for row_of_script in wrong:
+        print(f"worse than expected: {row_of_script.program.name}: {row_of_script.wrong}")
+    return 1 if worse or wrong else 0
 
 
 if __name__ == "__main__":

@@ -65,9 +65,39 @@ def test_the_table_of_a_page_is_written_anew(run: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- table -->\nold\n<!-- end of the table -->\nAfter.\n")
     case = run.Case("torch", "a | b", script)
-    run.rewrite(page, [run.Row(case, "1.0", run.WORKS, "", 3)])
+    rows = [run.Row(case, "1.0", run.WORKS, "", 3)]
+    run.rewrite(page, list(run.table(rows)), run.summary(rows))
     text = page.read_text()
     assert text.startswith("Before.\n<!-- table -->\n") and text.endswith(
         "<!-- end of the table -->\nAfter.\n"
     )
     assert "old" not in text and "a \\| b" in text and "1 work as written" in text
+
+
+SAID = (
+    '"cuda" meant the workers: 1901 values were made there, and this process waited for them 59 times. '
+    "Only pretended: torch.cuda.nvtx.mark (2)\n"
+)
+PRINTED = 'loss 1.5\n{"losses": [1.5, [2]], "word": "a", "where": "%s"}\n'
+
+
+@pytest.mark.parametrize(
+    ("there", "worst", "expected"),
+    [
+        ((0, PRINTED % "remote:0", SAID), 0.0, ""),
+        ((0, PRINTED % "remote:0", SAID), 0.1, "differs"),
+        ((0, PRINTED % "cpu", SAID), 0.0, "stays in this process"),
+        ((0, PRINTED % "remote:0", ""), 0.0, "stays in this process: 0 values"),
+        ((1, "", "Traceback\nValueError: no"), 0.0, "fails: ValueError: no"),
+    ],
+)
+def test_a_script_for_cuda_is_to_do_the_same_work_on_the_worker(
+    run: Any, there: tuple[int, str, str], worst: float, expected: str
+) -> None:
+    programs = run.programs
+    here = programs.read(0, PRINTED % "cpu", "")
+    found = programs.read(*there)
+    assert programs.judge(here, found, worst, 1e-4).startswith(expected)
+    assert here.numbers == {"losses": [1.5, 2.0], "word": ["a"]}
+    if there[2] == SAID and not there[0]:
+        assert (found.values, found.waits, found.pretended) == (1901, 59, "torch.cuda.nvtx.mark (2)")

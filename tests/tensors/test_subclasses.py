@@ -129,6 +129,12 @@ def test_lazy_modules_are_born_on_a_worker(session: object) -> None:
     assert all(p.grad is not None and isinstance(p, nn.Parameter) for p in model.parameters())
 
 
+def test_lazy_modules_take_a_dtype_before_they_have_a_shape(session: object) -> None:
+    for module in (nn.LazyLinear(4, device=REMOTE).half(), nn.LazyLinear(4).to(REMOTE).half()):
+        module(torch.ones(2, 3, device=REMOTE, dtype=torch.float16))
+        assert module.weight.dtype is torch.float16 and module.weight.device.type == "remote"
+
+
 def fused(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 4, 8).to(device).as_subclass(Image)

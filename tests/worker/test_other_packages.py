@@ -36,11 +36,28 @@ def kept(x):
 """
 
 
+# The compiled part of a package was built against another torch, as the loader says it.
+FAILS = """raise OSError("broken_for_tests.so: undefined symbol: _ZN2at4_ops5empty4callE")\n"""
+WORKS_HERE = """
+import torch
+
+torch.library.define("broken_for_tests::twice", "(Tensor x) -> Tensor")
+
+@torch.library.register_fake("broken_for_tests::twice")
+def _(x):
+    return torch.empty_like(x)
+"""
+
+
 def test_a_worker_imports_the_package_of_an_operator(
     fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pictures_for_tests.py").write_text(PACKAGE)
+    (tmp_path / "broken_for_tests.py").write_text(FAILS)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "broken_for_tests.py").write_text(WORKS_HERE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "here")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     worker = ListeningWorker(tmp_path, "--listen", "tcp://127.0.0.1:0", under=("env",), PYTHONPATH=path)
     try:
@@ -50,6 +67,21 @@ def test_a_worker_imports_the_package_of_an_operator(
         x = torch.arange(3.0, device=REMOTE)
         assert torch.ops.pictures_for_tests.brighter(x, 1.5).tolist() == [1.5, 2.5, 3.5]
         assert torch.ops.pictures_for_tests.kept(x).tolist() == [2.0]
+
+        # A package that does not load there costs its own operator and nothing else.
+        import broken_for_tests  # type: ignore[import-not-found]  # noqa: F401
+
+        with pytest.raises(NotImplementedError) as failed:
+            torch.ops.broken_for_tests.twice(x).tolist()
+        text = str(failed.value)
+        assert (
+            f"broken_for_tests::twice.default does not exist in torch {torch.__version__} on this wor" in text
+        )
+        assert "its import fails with OSError: broken_for_tests.so: undefined symbol" in text
+        assert "install the build for this one on the worker" in text
+        assert "on node 0" in text and f"torch {torch.__version__} is here" in text
+        assert f"issued at {__file__}" in text
+        assert (x + 1).tolist() == [1.0, 2.0, 3.0]
         dr.shutdown()
     finally:
         worker.stop()

@@ -40,24 +40,29 @@ def operator(name: str) -> Operator:
     base, _, overload = rest.partition(".")
     if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
         importlib.import_module(_ON_IMPORT[namespace])
-    found = _find(namespace, base, overload)
-    if found is None and _imported(namespace):
-        found = _find(namespace, base, overload)
+    found, broken = _find(namespace, base, overload), ""
+    if found is None:
+        try:
+            if _imported(namespace):
+                found = _find(namespace, base, overload)
+        # Whatever a package does when it is imported, its operator is missing, and the session goes on.
+        except Exception as error:
+            broken = f"{type(error).__name__}: {str(error).strip()[:300]}"
     if found is not None:
         return found
-    own = namespace in ("aten", "prims", "distruntime")
+    why = (
+        ""
+        if namespace in ("aten", "prims", "distruntime")
+        else f": the package {namespace!r} is installed here, and its import fails with {broken}. Its "
+        "compiled part may be made for another torch: install the build for this one on the worker"
+        if broken
+        else f", and no package {namespace!r} that is installed here has it. If it is one of a "
+        "package, install that on the worker; if this process defined it, put it into a package "
+        "of that name"
+    )
 
     def missing(*_: object, **__: object) -> None:
-        raise NotImplementedError(
-            f"{name} does not exist in torch {torch.__version__} on this worker"
-            + (
-                ""
-                if own
-                else f", and no package {namespace!r} that is installed here has it. If it is one of a "
-                "package, install that on the worker; if this process defined it, put it into a package "
-                "of that name"
-            )
-        )
+        raise NotImplementedError(f"{name} does not exist in torch {torch.__version__} on this worker{why}")
 
     return missing
 

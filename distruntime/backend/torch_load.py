@@ -95,7 +95,8 @@ def _to_place(
     self: torch.UntypedStorage, *, device: torch.device | str, non_blocking: bool = False
 ) -> torch.UntypedStorage:
     # A function that is given as `map_location` says so where a storage goes.
-    return restore(self, device) or _to(self, device=device, non_blocking=non_blocking)
+    noted = restore(self, device)
+    return _to(self, device=device, non_blocking=non_blocking) if noted is None else noted
 
 
 def _make(tensor: torch.Tensor) -> torch.Tensor:

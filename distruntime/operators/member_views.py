@@ -47,8 +47,17 @@ class _MemberIndex:
         return None
 
     def guard_int(self, file: str, line: int) -> NoReturn:
+        self._refuse()
+
+    @property
+    def constant(self) -> NoReturn:
+        """Refuse: make_fx asks for it."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise NotSupportedError(
-            "x.member(k) cannot be batched or recorded; take the member outside of torch.vmap"
+            "x.member(k) can neither be batched nor recorded; take the member outside of torch.vmap and "
+            "make_fx, and give it to the function"
         )
 
 

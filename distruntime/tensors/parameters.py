@@ -67,8 +67,7 @@ class _Kept:
             twin = make_subclass(self._kind, parameter.data, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, twin)
             parameter.grad = grad
-        for name, value in self._attributes.items():
-            setattr(parameter, name, value)
+        parameter.__dict__.update(self._attributes)
         hooked: _Hooked = parameter  # type: ignore[assignment]
         # After a swap the object still names them, and autograd does not run them.
         if self._hooks is not None:

@@ -312,7 +312,12 @@ def test_a_file_goes_to_a_place_in_each_form_that_torch_knows(
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     file = io.BytesIO()
-    given = Held(x, x[2:].view(2, 2), z.conj(), x.clone().requires_grad_()), model, optimizer, {"x": x[:]}
+    given = (
+        Held(x, x[2:].view(2, 2), z.conj(), x.clone().requires_grad_(), x.new_empty(2, 0)),
+        model,
+        optimizer,
+        {"x": x[:]},
+    )
     torch.save(given, file, _use_new_zipfile_serialization=zipped)
     file.seek(0)
     held, net, opt, named = torch.load(file, map_location=where, weights_only=False)

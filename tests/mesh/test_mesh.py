@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import distruntime as dr
 from distruntime.mesh.varying import run_for_each
@@ -674,3 +675,9 @@ def test_out_takes_the_sizes_that_only_the_members_know(mesh: Mesh) -> None:
     same(out + 1, torch.tensor([2.0, 3.0]))
     same(out, torch.tensor([1.0, 2.0]))
     assert view.shape == (0,)
+
+
+def test_a_member_is_not_recorded(mesh: Mesh) -> None:
+    x = torch.ones(3, device=mesh.device)
+    with pytest.raises(dr.NotSupportedError, match="take the member outside"):
+        make_fx(lambda t: t.member(0) * 2)(x)

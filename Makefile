@@ -8,6 +8,7 @@
 #   make bench    the figures of the README and docs/design.md
 #   make gpu      what needs a GPU: its tests and its figures; without one it says so
 #   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
+#   make torch-tests  PyTorch's own tests on remote tensors, a sample of them: 10 to 15 minutes
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
@@ -53,7 +54,7 @@ bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: .venv/.tests
-	$(BIN)/python -m pytest tests/gpu
+	DISTRUNTIME_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks gpu
 
 long: .venv/.tests
@@ -82,6 +83,11 @@ ecosystem: .venv-ecosystem/.libraries
 		-r tests/ecosystem/libraries.txt -e '.[tests]'
 	@touch $@
 
+# PyTorch's test files are downloaded (33 MB), or TORCH_TESTS=/path/to/pytorch/test names them.
+# ARGS="--all" runs all of them, ARGS="test_linalg" those with it in their names.
+torch-tests: .venv/.torch-tests
+	$(KEPT) $(BIN)/python tests/torch_tests/run.py $(ARGS)
+
 .venv/bin/pip:
 	$(if $(PYTHON),,$(error no Python 3.10 or later found: make PYTHON=/path/to/python3))
 	@$(PYTHON) -m venv .venv
@@ -91,4 +97,4 @@ ecosystem: .venv-ecosystem/.libraries
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test test-all check rooms docs bench gpu ecosystem long
+.PHONY: demo test test-all check rooms docs bench gpu ecosystem torch-tests long

@@ -82,6 +82,7 @@ docs/looking
 docs/sharing_a_worker
 docs/security
 docs/limits
+docs/torch_tests
 docs/environment
 docs/design
 docs/protocol

@@ -30,7 +30,8 @@ from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote
-from ..tensors.tensor import DistributedTensor
+from ..tensors.fetch import fetch
+from ..tensors.tensor import DistributedTensor, saving
 from ..tensors.worker_functions import issue_function
 from ..wire.shield import shield
 from .on_import import when_imported
@@ -208,7 +209,17 @@ class RemoteGenerator(Generator):
         if hasattr(self, "_pristine") and not torch.equal(_Own.get_state(self), self._pristine):
             warnings.warn(self._misused(), stacklevel=2)
 
-    def __reduce__(self) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteGenerator:
+        return self.clone_state()
+
+    # torch's stub says less than torch's own returns.
+    def __reduce__(self) -> tuple[object, ...]:  # type: ignore[override]
+        # `torch.save` makes a generator of this process of it, as it makes local tensors of remote ones.
+        if saving.get() is not None and self._home.has_cpu_kernels:
+            local = _Own()
+            local.set_state(fetch(self._state))
+            reduced: tuple[object, ...] = local.__reduce__()
+            return reduced
         raise NotSupportedError(
             "a generator at a place cannot be pickled; save its state: "
             "torch.save(generator.get_state(), path)"

@@ -48,8 +48,10 @@ def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor
             )
         )
         value._remote = sample.device if isinstance(sample, DistributedTensor) else None
-        if value._remote is None:
-            value.data = sample
+        # What has no shape yet stays where it is. It takes the dtype, `.half()`, with it.
+        value.data = (
+            sample if value._remote is None else torch.empty(0, dtype=sample.dtype, device=value.data.device)
+        )
         owner[name] = None
     try:
         yield

@@ -88,8 +88,9 @@ def _offer_memory(module: ModuleType) -> None:
 
 def _replace(own: _Function, ours: _Function) -> None:
     """Put a function in the place of a library's, also where a module has imported that by some name."""
-    for module in list(sys.modules.values()):
-        for name in [name for name, value in vars(module).items() if value is own]:
+    # There may be None among them, and other threads may import meanwhile.
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for name in [name for name, value in list(vars(module).items()) if value is own]:
             setattr(module, name, ours)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -27,6 +28,9 @@ from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
+
+# A function may close over a whole data set, and to look through that would cost more than the call.
+_LOOKED_AT = 32
 
 
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
@@ -103,10 +107,9 @@ def _remote(value: object) -> bool:
     """Whether a remote tensor is in what a function is called with, or in what it is bound to."""
     if isinstance(value, torch.Tensor):
         return isinstance(value, DistributedTensor) or is_remote(value.device)
-    if isinstance(value, (list, tuple)):
-        return any(map(_remote, value))
-    if isinstance(value, dict):
-        return any(map(_remote, value.values()))
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(map(_remote, itertools.islice(items, _LOOKED_AT)))
     if isinstance(value, torch.nn.Module):
         # Modules are in one place, but for those that pass their tensors on.
         return _remote(next(value.parameters(), None))

@@ -22,7 +22,6 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from ..errors import NotSupportedError, without_our_frames
 from ..log.handle import Storage
-from ..operators.proxies import wrap
 from ..session.session import active
 from ..tensors.fetch import Kind, fetch
 from ..tensors.remote_storage import RemoteStorage, nbytes
@@ -90,23 +89,12 @@ class _Memories:
     def fill(self) -> None:
         """Fetch all memories together. Block until they are here."""
         wanted = [(memory, proxy) for _, memory, proxy in self._all.values() if memory.nbytes()]
-        whole = [_stretched(proxy, memory.nbytes()) for memory, proxy in wanted]
+        whole = [proxy._stretched(memory.nbytes()) for memory, proxy in wanted]
         # Each is freed when it is in its memory.
         fetched = fetch(whole)[::-1]
         for memory, _ in wanted:
             value = fetched.pop().view(torch.uint8)
             torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory, 0, value.shape, (1,)).copy_(value)
-
-
-def _stretched(proxy: DistributedTensor, nbytes: int) -> torch.Tensor:
-    """Return the whole memory of a remote tensor as elements in a row. Return at once."""
-    with torch.no_grad():
-        plain: torch.Tensor = wrap(DistributedTensor, proxy._handle)
-        if plain.is_conj():
-            plain = plain.conj()
-        if plain.is_neg():
-            plain = torch._neg_view(plain)
-        return plain.as_strided((nbytes // plain.element_size(),), (1,), 0)
 
 
 class _Pickler(Protocol):

@@ -217,6 +217,7 @@ def _spec(
         environment=environment,
         directory=directory,
         logs=log_folder(session, directory),
+        workers=count,
     )
 
 

@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
+
+import torch
 
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
@@ -113,6 +117,7 @@ class LocalLauncher(Launcher):
             simulate_cuda=spec.simulate_cuda,
             directory=spec.logs or spec.directory,
             unreachable=float(spec.environment[UNREACHABLE.variable]),
+            variables=share_of_gpus(spec.node, spec.workers, os.environ) if not spec.simulate_cuda else {},
         )
 
 
@@ -126,6 +131,7 @@ def start_worker(
     simulate_cuda: int = 0,
     directory: Path,
     unreachable: float | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
     fork: bool = True,
 ) -> LocalWorker:
     """Start a worker. Return at once.
@@ -139,9 +145,10 @@ def start_worker(
         threads: of torch's kernels.
         directory: where its output goes, worker-K.log; what was there stays in front of it.
         unreachable: seconds of silence after which it gives a connection up.
+        variables: what its environment has beside this process's.
         fork: whether to fork it from a process that has imported torch, where that is possible.
     """
-    environment = worker_environment(threads)
+    environment = {**worker_environment(threads), **variables}
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
     log = directory / f"worker-{node}.log"
@@ -178,6 +185,22 @@ def _hand_over(key: KeyPair | None, process: _Process) -> None:
     except BrokenPipeError:
         # The process has ended already: poll() and last_lines() tell why.
         pass
+
+
+def share_of_gpus(worker: int, workers: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that leaves one of this machine's workers its share of the GPUs: every n-th.
+
+    NCCL refuses two ranks on one card, and "remote" of every worker would be the first card. Where there are
+    fewer GPUs than workers, these share them all.
+    """
+    variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    # This count needs no context on the cards.
+    count = torch.cuda.device_count()
+    if workers < 2 or count < workers:
+        return {}
+    named = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
+    cards = named[:count] if named else [str(k) for k in range(count)]
+    return {variable: ",".join(cards[worker::workers])}
 
 
 def worker_environment(threads: int) -> dict[str, str]:

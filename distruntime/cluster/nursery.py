@@ -33,7 +33,11 @@ from ..wire.identity import has_died, process
 # A nursery that was started with other values of these variables serves as well: they are read when they are
 # needed, or set in the forked worker. Libraries may have read any other variable while torch was imported.
 # pytest writes its own variable anew for each test, and torch writes its own in the first session.
-_READ_LATE = ("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+# A nursery initialises no GPU, so each of its workers sees those that it may see.
+_READ_LATE = (
+    *("DISTRUNTIME_", "XDG_", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+)
 # The largest request that is hoped for has so many bytes. A worker with a larger environment is not forked.
 _BUFFER = 1 << 20
 # A report has at most so many bytes.

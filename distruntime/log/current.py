@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
@@ -47,32 +48,54 @@ current_streams: ContextVar[Mapping[tuple[int, str], StreamOfPlace]] = ContextVa
 DeviceLike = str | int | torch.device
 
 
-def device_name(device: object) -> str:
-    """Return "cpu" or "cuda:k" for a device as users spell it.
+# A node's accelerator, of whatever kind it is.
+ACCELERATOR = "accelerator"
+# torch and the packages that extend it call accelerators so.
+_SPELLING = re.compile(rf"(cpu|cuda|xpu|mps|npu|hpu|mtia|{ACCELERATOR})(?::(\d+))?")
 
-    -1 is the CPU, k is `cuda:k`, and "cuda" is the current GPU.
+
+def device_name(device: object) -> str:
+    """Return a device of a node as users spell it, in one form: "cpu", "cuda", "cuda:1", "accelerator:1".
+
+    -1 is the CPU, and k is the accelerator k. What a spelling means depends on the node: see `meant_by`.
     """
-    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+    text = str(device)
+    if isinstance(device, int) and not isinstance(device, bool):
+        text = "cpu" if device == -1 else f"{ACCELERATOR}:{device}"
+    found = _SPELLING.fullmatch(text)
+    if not found or isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise PlacementError(
             f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}'
         )
-    if isinstance(device, int):
-        return "cpu" if device == -1 else f"cuda:{device}"
-    text = str(device)
-    kind, _, index = text.partition(":")
-    if kind == "cpu" and index in ("", "0"):
+    kind, index = found.groups()
+    if kind == "cpu" and index in (None, "0"):
         return "cpu"
-    if kind == "cuda" and (not index or index.isdigit()):
-        return f"cuda:{int(index)}" if index else current_gpu()
-    raise PlacementError(
-        f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {text!r}'
-    )
+    return kind if index is None else f"{kind}:{int(index)}"
 
 
-def current_gpu() -> str:
-    """Return the GPU that "cuda" means: the context's, or the first."""
-    device = current_device.get()
-    return device if device is not None and device.startswith("cuda") else "cuda:0"
+def is_of_kind(device: str, kind: str) -> bool:
+    """Whether a node's device is one of a kind: "cpu", "cuda", or "accelerator" for any but a CPU."""
+    own = device.partition(":")[0]
+    return kind == own or (kind == ACCELERATOR and own != "cpu")
+
+
+def meant_by(device: str, have: Sequence[str]) -> str:
+    """Return which of a node's devices a spelling means, or how that one would be called if there is none.
+
+    "cuda" is the current device if that is a GPU of the node, else the first GPU that the node offers.
+    "accelerator" is that of any kind.
+    """
+    if device in have or device == "cpu":
+        return device
+    accelerators = [name for name in have if name != "cpu"]
+    kind, _, index = device.partition(":")
+    if kind == ACCELERATOR:
+        kind = accelerators[0].partition(":")[0] if accelerators else "cuda"
+    if index:
+        return f"{kind}:{index}"
+    of_kind = [name for name in accelerators if is_of_kind(name, kind)]
+    current = current_device.get()
+    return current if current in of_kind else of_kind[0] if of_kind else f"{kind}:0"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import count, product
+from functools import partial, reduce
+from itertools import chain, count, product
 from math import prod
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ import torch.distributed.device_mesh
 
 from ..collectives.group import homes_of
 from ..errors import NotSupportedError, PlacementError, UsageError, without_our_frames
-from ..log.current import MeshContext
+from ..log.current import ACCELERATOR, MeshContext, is_of_kind
 from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -52,10 +52,11 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._mesh_log: MeshLog = mesh_log_of(session, places)
         # The mesh holds its place, so that nobody else gets its number.
         self._home = self._mesh_log.residence()
-        # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. `_dims` are
+        # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. A flattened
+        # dimension is several of these, row by row. `_dims` are
         # their numbers there.
         self._whole = self
-        self._dims = tuple(range(len(shape)))
+        self._dims: tuple[tuple[int, ...], ...] = tuple((dim,) for dim in range(len(shape)))
         self._sizes = tuple(shape)
         # Coordinates and slices are kept here.
         self._kept: dict[Any, Any] = {}
@@ -68,7 +69,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)
         groups = [
-            self._group_of(ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()) for dim in self._dims
+            self._group_of(ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist())
+            for dim in range(len(shape))
         ]
         torch_mesh: Any = self
         torch_mesh._dim_group_names = [group.group_name for group in groups]
@@ -114,6 +116,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
                 f"mesh[...] takes names of dimensions, got {mesh_dim_names!r}; its members' places "
                 "are mesh.places"
             )
+        flat: DeviceMesh | None = self._whole._kept.get(("flattened", wanted))
+        if flat is not None:
+            return flat
         dims = [self._dim(name) for name in wanted]
         if dims != sorted(set(dims)):
             raise UsageError(
@@ -125,19 +130,18 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         key = tuple(self._dims[d] for d in dims)
         kept = self._whole._kept
         if key not in kept:
-            part: Any = super().__getitem__(wanted)
-            part.__class__ = DeviceMesh
-            part._mesh_log, part._home, part._whole, part._dims, part._context = (
-                self._mesh_log,
-                self._home,
-                self._whole,
-                key,
-                self._context,
-            )
-            part._layout_of = None
-            kept[key] = part
+            kept[key] = self._seen(super().__getitem__(wanted), key)
         found: DeviceMesh = kept[key]
         return found
+
+    def _seen(self, torch_mesh: Any, dims: tuple[tuple[int, ...], ...]) -> DeviceMesh:
+        """Make a mesh that torch has made of this one a mesh of the same members."""
+        torch_mesh.__class__ = DeviceMesh
+        torch_mesh._mesh_log, torch_mesh._home = self._mesh_log, self._home
+        torch_mesh._whole, torch_mesh._dims = self._whole, dims
+        torch_mesh._context, torch_mesh._layout_of = self._context, None
+        seen: DeviceMesh = torch_mesh
+        return seen
 
     def select(self, **where: int) -> DeviceMesh:
         """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row.
@@ -164,7 +168,12 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """Return each member's coordinates in the dimensions of this mesh."""
-        return [tuple(at[d] for d in self._dims) for at in product(*map(range, self._whole._sizes))]
+        sizes = self._whole._sizes
+
+        def index(dims: tuple[int, ...], at: tuple[int, ...]) -> int:
+            return reduce(lambda found, dim: found * sizes[dim] + at[dim], dims, 0)
+
+        return [tuple(index(dims, at) for dims in self._dims) for at in product(*map(range, sizes))]
 
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
         """Return a tensor of one int64 that is, on each member, its coordinate along a dimension.
@@ -232,11 +241,16 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
         """Return the members along several dimensions as one dimension, as torch does."""
         with speaking_for(self._mesh_log):
-            return (
+            flat: Any = (
                 super()._flatten(mesh_dim_name)
                 if backend_override is None
                 else super()._flatten(mesh_dim_name, backend_override)
             )
+        if not isinstance(flat, DeviceMesh):
+            # Otherwise every member would get the first member's part of what is cut along it.
+            self._seen(flat, (tuple(chain(*self._dims)),))
+            self._whole._kept["flattened", flat.mesh_dim_names] = flat
+        return flat
 
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all.
@@ -246,7 +260,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
             return self._mesh_log.lines_of(self._layout_of.groups(dim), Lines)
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
-        wanted, kept = frozenset(self._dims[self._dim(d)] for d in dims), self._whole._kept
+        wanted, kept = frozenset(chain(*(self._dims[self._dim(d)] for d in dims))), self._whole._kept
         found: Lines | None = kept.get(wanted)
         if found is None or found.broken is not None:
             rows: dict[tuple[int, ...], list[int]] = {}
@@ -340,7 +354,8 @@ def init_device_mesh(
     """Make a mesh of the session's devices of one type, node by node, or of places.
 
     Args:
-        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), or the members themselves,
+        device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), "accelerator" (those of any
+            kind), or the members themselves,
             node numbers or places.
         mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)];
             the last is innermost. Of a `Layout` the mesh also has its other groups:
@@ -370,19 +385,19 @@ def init_device_mesh(
         have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
         if len(have) != need:
             raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
-    elif device_type not in ("cpu", "cuda"):
-        raise UsageError(
-            'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
-            f"list; got {device_type!r}"
-        )
     else:
-        have = [
+        every = [
             session.places.place(node.index, name)
             for node in session.nodes
             if node.failed is None
             for name in session.places.devices(node.index)
-            if name.partition(":")[0] == device_type
         ]
+        have = [place for place in every if is_of_kind(place.local_device, device_type)]
+        if not have and device_type not in ("cpu", "cuda", ACCELERATOR):
+            raise UsageError(
+                'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
+                f"list; got {device_type!r}"
+            )
     if need > len(have):
         alive = sum(node.failed is None for node in session.nodes)
         raise PlacementError(

@@ -133,10 +133,16 @@ def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], boo
 
 
 def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """torch puts fakes on the current place, but remembers what their operators return for any place."""
+    """torch puts fakes on the current place, but remembers what their operators return for any place.
+
+    What returns nothing needs no fakes. Fused optimizers with a tensor as learning rate have no meta kernel,
+    and torch would run the CPU's kernel on its fakes.
+    """
 
     @functools.wraps(propagate)
     def choose(*args: Any, **kwargs: Any) -> Any:
+        if not args[-1].op._schema.returns:
+            return None
         token = asked_by_fakes.set(True)
         try:
             return propagate(*args, **kwargs)

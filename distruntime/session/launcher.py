@@ -25,6 +25,7 @@ class LaunchSpec:
         directory: a folder on this machine for what it writes, which only this user can enter. It goes with
             the session.
         logs: a folder on this machine for its log, which stays; None: there is none, so take `directory`.
+        workers: so many workers the session has. Those of one machine share its GPUs.
     """
 
     node: int
@@ -37,6 +38,7 @@ class LaunchSpec:
     environment: Mapping[str, str]
     directory: Path
     logs: Path | None = None
+    workers: int = 1
 
     def arguments(self, key: Path | None = None) -> list[str]:
         """Return the arguments of the `distruntime-worker` that is to be started. It ends with its session.

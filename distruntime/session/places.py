@@ -20,7 +20,14 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PlacementError
-from ..log.current import current_device, current_gpu, current_member, current_mesh, current_node
+from ..log.current import (
+    ACCELERATOR,
+    current_device,
+    current_member,
+    current_mesh,
+    current_node,
+    meant_by,
+)
 from ..log.handle import BARE, UNNUMBERED, Place, Residence
 from ..log.log import Log
 from ..log.node import Node
@@ -102,8 +109,9 @@ class Places:
         return [row[0] for row in self._nodes[node].welcome.devices]
 
     def place(self, node: int, device: str) -> Place:
-        """Return the place with its number; raise `PlacementError` if it does not exist."""
+        """Return the place that a spelling of a device means; raise `PlacementError` if it does not exist."""
         have = self.devices(node)
+        device = meant_by(device, have)
         if device not in have:
             raise PlacementError(f"{self._nodes[node]} has no device {device!r}: it has {', '.join(have)}")
         return self.known(node, device)
@@ -196,7 +204,7 @@ class Places:
     def current(self, *, like_torch: bool = True) -> Residence:
         """Return the current place: by context, else by `set_place`, else node 0.
 
-        A mesh that was entered comes before all. The device is then the node's `cuda:0`, if it has one, for
+        A mesh that was entered comes before all. The device is then the node's first GPU, if it has one, for
         torch's spellings, and the CPU for the RFC's (`like_torch` false).
         """
         node, device = current_node.get(), current_device.get()
@@ -208,13 +216,10 @@ class Places:
             node = self.default[0]
         if device is None and self.default[1] is not None and node == self.default[0]:
             device = self.default[1]
+        have = self.devices(node)
         if device is None:
-            device = (
-                current_gpu()
-                if like_torch and any(name.startswith("cuda") for name in self.devices(node))
-                else "cpu"
-            )
-        return self.residence(self.known(node, device))
+            device = ACCELERATOR if like_torch and have != ["cpu"] else "cpu"
+        return self.residence(self.known(node, meant_by(device, have)))
 
     def number_of(self, place: Place) -> int | None:
         """Return the number of a place, None while it has none."""

@@ -69,7 +69,7 @@ def device(name: DeviceLike) -> AbstractContextManager[None]:
 def on(node: int | Place, device: DeviceLike | None = None) -> AbstractContextManager[None]:
     """Return a context in which new tensors, torch's own factories included, go to this node and device.
 
-    `device` left out is the node's `cuda:0`, if it has one, else its CPU.
+    `device` left out is the node's first GPU, if it has one, else its CPU.
     """
     if isinstance(node, Place):
         require_alone(node, "device", device)

@@ -8,6 +8,7 @@ To `torch.remote` it is the index by which torch knows a place (`indexed`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -19,7 +20,7 @@ from .places import Places
 
 
 class DeviceIndex(int):
-    """The number that `x.get_device()` returns: -1 for a node's CPU and k for its `cuda:k`.
+    """The number that `x.get_device()` returns: -1 for a node's CPU and k for its GPU `cuda:k`.
 
     It remembers its place, since torch's checkpointing hands the number alone to `torch.remote`.
     """
@@ -80,6 +81,10 @@ def indexed(places: Places, where: object) -> Residence:
     )
 
 
+def _first(have: Sequence[str]) -> str:
+    return next((name for name in have if name != "cpu"), "cpu")
+
+
 def on_node(
     places: Places,
     node: int,
@@ -91,7 +96,7 @@ def on_node(
     """Return the place of a node, and of a device there if one is named.
 
     Without `device` it is the device that is called as `like`. A node that has none such offers `otherwise`.
-    By default that is its `cuda:0`, or its CPU if it has no GPU. Raises `PlacementError` if there is no such
+    By default that is its first GPU, or its CPU if it has no GPU. Raises `PlacementError` if there is no such
     node.
     """
     have = places.devices(node)
@@ -99,7 +104,7 @@ def on_node(
         return places.place(node, device_name(device))
     if like in have:
         return places.place(node, like)
-    return places.place(node, otherwise or ("cuda:0" if "cuda:0" in have else "cpu"))
+    return places.place(node, otherwise or _first(have))
 
 
 def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
@@ -108,10 +113,16 @@ def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
     Without a device that is the node's device of the same name. What is on a GPU goes to a GPU, so a node
     without one refuses it.
     """
-    on_gpu = own.local_device.partition(":")[0] == "cuda"
-    if on_gpu and device is None and not any(name.startswith("cuda") for name in places.devices(node)):
+    on_gpu = own.local_device != "cpu"
+    if on_gpu and device is None and places.devices(node) == ["cpu"]:
         raise PlacementError(
             f"node {node} has no GPU, and {own} is one: expected a device of that node, as in "
             f'.to(node={node}, device="cpu")'
         )
-    return on_node(places, node, device, like=own.local_device, otherwise="cuda:0" if on_gpu else "cpu")
+    return on_node(
+        places,
+        node,
+        device,
+        like=own.local_device,
+        otherwise=_first(places.devices(node)) if on_gpu else "cpu",
+    )

@@ -98,7 +98,7 @@ class Stream:
         node: the node's number, a place, or the `device` of a remote tensor. By default it is the current
             node. A place and a tensor's `device` name the device, too, so `device` is not given besides.
         device: "cpu", "cuda:1" or a number (-1 is the CPU). By default a stream on the current node is on the
-            current device. A stream on another node is on its `cuda:0`, or on its CPU if it has no GPU.
+            current device. A stream on another node is on its first GPU, or on its CPU if it has no GPU.
         priority: as in `torch.cuda.Stream`: lower numbers run first, on GPUs.
 
     Returns at once. Raises `PlacementError` where the node or device is not there.

@@ -7,9 +7,10 @@ attributes and the hooks that users have given theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -23,6 +24,7 @@ class _New(Protocol):
 
 
 _new: _New = Parameter.__new__
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 # These belong to the value.
 _OWN = ("_handle", "_is_param")
 
@@ -77,17 +79,57 @@ class _Kept:
             hooked._post_accumulate_grad_hooks = self._late_hooks
 
 
+class _Moving(threading.local):
+    """Whether this thread moves a module."""
+
+    now = False
+
+
+_moving = _Moving()
+
+
 @contextmanager
 def keeping(parameters: Iterable[Parameter]) -> Iterator[None]:
     """Let parameters keep their class, attributes and hooks, where others are swapped into them."""
     kept = [_Kept(parameter) for parameter in parameters]
+    before, _moving.now = _moving.now, True
     try:
-        yield
+        try:
+            yield
+        finally:
+            for one in kept:
+                one.give_back()
     finally:
-        for one in kept:
-            one.give_back()
+        _moving.now = before
+
+
+def _of_an_older_graph(grads: object) -> NoReturn:
+    raise RuntimeError(
+        "this result was computed before a parameter of the module was moved, so its gradient would go to "
+        "the old one: compute it again after module.to(...)"
+    )
+
+
+def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """Swap two tensors as torch does, and their values too.
+
+    torch swaps no tensor that a graph holds. In a module that moves, the graph keeps the old parameter: what
+    it has saved stays as it is, and its backward pass raises where it comes to that.
+    """
+    handles = [tensor.__dict__.get("_handle") for tensor in (t1, t2)]
+    if not _moving.now or t1._use_count() == t2._use_count() == 1:  # type: ignore[attr-defined]
+        _swap_tensors(t1, t2)
+    else:
+        if t1.requires_grad:
+            torch.autograd.graph.get_gradient_edge(t1).node.register_prehook(_of_an_older_graph)
+        t1.__class__, t2.__class__ = t2.__class__, t1.__class__
+        t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+        torch._C._swap_tensor_impl(t1, t2)
+    if None not in handles:
+        t2._handle, t1._handle = handles  # type: ignore[attr-defined]
 
 
 def install_parameters() -> None:
-    """Put this in torch's place."""
+    """Put these in torch's place."""
     Parameter.__new__ = new_parameter  # type: ignore[method-assign, assignment]
+    torch.utils.swap_tensors = swap_tensors

@@ -37,7 +37,6 @@ _make_subclass: Function = torch.Tensor._make_subclass
 
 # This is how torch's tensors read and replace the dict of their attributes.
 _attributes: types.GetSetDescriptorType = torch.Tensor.__dict__["__dict__"]
-_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 class SubclassTensor(DistributedTensor):
@@ -79,7 +78,14 @@ class SubclassTensor(DistributedTensor):
                 given[id(tensor)] = tensor, wrap(DistributedTensor, handle), handle.spec
             return given[id(tensor)][1]
 
-        plain_args, plain_kwargs = tree_map_only(SubclassTensor, plain, (list(args), kwargs or {}))
+        def below(value: object) -> object:
+            # To map a tree of one leaf costs 10 us.
+            if isinstance(value, SubclassTensor):
+                return plain(value)
+            return tree_map_only(SubclassTensor, plain, value) if isinstance(value, (list, tuple)) else value
+
+        plain_args = [below(value) for value in args]
+        plain_kwargs = {name: below(value) for name, value in (kwargs or {}).items()}
         kinds = {DistributedTensor if issubclass(kind, SubclassTensor) else kind for kind in types}
         found = dispatch(DistributedTensor, func, tuple(kinds), plain_args, plain_kwargs)
         if found is NotImplemented:
@@ -90,6 +96,8 @@ class SubclassTensor(DistributedTensor):
             # It was resized or turned in place.
             if tensor._handle.spec is not spec:
                 reshape_wrapper(tensor, tensor._handle.spec)
+        if isinstance(found, DistributedTensor):
+            return own.get(id(found), found)
         return tree_map_only(DistributedTensor, lambda proxy: own.get(id(proxy), proxy), found)
 
 
@@ -227,14 +235,6 @@ def make_wrapper(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any
     return _make_wrapper(*args, **kwargs)
 
 
-def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    """Swap two tensors as torch does, and their values too."""
-    handles = [tensor.__dict__.get("_handle") for tensor in (t1, t2)]
-    _swap_tensors(t1, t2)
-    if None not in handles:
-        t2._handle, t1._handle = handles  # type: ignore[attr-defined]
-
-
 def _place_of(self: torch.Tensor) -> torch.device:
     device: torch.device = torch.Tensor.device.__get__(self)
     return active_session().places.meant(device).device if device.type in REMOTE_TYPES else device
@@ -243,6 +243,5 @@ def _place_of(self: torch.Tensor) -> torch.device:
 def install_subclasses() -> None:
     """Put these in torch's place."""
     DistributedTensor.as_subclass = as_subclass  # type: ignore[method-assign, assignment]
-    torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_wrapper_subclass = staticmethod(make_wrapper)  # type: ignore[method-assign]
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign, assignment]

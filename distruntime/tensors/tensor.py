@@ -16,7 +16,7 @@ import torch
 from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
-from ..log.current import DeviceLike, current_gpu, device_name
+from ..log.current import ACCELERATOR, DeviceLike, device_name
 from ..log.handle import Handle, Place, Residence
 from ..operators.dispatch import dispatch
 from ..operators.member_views import view_of_member
@@ -25,7 +25,7 @@ from ..operators.transfer import download, item
 from ..session.session import active_session
 from ..session.spelling import DeviceIndex, named, require_alone, twin_on
 from .printing import render, suffixes_of
-from .remote_storage import RemoteStorage, address
+from .remote_storage import RemoteStorage, address, nbytes
 
 Numbers = list["Number | Numbers"]
 # numpy's own `generic` takes a parameter, which is `Any` where nobody gives it.
@@ -42,6 +42,11 @@ _to: _Convert = torch.Tensor.to  # type: ignore[assignment]
 
 # While `torch.save` runs in this thread, this returns the local copy of a proxy: see `backend/torch_save.py`.
 saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
+
+
+def _numbered(device: object) -> bool:
+    """Whether a device is an accelerator of a node by its number alone."""
+    return isinstance(device, int) or (isinstance(device, str) and device.partition(":")[0] == ACCELERATOR)
 
 
 class DistributedTensor(torch.Tensor):
@@ -102,7 +107,7 @@ class DistributedTensor(torch.Tensor):
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
         kind, _, index = self.place.local_device.partition(":")
-        number = DeviceIndex(index if kind == "cuda" else -1)
+        number = DeviceIndex(-1 if kind == "cpu" else index)
         number.place = self.place
         return number
 
@@ -152,10 +157,10 @@ class DistributedTensor(torch.Tensor):
             return places.residence(twin_on(places, node, target, self.place))
         assert target is not None
         try:
-            device = target if isinstance(target, int) else torch.device(target)
+            device = target if _numbered(target) else torch.device(target)
         except RuntimeError as error:
             raise of_caller(error) from None
-        if isinstance(device, int) or device.type == "cuda":
+        if not isinstance(device, torch.device) or device.type not in ("cpu", "meta"):
             if self._handle.place.node.members:
                 raise PlacementError(
                     f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
@@ -181,7 +186,7 @@ class DistributedTensor(torch.Tensor):
         Return at once.
         """
         return self.to(
-            current_gpu() if device is None else device_name(device),
+            ACCELERATOR if device is None else device_name(device),
             non_blocking=non_blocking,
             memory_format=memory_format,
         )
@@ -286,8 +291,13 @@ class DistributedTensor(torch.Tensor):
                     "https://github.com/pytorch/pytorch/pull/103001"
                 )
             )
-        with torch.no_grad():
-            twin = self.clone()
+        if isinstance(self, torch.nn.Parameter):
+            # As torch's own: without attributes and gradient.
+            with torch.no_grad():
+                found = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = found
+            return found
+        twin = self._copied_with_its_memory(memo)
         if self.requires_grad:
             twin.requires_grad_()
         memo[id(self)] = twin
@@ -297,6 +307,35 @@ class DistributedTensor(torch.Tensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
+
+    def _copied_with_its_memory(self, memo: dict[int, object]) -> torch.Tensor:
+        """Return a copy that shares its memory with the other copies of one `deepcopy`, as the tensors do."""
+        storage, spec = self._handle.storage, self._handle.spec
+        with torch.no_grad():
+            if spec.bits or not spec.extent:
+                return self.clone()
+            whole = memo.get(id(storage))
+            if whole is None:
+                memo[id(storage)] = whole = self._stretched(nbytes(storage)).clone()
+                # It keeps its id as long as the memo.
+                memo[id(whole)] = storage
+            assert isinstance(whole, DistributedTensor)
+            typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+            view = typed.as_strided(spec.size, spec.stride, spec.offset)
+            assert isinstance(view, DistributedTensor)
+            # It is a tensor of its own, and no view to autograd.
+            plain: DistributedTensor = wrap(DistributedTensor, view._handle)
+            return plain if type(self) is DistributedTensor else plain.as_subclass(type(self))
+
+    def _stretched(self, size: int) -> torch.Tensor:
+        """Return so many bytes of the memory, from its begin, as elements in a row. Return at once."""
+        with torch.no_grad():
+            plain: torch.Tensor = wrap(DistributedTensor, self._handle)
+            if plain.is_conj():
+                plain = plain.conj()
+            if plain.is_neg():
+                plain = torch._neg_view(plain)
+            return plain.as_strided((size // plain.element_size(),), (1,), 0)
 
     def __copy__(self) -> torch.Tensor:
         twin: torch.Tensor

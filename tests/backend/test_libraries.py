@@ -261,6 +261,8 @@ def test_a_library_that_chooses_a_device_chooses_the_current_place(
     )
     monkeypatch.syspath_prepend(tmp_path)
     names = ("stable_baselines3.common.policies", "fastai.torch_core", "fastai.loading")
+    # Who says None there forbids an import.
+    monkeypatch.setitem(sys.modules, "forbidden", None)
     taught = ("stable_baselines3.common.utils", "fastai.torch_core", "accelerate.utils.modeling")
     # Another session of this process may have watched for them already.
     monkeypatch.setattr("distruntime.backend.on_import._hooks", {})

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import distruntime as dr
+from distruntime.cluster.local_workers import share_of_gpus
 from distruntime.cluster.nodes import Device, Nodes
+from distruntime.log.current import device_context, device_name, meant_by
+from processes import ListeningWorker
 
 
 def test_a_cpu_has_memory_and_no_capability(session: object) -> None:
@@ -24,6 +29,79 @@ def test_simulated_gpus_are_no_cards(fresh_session: Callable[..., Any]) -> None:
     assert [d.name for d in info.devices] == ["cpu", "cuda:0", "cuda:1"]
     assert [d.capability for d in info.devices] == ["", "", ""]
     assert "GPUs simulated" in repr(dr.nodes()) and "×" not in repr(dr.nodes())
+
+
+def test_cuda_is_the_first_gpu_that_a_node_offers(tmp_path: Path) -> None:
+    """One worker for each GPU of a machine is the usual way to run eight of them."""
+    dr.shutdown()
+    worker = ListeningWorker(
+        tmp_path, "--listen", f"ipc://{tmp_path}/w", "--simulate-cuda", "4", "--devices", "cpu,cuda:3"
+    )
+    try:
+        dr.init_master_worker(workers=[worker.address])
+        x = torch.ones(2, device="remote")
+        with dr.on(0, "cpu"):
+            on_cpu = torch.ones(2, device="remote")
+        with dr.device("cuda"):
+            in_context = torch.ones(2, device="remote")
+        made = [x, in_context, on_cpu.cuda(), on_cpu.to("cuda"), on_cpu.to(3), dr.ones(2, device="cuda")]
+        assert {str(found.place) for found in made} == {"node 0 cuda:3"}  # type: ignore[attr-defined]
+        assert {str(s.place) for s in (dr.Stream(0), dr.Stream(device="cuda"))} == {"node 0 cuda:3"}
+        assert str(dr.init_device_mesh("cuda", (1,)).places[0]) == "node 0 cuda:3"
+        for device in ("cuda:0", 0):
+            with pytest.raises(dr.PlacementError, match="has no device 'cuda:0': it has cpu, cuda:3"):
+                x.to(device)
+        with pytest.raises(dr.PlacementError, match="has no device 'xpu:0': it has cpu, cuda:3"):
+            x.to("xpu")
+    finally:
+        dr.shutdown()
+        worker.stop()
+
+
+@pytest.mark.parametrize(
+    "workers, visible, shares",
+    [
+        (2, "", ["0,2,4", "1,3"]),
+        (5, "", ["0", "1", "2", "3", "4"]),
+        (2, "7, GPU-8fa,2", ["7,2", "GPU-8fa"]),
+        (1, "", [None]),
+        # There are fewer cards than workers, which share them.
+        (6, "", [None] * 6),
+    ],
+)
+def test_each_local_worker_has_its_share_of_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, workers: int, visible: str, shares: list[str | None]
+) -> None:
+    """NCCL refuses two ranks on one card."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")) if visible else 5)
+    found = [share_of_gpus(k, workers, {"CUDA_VISIBLE_DEVICES": visible}) for k in range(workers)]
+    assert [share.get("CUDA_VISIBLE_DEVICES") for share in found] == shares
+
+
+def test_local_workers_start_with_their_shares(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    # A forked process shows the environment of the one that it was forked from.
+    monkeypatch.setattr("distruntime.cluster.local_workers.fork_worker", lambda *args, **kwargs: None)
+    fresh_session(world_size=2)
+    variables = [Path(f"/proc/{node.pid}/environ").read_text().split("\0") for node in dr.nodes()]
+    assert [[v for v in own if v.startswith("CUDA_VIS")] for own in variables] == [
+        ["CUDA_VISIBLE_DEVICES=0,2"],
+        ["CUDA_VISIBLE_DEVICES=1,3"],
+    ]
+
+
+def test_a_number_or_no_number_is_the_first_kind_of_accelerator() -> None:
+    have = ["cpu", "xpu:0", "xpu:1"]
+    spelt = {name: meant_by(device_name(name), have) for name in ("xpu", 1, "accelerator", "accelerator:1")}
+    assert spelt == {"xpu": "xpu:0", 1: "xpu:1", "accelerator": "xpu:0", "accelerator:1": "xpu:1"}
+    # It is not there, and the error says so.
+    assert meant_by("cuda", have) == "cuda:0"
+    with device_context("xpu:1"):
+        assert meant_by("accelerator", have) == meant_by("xpu", have) == "xpu:1"
+    with device_context("cuda:1"):
+        assert meant_by("accelerator", have) == "xpu:0"
 
 
 def _node(index: int, *cards: Device) -> dr.NodeInfo:

@@ -455,12 +455,26 @@ class Elementwise(Base):
             for generator in self.generators[place]:
                 generator.manual_seed(seed)
         there, here = self.generators[place]
+        over = self.any(place, healthy=True) if self.chance(0.4) else None
         with self.where(place):
             if self.chance(0.3):
                 # This draws from the place's own generator, and nobody looks at it.
                 torch.rand(3, device=self.device(place))
-            remote = torch.randint(-99, 99, (LENGTH,), generator=there, device=self.device(place))
-        self.keep(place, remote, torch.randint(-99, 99, (LENGTH,), generator=here))
+            with torch.set_grad_enabled(self.chance(0.5)):
+                if over is not None:
+                    over.remote.random_(-99, 99, generator=there)
+                else:
+                    remote = torch.randint(-99, 99, (LENGTH,), generator=there, device=self.device(place))
+        if over is not None:
+            self.say("over", over)
+            over.local.random_(-99, 99, generator=here)
+            return
+        local = torch.randint(-99, 99, (LENGTH,), generator=here)
+        # torch's C++ refuses `out=` where there is a default device.
+        if self.chance(0.2):
+            torch.randperm(LENGTH, generator=there, out=remote)
+            torch.randperm(LENGTH, generator=here, out=local)
+        self.keep(place, remote, local)
 
     @operation(1)
     def of_a_class(self) -> None:
@@ -704,19 +718,41 @@ class Reading(Base):
         if self.chance(0.3):
             self.values.remove(a)
 
-    @operation(0.5)
+    @operation(0.7)
     def save(self) -> None:
-        """A file holds the values of this moment, and what shares memory is one object there too."""
-        a, b = self.any(healthy=True), self.any(healthy=True)
-        self.say(a, b)
-        file, expected = io.BytesIO(), [a.local.clone(), b.local.clone(), a.local.clone()]
-        torch.save([a.remote, {"b": b.remote}, a.remote], file)
+        """A file holds the values of this moment, and who shares memory there shares it when it is loaded."""
+        first = self.any(healthy=True)
+        alike = [v for v in self.values if v.memory is first.memory and v.place == first.place]
+        chosen = [first, *self.random.sample(alike, min(len(alike), 2)), self.any(healthy=True), first]
+        place, form = self.place(), self.random.randrange(5)
+        self.say(*chosen, "loaded", f"to {place}" if form else "here", f"as {form}")
+        file, expected = io.BytesIO(), [value.local.clone() for value in chosen]
+        torch.save(
+            [chosen[0].remote, {"rest": [value.remote for value in chosen[1:]]}],
+            file,
+            _use_new_zipfile_serialization=self.chance(0.8),
+        )
+        for value in chosen:
+            if self.chance(0.3):
+                self.write(value, lambda x: x.add_(1))
+                value.local.add_(1)
         file.seek(0)
-        first, second, again = torch.load(file, weights_only=False)
-        assert first is again
-        for name, got, wanted in zip((a, b), (first, second["b"]), expected):
-            if not torch.equal(got, wanted):
-                self.differs(f"{name} in a file")
+        where = (None, place, place.device, {"cpu": place}, lambda s, _: s.to(device=place.device))[form]
+        head, tail = torch.load(file, map_location=where, weights_only=False)
+        loaded = [head, *tail["rest"]]
+        if loaded[-1] is not head or (form and any(t.place != place for t in loaded)):
+            self.differs("what was saved twice is two, or it is elsewhere")
+        for value, got, wanted in zip(chosen, dr.fetch(loaded), expected):
+            if not _same(got, wanted):
+                self.differs(f"{value} in a file")
+        for k, (value, got) in enumerate(zip(chosen, loaded)):
+            here, there = value.local.untyped_storage(), got.untyped_storage()
+            for other, one in zip(chosen[:k], loaded):
+                shared = other.local.untyped_storage().data_ptr() == here.data_ptr()
+                if (one.untyped_storage().data_ptr() == there.data_ptr()) is not shared:
+                    self.differs(
+                        f"{other} and {value} share memory: {shared}, and in a file they do not agree"
+                    )
 
     @operation(0.5)
     def fetch_several(self) -> None:
@@ -1318,6 +1354,50 @@ class Deriving(Base):
                 (twin * twin).backward(torch.full(twin.shape, k, dtype=torch.float32))
             assert twin.grad is not None
             self.keep(m.place, leaf.grad, twin.grad)
+
+    @operation(0.4)
+    def gradient_through_members(self) -> None:
+        """A mesh's tensor and its members are one history, as a tensor and its rows are."""
+        number = self.random.randrange(len(self.world.meshes))
+        mesh = self.world.meshes[number]
+        count, choose = len(mesh.places), self.random
+        leaves = [self.numbers((5,), torch.float32) / 256 for _ in mesh.places]
+        factors = [self.numbers((5,), torch.float32) / 256 for _ in mesh.places]
+        with self.where_mesh(number):
+            whole = dr.from_shards(leaves, mesh).requires_grad_()
+        weights = [w.to(place).requires_grad_() for w, place in zip(factors, mesh.places)]
+        stack = torch.stack(leaves).requires_grad_()
+        twins = [w.clone().requires_grad_() for w in factors]
+        steps = [(choose.randrange(6), choose.randrange(count)) for _ in range(choose.randrange(1, 7))]
+        self.say(f"mesh {number}", *steps)
+
+        def run(x: Any, member: Callable[[Any, int], Any], w: Sequence[Any]) -> Any:
+            x = x * 1
+            kept = member(x, 0)
+            for step, k in steps:
+                if step == 0:
+                    member(x, k).mul_(w[k])
+                elif step == 1:
+                    member(x, k)[1:].add_(w[k][1:])
+                elif step == 2:
+                    x.mul_(2)
+                elif step == 3:
+                    kept[::2].sub_(w[0][::2])
+                elif step == 4:
+                    member(x, k).copy_(w[k] * 3)
+                else:
+                    with torch.no_grad():
+                        member(x, k).detach().clone().zero_()
+            return x * 1.5
+
+        with self.where_mesh(number):
+            run(whole, lambda x, k: x.member(k), weights).sum().backward()
+        run(stack, lambda x, k: x[k], twins).sum().backward()
+        assert whole.grad is not None and stack.grad is not None
+        for k, place in enumerate(mesh.places):
+            self.keep(place, whole.grad.member(k) + 0, stack.grad[k] + 0)
+            if twins[k].grad is not None:
+                self.keep(place, weights[k].grad, twins[k].grad)  # type: ignore[arg-type]
 
 
 class Living(Base):

@@ -261,6 +261,23 @@ def test_flattened_dimensions(two_workers: None) -> None:
         assert len(dr.shards(distribute_tensor(X.to(mesh.device), flat, [Shard(0)]).to_local())[3]) == 2  # type: ignore[arg-type]
 
 
+def test_a_replica_is_cut_along_flattened_dimensions(two_workers: None) -> None:
+    """Each member got the first member's part, and so did each member's part of a gradient."""
+    mesh = make("2x2")
+    flat, x = mesh["dp", "tp"]._flatten("both"), torch.arange(8.0)
+    assert mesh["both"] is flat and [at for (at,) in flat.coordinates()] == list(range(4))
+    cut = distribute_tensor(x.to(mesh.device), flat, [Replicate()]).redistribute(placements=[Shard(0)])
+    same(cut, x)
+    cut = cut.detach().requires_grad_()
+    (cut.full_tensor() * x.to(mesh.device)).sum().backward()
+    assert cut.grad is not None
+    same(cut.grad, x)
+    assert [s.item() for s in dr.shards(flat.coordinate("both"))] == list(range(4))
+    assert [s.item() for s in dr.shards(dr.lines.all_reduce(flat.lines("both"), flat.coordinate()))] == [
+        6
+    ] * 4
+
+
 def test_a_rank_is_no_one_number(two_workers: None) -> None:
     """It equalled nothing, so `if rank == 0:` was nobody's; and what was written to a member's own columns
     went to a copy of them.

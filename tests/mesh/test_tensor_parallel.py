@@ -148,6 +148,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "AdamW fused, with a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), fused=True),
     "AdamW one by one": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
 }

@@ -129,6 +129,12 @@ def test_lazy_modules_are_born_on_a_worker(session: object) -> None:
     assert all(p.grad is not None and isinstance(p, nn.Parameter) for p in model.parameters())
 
 
+def test_lazy_modules_take_a_dtype_before_they_have_a_shape(session: object) -> None:
+    for module in (nn.LazyLinear(4, device=REMOTE).half(), nn.LazyLinear(4).to(REMOTE).half()):
+        module(torch.ones(2, 3, device=REMOTE, dtype=torch.float16))
+        assert module.weight.dtype is torch.float16 and module.weight.device.type == "remote"
+
+
 def fused(device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 4, 8).to(device).as_subclass(Image)
@@ -304,3 +310,40 @@ def test_a_module_that_moves_keeps_what_its_parameters_have(session: object) -> 
     handle.remove()
     model(torch.ones(2, device=REMOTE)).sum().backward()
     assert ran == ["late"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_module_moves_while_a_graph_holds_its_parameters(session: object) -> None:
+    """A notebook looks at a result, and then sends the model."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.nn.utils.weight_norm(nn.Linear(2, 2)))
+    here = model(torch.ones(1, 2))
+    expected = here.detach().clone()
+    model.to(REMOTE)
+    there = model(torch.ones(1, 2, device=REMOTE))
+    torch.testing.assert_close(there.detach().cpu(), expected)
+    assert torch.equal(here, expected)
+    there.sum().backward()
+    assert all(p.grad is not None and p.device.type == "remote" for p in model.parameters())
+    with pytest.raises(RuntimeError, match="compute it again after"):
+        here.sum().backward()
+    model.to("cpu")
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def copies(device: str) -> list[object]:
+    x = torch.arange(12.0).to(device)
+    x.label = ["kept"]  # type: ignore[attr-defined]
+    p = nn.Parameter(x[:3])
+    p.grad = torch.ones(3, device=device)
+    given = [x, x[2:6].view(2, 2), x.view(3, 4).T, x.view(torch.int32)[1:], p, x]
+    found = copy.deepcopy(given)
+    found[0].label.append("more")
+    found[0].add_(1)
+    found[1][0, 0] = 70
+    assert found[0] is found[5] and all(t.is_leaf and not t._is_view() for t in found)
+    return [*(t.tolist() for t in (*found, *given)), found[4].grad, x.label, [t.stride() for t in found]]
+
+
+def test_deep_copies_share_memory_as_the_tensors_do(session: object) -> None:
+    assert copies(REMOTE) == copies("cpu")

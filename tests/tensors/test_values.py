@@ -138,6 +138,13 @@ def test_shapes_that_depend_on_data(device: str) -> Any:
     )
 
 
+def test_small_tensors_that_were_sent_can_grow(session: object) -> None:
+    """Their memory was that of a message where it happened to begin at a multiple of 64 bytes."""
+    sent = [torch.full((k,), 1.0).to(REMOTE) for k in range(1, 33)]
+    grown = dr.fetch([x.resize_(64) for x in sent])
+    assert all(x[k] == 1 for k, x in enumerate(grown))
+
+
 def test_mixed_places_are_refused(session: object) -> None:
     """CUDA's rule: only zero-dimensional and index tensors come along."""
     there, here = tensor(REMOTE, 3), tensor("cpu", 3)

@@ -38,10 +38,11 @@ from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
 from .watching import watched
 
-# Torch's allocator gives addresses that are multiples of the first number of bytes, and a frame of the socket
-# begins anywhere. There kernels sum in another order, so a small weight gave other last bits than here. From
-# the second number of bytes on, a copy would cost more than the last bits are worth.
-_ALIGNED, _LARGE = 64, 1 << 20
+# Torch's allocator gives addresses that are multiples of 64 bytes, and a frame of the socket
+# begins anywhere. There kernels sum in another order, so a small weight gave other last bits than here. The
+# memory of a frame cannot grow either, as `resize_` and `out=` want it. So what is small is copied out of it.
+# From this number of bytes on, a copy would cost more than that is worth.
+_LARGE = 1 << 20
 _HOST = torch.device("cpu")
 
 
@@ -225,7 +226,7 @@ class Instructions:
                 self._used(slots.get(ref))
                 slots[ref] = self._staging.to(on[0], value)
             else:
-                slots[ref] = value.clone() if value.nbytes < _LARGE and value.data_ptr() % _ALIGNED else value
+                slots[ref] = value.clone() if value.nbytes < _LARGE else value
             if budget is not None:
                 for real in on:
                     budget.add(real, value.nbytes, "an upload")

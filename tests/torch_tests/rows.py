@@ -1,0 +1,57 @@
+"""What the parent and a child tell each other: which tests to run, and what became of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+# How the tests of a file are run.
+DEVICE, DEFAULT, LOCAL, MESH = "device", "default", "local", "mesh"
+
+
+@dataclass
+class Row:
+    """A test's outcome. A failed test has two more: in step, and without remote tensors."""
+
+    test: str
+    # "passed", "skipped" or "failed".
+    outcome: str
+    # The error's class and its words.
+    error: str = ""
+    # The last lines of the traceback, as "file:line".
+    where: list[str] = field(default_factory=list)
+    in_step: str = ""
+    here: str = ""
+    seconds: float = 0.0
+
+    @property
+    def file(self) -> str:
+        return self.test.partition("::")[0]
+
+
+@dataclass
+class Plan:
+    mode: str
+    # The most tests of each file; 0 takes all.
+    most: dict[str, int]
+    # Where the child writes its rows.
+    rows: str
+    # The tests that earlier children have run.
+    done: list[str]
+    # Patterns of tests that are not run.
+    without: list[str]
+    # Parts of names; a test must have one of them. An empty list takes all tests.
+    only: list[str]
+
+    @classmethod
+    def read(cls, path: str) -> Plan:
+        return cls(**json.loads(Path(path).read_text()))
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+def append(path: str | Path, line: dict[str, object]) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps(line) + "\n")

@@ -1,0 +1,107 @@
+"""The lane of PyTorch's own tests: which tests it chooses, and what explains a failure."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import the lane's modules by their names. The lane of libraries has a `run`, too."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    other = sys.modules.pop("run", None)
+    yield importlib.import_module
+    sys.modules.pop("run", None)
+    if other is not None:
+        sys.modules["run"] = other
+
+
+def failed(lane: Any, test: str = "f.py::C::test_a", **others: Any) -> Any:
+    return lane("rows").Row(test, "failed", **{"error": "RuntimeError: no storage", **others})
+
+
+def test_a_sample_has_one_dtype_of_each_test_and_is_the_same_each_time(lane: Any) -> None:
+    sample = lane("torch_tests_plugin").sample
+    names = [f"f.py::C::test_{k}_remote_{dtype}" for k in range(9) for dtype in ("int8", "float32", "bool")]
+    assert sample(names, 9) == {name for name in names if name.endswith("float32")}
+    assert len(sample(names, 4)) == 4 and sample(names, 4) == sample(reversed(names), 4)
+    assert sample(names, 4) < sample(names, 5)
+    assert sample(names, 0) == set(names)
+
+
+def test_the_twin_of_a_test_is_the_one_for_cpus(lane: Any) -> None:
+    twin = lane("torch_tests_plugin").twin
+    assert twin("f.py::TestXREMOTE::test_remote_a_remote_int8") == "f.py::TestXCPU::test_cpu_a_cpu_int8"
+
+
+def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
+    expected, path = lane("expected"), tmp_path / "expected.txt"
+    path.write_text(
+        "# A comment.\n\ndocumented: no storage\n    says storage|address\n\n"
+        "torch: what it does to subclasses\n    f.py::*::test_a*\n    g.py::C::test_b\n"
+    )
+    causes = expected.read(path)
+    assert [cause.kind for cause in causes] == ["documented", "torch"]
+
+    def why(**row: Any) -> str | None:
+        cause = expected.cause_of(failed(lane, **row), causes)
+        return cause and cause.why
+
+    assert why() == "no storage"
+    assert why(error="ValueError: x") == "what it does to subclasses"
+    assert why(error="ValueError: x", test="g.py::C::test_b") == "what it does to subclasses"
+    assert why(error="ValueError: x", test="g.py::C::test_c") is None
+    assert why(error="ValueError: x", test="g.py::C::test_c", here="failed") == expected.OTHER_VERSION.why
+    assert why(error="ValueError: x", test="g.py::C::test_c", in_step="passed") == expected.LATE.why
+
+
+def test_a_list_with_an_unknown_kind_is_refused(lane: Any, tmp_path: Path) -> None:
+    path = tmp_path / "expected.txt"
+    path.write_text("because: of this\n")
+    with pytest.raises(ValueError, match=r"line 1: a cause begins with one of documented, torch"):
+        lane("expected").read(path)
+
+
+def test_the_lanes_own_list_is_read(lane: Any) -> None:
+    """Every cause says when it holds: a cause without tests and words would explain everything."""
+    causes = lane("expected").read(Path(__file__).parent / "expected.txt")
+    assert causes and all(cause.tests or cause.says for cause in causes)
+
+
+def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path) -> None:
+    said = [
+        {"of": {"f.py": 7}},
+        {"begun": "f.py::a"},
+        {"test": "f.py::a", "outcome": "passed"},
+        {"begun": "f.py::b"},
+    ]
+    path = tmp_path / "rows"
+    path.write_text("".join(json.dumps(line) + "\n" for line in said))
+    found = lane("run").Found("device")
+    found.take(path, "ended with status -11")
+    assert [(row.test, row.outcome, row.error) for row in found.rows] == [
+        ("f.py::a", "passed", ""),
+        ("f.py::b", "failed", "the process ended with status -11"),
+    ]
+    (line,) = lane("run").lines([found], [])
+    assert line.cells()[:5] == ["f.py", "device", "7", "2", "1"] and line.cells()[-1] == "1"
+    lane("run").keep(path, [found], 60.0)
+    assert lane("run").kept(path) == ([found], 60.0)
+
+
+def test_a_folder_without_tests_is_refused(
+    lane: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = lane("sources")
+    monkeypatch.setenv("TORCH_TESTS", str(tmp_path))
+    with pytest.raises(sources.NoSources, match=r"has no test_torch.py: name the folder `test`"):
+        sources.test_folder()
+    (tmp_path / "test_torch.py").touch()
+    assert sources.test_folder() == tmp_path.resolve()

@@ -1,0 +1,250 @@
+"""A pytest plugin for PyTorch's own test files, `-p torch_tests_plugin --plan FILE`.
+
+It begins a session, chooses tests, and writes a row for each. If a test fails, it runs again: waiting after
+each operator, and without remote tensors. `run.py` judges the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distruntime as dr
+from rows import DEFAULT, DEVICE, LOCAL, MESH, Plan, Row, append
+
+# What such an error misses may have been raised too late. Another error would only come again.
+TOO_LATE = re.compile(r"not raised|does not match|[Ww]arning|not found in|is not true|DID NOT RAISE|poisoned")
+# The time of a test ends with this, also while its operations are waited for.
+LATE_ALARM = (pytest.fail.Exception,)
+# What waits longer has lost its answer.
+PATIENCE = 120.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--plan")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Runner(Plan.read(config.getoption("--plan"))))
+
+
+class InStep(TorchDispatchMode):
+    """Waits after each operator. A test that fails without it only, is told of a mistake too late.
+
+    A write that has failed leaves a tensor that cannot be read. `dr.synchronize` raises only once, so it
+    says nothing of the next mistake with this tensor. With `reads`, each use of it raises.
+    """
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        dr.synchronize()
+        if self.reads:
+            dr.fetch(result)
+        return result
+
+
+def digest(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()
+
+
+def sample(names: Iterable[str], most: int) -> set[str]:
+    """Choose tests that do not change from run to run, with one dtype of each test and operator.
+
+    float32 comes first, as most programs have it.
+    """
+    by_test: dict[str, list[str]] = {}
+    for name in names:
+        by_test.setdefault(re.split(r"_(?:remote|cpu)(?=_|$)", name)[0], []).append(name)
+    if not most:
+        return {name for members in by_test.values() for name in members}
+    firsts = [
+        min(members, key=lambda name: (not name.endswith("_float32"), digest(name)))
+        for members in by_test.values()
+    ]
+    return set(sorted(firsts, key=digest)[:most])
+
+
+def twin(name: str) -> str:
+    """Return the name of the test for CPUs beside one for remote tensors."""
+    return re.sub(r"_remote(?=_|$)", "_cpu", name.replace("REMOTE::", "CPU::"))
+
+
+def words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1500]
+
+
+def frames(error: BaseException) -> list[str]:
+    found = [
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    inner = ("contextlib.py", "unraisableexception.py", "case.py", "runner.py", "python.py")
+    return [line for line in found if not line.startswith(inner)][-12:]
+
+
+class Runner:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.twins: dict[str, pytest.Item] = {}
+        # What stands around the tests of this mode: a device, or a mesh.
+        self.around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.open: Callable[[], None] = self._open
+        torch.set_num_threads(1)
+        # A shell starts background jobs with Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+        if plan.mode == MESH:
+            import mesh_bases
+
+            self.open = mesh_bases.open_session
+            self.around = mesh_bases.around
+        self.open()
+        if plan.mode == DEVICE:
+            import remote_devices
+
+            remote_devices.add()
+        if plan.mode == DEFAULT:
+            self.around = functools.partial(torch.device, "remote")
+
+    def _open(self) -> None:
+        dr.init_master_worker(world_size=1, timeout=PATIENCE)
+        dr.config(num_threads=1)
+
+    # -- which tests -------------------------------------------------------------------------------------
+
+    def _wanted(self, item: pytest.Item) -> bool:
+        owner = getattr(item, "cls", None)
+        name = owner.__name__ if owner else ""
+        if name.endswith(("CPU", "META")):
+            self.twins[item.nodeid] = item
+            return False
+        return name.endswith("REMOTE") == (self.plan.mode == DEVICE)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        wanted = [item for item in items if self._wanted(item)]
+        by_file: dict[str, list[str]] = {}
+        for item in wanted:
+            by_file.setdefault(item.nodeid.partition("::")[0], []).append(item.nodeid)
+        chosen = {name for file, names in by_file.items() for name in sample(names, self.plan.most[file])}
+        if self.plan.only:
+            chosen = {item.nodeid for item in wanted if any(part in item.nodeid for part in self.plan.only)}
+        chosen -= set(self.plan.done)
+        chosen = {name for name in chosen if not any(fnmatchcase(name, slow) for slow in self.plan.without)}
+        items[:] = [item for item in wanted if item.nodeid in chosen]
+        append(self.plan.rows, {"of": {file: len(names) for file, names in by_file.items()}})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that cannot be imported as a test that has failed."""
+        if report.failed and report.nodeid:
+            row = Row(f"{report.nodeid}::import", "failed", str(report.longrepr)[-600:])
+            append(self.plan.rows, {"of": {report.nodeid: 0}})
+            append(self.plan.rows, asdict(row))
+
+    # -- one test ----------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        if self.plan.mode == MESH:
+            import mesh_bases
+
+            mesh_bases.speak_of_meshes(item.module)
+        with self.around():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note the errors of a test and of its subtests."""
+        report = yield
+        if report.failed:
+            error = call.excinfo.value if call.excinfo else None
+            self.errors.append((words(error), frames(error)) if error else (str(report.longrepr)[-600:], []))
+        return report
+
+    def _run(self, item: pytest.Item) -> tuple[str, str, list[str]]:
+        """Run a test, and return its outcome, its error, and where that was."""
+        setup = item.session._setupstate
+        setup.teardown_exact(item if setup.stack else None)
+        self.errors: list[tuple[str, list[str]]] = []
+        reports = runtestprotocol(item, nextitem=item, log=False)
+        if self.errors:
+            return "failed", *self.errors[0]
+        skipped = any(report.skipped and not hasattr(report, "wasxfail") for report in reports)
+        return ("skipped" if skipped else "passed"), "", []
+
+    def _again(self, item: pytest.Item, around: Callable[[], Any]) -> str:
+        """Run a test in other surroundings, and return its outcome."""
+        kept, self.around = self.around, around
+        try:
+            return self._run(item)[0]
+        finally:
+            self.around = kept
+
+    def _in_step(self, item: pytest.Item, reads: bool) -> str:
+        around = self.around
+
+        @contextlib.contextmanager
+        def waiting() -> Generator[None]:
+            with around(), InStep(reads):
+                yield
+
+        outcome = self._again(item, waiting)
+        self._settle(Row(item.nodeid, "failed"))
+        return outcome
+
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        begun = time.monotonic()
+        append(self.plan.rows, {"begun": item.nodeid})
+        outcome, error, where = self._run(item)
+        row = Row(item.nodeid, outcome, error, where)
+        self._settle(row)
+        if row.outcome == "failed":
+            if self.plan.mode in (DEVICE, DEFAULT) and TOO_LATE.search(error):
+                row.in_step = self._in_step(item, reads=False)
+                if row.in_step == "failed":
+                    row.in_step = self._in_step(item, reads=True)
+            mate = item if self.plan.mode == DEFAULT else self.twins.get(twin(item.nodeid))
+            if mate is not None and self.plan.mode != LOCAL:
+                row.here = self._again(mate, contextlib.nullcontext)
+        item.session._setupstate.teardown_exact(nextitem)
+        row.seconds = round(time.monotonic() - begun, 2)
+        append(self.plan.rows, asdict(row))
+        return True
+
+    def _settle(self, row: Row) -> None:
+        """Let no failure of this test reach the next one. A lost session is a failure, and another begins."""
+        with contextlib.suppress(Exception, *LATE_ALARM):
+            dr.synchronize()
+        try:
+            with self.around():
+                usable = torch.ones(2, device="remote").sum().item() == 2.0
+        except (Exception, *LATE_ALARM) as error:
+            usable, row.outcome = False, "failed"
+            row.error = f"the session was lost: {words(error)}; {row.error}"
+        if not usable:
+            with contextlib.suppress(Exception):
+                dr.shutdown()
+            self.open()
+
+    def pytest_unconfigure(self) -> None:
+        dr.shutdown()

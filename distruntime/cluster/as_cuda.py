@@ -256,7 +256,7 @@ class _Type(type):
     def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[explicit-any]
         place = _current()
         if all(isinstance(size, int) for size in args):
-            return torch.empty(args, dtype=cls.dtype, device=place)
+            return torch.empty(args or (0,), dtype=cls.dtype, device=place)
         if isinstance(args[0], DistributedTensor):
             return args[0].to(place, dtype=cls.dtype)
         local: torch.Tensor = getattr(torch, cls.__name__)(*args)

@@ -221,6 +221,7 @@ def test_more_of_torch_cuda_answers() -> None:
     assert cuda.current_stream() == cuda.default_stream() and isinstance(cuda.Stream(0), cuda.Stream)
     assert isinstance(held, cuda.FloatTensor) and not isinstance(held, cuda.LongTensor)
     assert not isinstance(torch.ones(1), cuda.FloatTensor)
+    assert cuda.FloatTensor().shape == (0,) and cuda.ByteTensor(2, 3).shape == (2, 3)
     assert (
         not torch.empty(2, pin_memory=True).is_pinned()
         and torch.ones(2).pin_memory("cuda").device.type == "cpu"
